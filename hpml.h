@@ -47,6 +47,7 @@
 //     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
 //
 // THREADS: a context and all that hangs on it belongs to one thread at a time. Contexts are independent of each other.
+// After fork, both processes may go on with a context that was not in use; in the child it computes on one thread.
 // SAME BITS: same seed, same build, same kind of CPU give the same bits, at any number of threads.
 //
 // INDEX (grep '^// >>' hpml.h)
@@ -68,7 +69,7 @@
 //     vmath   exp, log, tanh, erf and the activations
 //     vreduce   sums, maxima, norms
 //     vupdate   optimizer steps, one pass over the data
-//     vconvert   storage types
+//     vconvert   storage types, checksums
 //     gemm   matrix product: tiles
 //     gemm-pack   matrix product: packing and turning
 //     gemm-part   matrix product: one rectangle of C
@@ -84,8 +85,10 @@
 //     threads   the clock and the thread pool
 //     create   creating and freeing contexts
 //     tensor   tensors and views, copies and conversions
+//     host   whole tensors to and from host memory
 //     record   recording: nodes, inputs, parameters
 //     gemm-threads   dealing a matrix product out to threads
+//     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
@@ -95,16 +98,22 @@
 //     dropout   dropout and embedding
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
+//     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
 //     backend   the CPU backend: memory, the table of ops, optimizer steps
+//     place   a place in memory for each array of a plan: first fit
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
 //     trainer   the trainer: settings, creation, one step
-//     step   one step, one epoch, evaluation, prediction
-//     files   reading whole files, writing files that appear whole, JSON
-//     dataset   datasets, and their readers: IDX, CIFAR, CSV, text
+//     step   one step, and the names of what is not finite in it
+//     fit   passes over data, evaluation, prediction
+//     files   reading files, writing files that appear whole
+//     json   UTF-8, decimal numbers, JSON
+//     dataset   datasets; images as data: IDX, CIFAR
+//     csv   numbers and text as data: CSV, characters
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
-//     safetensors   safetensors files; parameters and whole trainings in them
+//     safetensors   safetensors files
+//     checkpoint   parameters and whole trainings in safetensors files
 //     trace   the timeline; where the time goes, and what a model is
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
@@ -185,6 +194,12 @@ typedef struct hpml_trainer hpml_trainer; /* opaque */
 typedef struct hpml_backend hpml_backend; /* a table of functions, see >>api-backend */
 typedef struct hpml_packing hpml_packing; /* how a gradient is packed, see >>api-codec */
 
+/* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves (BF16, F16) for files,
+   wire and, in mixed precision (hpml_ctx_desc.store), results of ops. */
+typedef enum hpml_dtype {
+    HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
+} hpml_dtype;
+
 /* Memory comes from here and nowhere else. `align` is a power of two, at most 64. alloc returns NULL on failure.
    Both are called by the thread that calls the library, never by its workers. All zero: malloc and free. */
 typedef struct hpml_allocator {
@@ -195,12 +210,19 @@ typedef struct hpml_allocator {
 
 /* Called once for each error (text with file and line). NULL: silent; the library never prints. */
 typedef void hpml_log_fn(hpml_status status, const char *text, void *user);
+HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user); /* one of them: a line on stderr */
 
 typedef struct hpml_ctx_desc {
     uint32_t            _begin;    /* canary, leave zero (as `_end` of every desc) */
     int32_t             threads;   /* threads that compute, the caller included; 0: all cores this process may use */
     uint64_t            seed;      /* seed of everything random in this context */
     const char         *cpu;       /* force kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best this CPU has */
+    hpml_dtype          store;     /* mixed precision on the CPU: what results of ops and their gradients are stored as:
+                                      F32, BF16 (8 bits of precision, the range of f32) or F16 (11 bits, at most 65504,
+                                      see hpml_trainer_desc.loss_scale). Ops compute in f32, on copies of some samples
+                                      at a time; products round a copy of their weights to it. Parameters, their
+                                      gradients, optimizer state, scalars, what an op keeps for its backward pass and
+                                      files stay f32. A GPU's precision is in its own desc */
     const hpml_backend *backend;   /* where tensors live and ops run; NULL: CPU */
     void               *backend_desc; /* passed to backend->open */
     hpml_allocator      allocator; /* all zero: malloc */
@@ -223,6 +245,15 @@ HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of allo
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes now held */
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* where its memory comes from; ctx NULL: all zero */
 
+/* Called while safetensors, parameters or a checkpoint are written: each time that 64 MB more are on the disk, with the
+   bytes of the file so far. Cleared: the callback is off, and a file goes to the disk at its end only. Returns the
+   callback from before. */
+typedef struct hpml_progress {
+    void (*fn)(void *user, uint64_t bytes);
+    void  *user;
+} hpml_progress;
+HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress);
+
 /* Memory that lives as long as the context: zeroed, 64-byte aligned; `drop`, where given, is called before it goes. For
    siblings, strategies and layers of your own. NULL and an error on the context when there is none. */
 HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*drop)(void *object));
@@ -238,12 +269,6 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-tensor   tensors
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves for files, wire and,
-   where a backend keeps them so (hpml_backend.store), for what lies between the layers. */
-typedef enum hpml_dtype {
-    HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
-} hpml_dtype;
 
 /* How a parameter starts. fan_in: product of all dimensions but the first; fan_out: shape[0] x receptive field. */
 typedef enum hpml_init {
@@ -269,9 +294,13 @@ typedef struct hpml_param {
     float     lr_scale;   /* its learning rate is lr * lr_scale; 1 at first */
 } hpml_param;
 
+/* Order of the dimensions of images: (B, C, H, W), or (B, H, W, C) with the channels of a pixel side by side. */
+typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
+
 /* A dense array in row-major order, owned by its context. `data` and `grad` are NULL until memory has been taken for
    them (hpml_graph_alloc, hpml_trainer_create); they live where the backend keeps them: with the CPU backend read and
-   write them as you like, for others use hpml_tensor_get/set. For dtypes other than F32 cast `data`.
+   write them as you like, for others use hpml_tensor_get/set. `data` and `grad` point to numbers of the type `dtype`,
+   which for results of ops may be halves (hpml_ctx_desc.store): for dtypes other than F32 cast them.
    The first dimension of an input is the batch; see `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
@@ -287,6 +316,8 @@ struct hpml_tensor {
     hpml_node  *node;       /* the op that makes it; NULL: leaf */
     bool        needs_grad; /* a parameter or something computed from one, or an input so marked */
     bool        used;       /* by an op: too late to mark it */
+    hpml_layout layout;     /* of 4 dimensions; see hpml_to_layout */
+    int         leaf;       /* private: number among the inputs of the graph that was planned last */
 };
 
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element */
@@ -311,18 +342,33 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 /* Copies between tensors of the same shape, any strides, converting the dtype (round to nearest even; I32, U8
    saturate, NaN gives 0). CPU memory only. */
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
-/* Whole contents, contiguous, to and from host memory of the tensor's dtype; `count` must equal hpml_tensor_count. */
+/* Whole contents, contiguous, to and from host memory of the tensor's dtype; `count` must equal hpml_tensor_count.
+   Results of ops that are stored in halves are f32 in host memory: a program is the same in mixed precision. */
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count);
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count);
 
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
-/* C = alpha * op(A) * op(B) + beta * C on plain arrays, as BLAS defines it, row-major: op(A) is (m, k), op(B) is
-   (k, n). trans_a: A is stored (k, m). lda, ldb, ldc: elements between rows as stored. beta 0 never reads C. */
+/* BLAS on plain arrays, row-major, by all threads of the context. A factor 0 never reads what it multiplies.
+   C = alpha * op(A) * op(B) + beta * C: op(A) is (m, k), op(B) is (k, n). trans_a: A is stored (k, m). lda, ldb, ldc:
+   elements between rows as stored. */
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc);
+/* The same with A and B in types of their own, F32, BF16 or F16; products, sums and C are f32. */
+HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                               hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
+                               int64_t ldb, float beta, float *c, int64_t ldc);
+/* y = alpha op(A) x + beta y: A is stored (m, n), rows lda apart; x has n numbers and y m, with trans_a the other way
+   round. Numbers of a vector are inc apart, 1 or more: a column of a matrix has the matrix's leading dimension. */
+HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
+                                int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y);
+HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
+                                int64_t inc_y); /* y += alpha x */
+HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x); /* x *= alpha */
+/* The first i whose |x[i]| is largest, counted from 0; the first NaN, where there is one; -1 for n 0 and on error. */
+HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-ops   recording a model: inputs, parameters, ops
@@ -354,7 +400,7 @@ typedef struct hpml_param_desc {
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* a trainable tensor */
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* in order of recording */
-HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none */
+HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none; O(1) */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* trainable numbers in all */
 HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all their bits */
 /* Memory and first values for the parameters that have none yet; hpml_graph_alloc calls it. */
@@ -406,9 +452,25 @@ typedef struct hpml_linear_desc {
 } hpml_linear_desc;
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
+/* Images in another order. Results have the layout of what they are made from; reshape and permute give NCHW. In both
+   layouts conv2d, pooling and batchnorm compute the same up to rounding and their parameters have the same shapes and
+   order, and hpml_flatten gives (B, C H W): files of parameters fit either. Loaders, crops and augmentation make (C, H,
+   W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and pooling, compute in NCHW and turn
+   NHWC there and back. Everything else goes by dimensions, and adding up images of two layouts is an error. */
+HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout); /* a permute; x itself where it has it */
+/* The layout that x has already (an input, a reshape), before an op reads x. */
+HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
+
+/* How the CPU computes a convolution; all ways agree up to rounding. With t taps of a kernel, C and out channels: */
+typedef enum hpml_conv_algorithm {
+    HPML_CONV_AUTO   = 0, /* DIRECT, and IM2COL where only that keeps to the workspace */
+    HPML_CONV_DIRECT = 1, /* reads images where they stand. Workspace: up to 17 t C out floats, and images by thread */
+    HPML_CONV_IM2COL = 2  /* some rows of results at a time: t C / groups columns of their pixels, times the weights */
+} hpml_conv_algorithm;
+
 /* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y
    (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down. groups = C is
-   depthwise. */
+   depthwise. y->node->attr.conv.algorithm and y->node->scratch_bytes say which way was chosen and its workspace. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
@@ -421,6 +483,8 @@ typedef struct hpml_conv2d_desc {
     bool        no_bias;
     hpml_init   init;
     float       init_scale;
+    hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
+    size_t      workspace;              /* bytes at most beyond its tensors and what the context has; 0: no limit */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -437,7 +501,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
 HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1);
 HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2);
 HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
-HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x); /* (B, ...) -> (B, rest) */
+HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x); /* (B, ...) -> (B, rest); images of NHWC as (B, C H W) */
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims);
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b);
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count);
@@ -549,9 +613,9 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* Compares backward with central differences of fourth order, in f32 with steps of eps (1e-2 suits most), on up to
-   `samples` numbers of every parameter and every input that needs a gradient; returns the largest |difference| / (|a| +
-   |b| + floor), the floor being the root mean square of that gradient; on error a negative number. */
+/* Compares backward with central differences of fourth order, in f32 with steps of eps (0: 1e-2, which suits most), on
+   up to `samples` numbers of every parameter and every input that needs a gradient; returns the largest |difference| /
+   (|a| + |b| + floor), the floor being the root mean square of that gradient; on error a negative number. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops use it: it gets a gradient */
 
@@ -580,7 +644,8 @@ typedef union hpml_attr {
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACT, LINEAR */
     struct { bool trans_a, trans_b; } matmul;
-    struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act; } conv; /* pools; [0]: h */
+    struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act;
+             hpml_conv_algorithm algorithm; int32_t rows; } conv; /* pools; [0]: h; rows: that IM2COL does at a time */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* and concat */
     struct { int32_t dim; bool mean; } sum;
@@ -609,6 +674,9 @@ struct hpml_node {
     hpml_tensor *out_root, *grad_root;         /* planner: the tensors in whose memory value and gradient stand */
     hpml_node   *with;                         /* set by a backend's plan: a pass does this op together with that one,
                                                   the next; sources stay until then */
+    /* where the CPU stores halves: samples of a block (0: all), labels or tokens before this block; its offset in
+       scratch, its bytes of saved */
+    struct { int64_t samples, index; size_t at, saved; } edge;
 };
 
 /* What a run is about. */
@@ -631,6 +699,9 @@ typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /*
 typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
                         HPML_OPT_LARS, HPML_OPT_LAMB } hpml_opt;
 
+/* What an optimizer step has found that is NaN or infinite: in the gradient; in new weights or sums of squares. */
+enum { HPML_BAD_GRADIENT = 1, HPML_BAD_STEP = 2 };
+
 /* One optimizer step on one parameter. State arrays have the parameter's shape. */
 typedef struct hpml_update {
     hpml_opt opt;
@@ -644,8 +715,9 @@ typedef struct hpml_update {
     float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
     const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
     bool     nesterov;
-    bool    *bad;              /* not NULL: what is NaN or infinite in a gradient counts as 0, and is told: by the CPU,
-                                  which sets it; by a device, with an error when the host next waits. NULL: as NaN */
+    int32_t *bad;              /* not NULL: a gradient that is not finite counts as 0; a weight that would not be finite
+                                  stays, and its states start again. The CPU sets these bits; a device has an error when
+                                  the host next waits. NULL: all of them become NaN */
 } hpml_update;
 
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
@@ -689,6 +761,7 @@ struct hpml_backend {
     /* optional: before an op that somebody looks at, and then, with its name, behind it. When the device has next been
        waited for it tells: a span in lane GPU, and the seconds, added to *seconds unless that is NULL */
     void (*look)(void *device, const char *name, double *seconds);
+    bool layouts; /* conv2d and pooling read NHWC as well, and conv2d goes by attr.conv.algorithm */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
@@ -738,20 +811,22 @@ typedef struct hpml_trainer_desc {
     float         eps;             /* 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
     float         weight_decay;    /* L2 added to the gradient; ADAMW, LAMB: decoupled */
     bool          decay_all;       /* decay biases and norms as well */
-    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001 */
+    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001.
+                                      LAMB: lr |w| / |r| for biases and norms as well (You et al. 2020, algorithm 2) */
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
     int64_t       lr_base_batch;   /* 0: no scaling */
     float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
     int32_t       accumulate;      /* batches that make one update, each weighs as many as it has samples; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
-                                      small ones survive in halves; 0: 1, but dynamic where a backend stores F16: from
-                                      65536, halved, and the update left out, when a gradient overflows; doubled after
-                                      2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check, which names step and layer, of the loss and gradients: a device's
-                                      step without info then need not wait. What is found in a gradient stays out of
-                                      parameters; the rest of the step is in. Without clip_norm a device finds it in
-                                      the update: the next step, the end of fit or reading a tensor has the error */
+                                      small ones survive in halves; 0: 1, but dynamic where results are stored as F16:
+                                      from 65536, halved, and the update left out, when a gradient overflows; doubled
+                                      after 2,000 updates without (Micikevicius et al. 2018) */
+    bool          no_finite_check; /* skip the check, which names step and layer, of the loss, gradients and new
+                                      parameters: a device's step without info then need not wait. With the check, what
+                                      is not finite stays out of parameters; the rest of the step is in. Without
+                                      clip_norm a device finds it in the update: the next step, the end of fit or
+                                      reading a tensor has the error */
     uint32_t      _end;
 } hpml_trainer_desc;
 
@@ -809,7 +884,8 @@ typedef struct hpml_fit_desc {
     uint32_t      _end;
 } hpml_fit_desc;
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
-/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. */
+/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a loss or an
+   output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the sample. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
 /* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
@@ -822,7 +898,9 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
    update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
            the parameters it wants updated here. Returns HPML_OK.
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
-           and backward; called in the same order on all ranks, also on one that runs 0 samples */
+           and backward; called in the same order on all ranks, also on one that runs 0 samples
+   data    before the first batch of a fit that takes this rank's share itself; `mark` is a hash of data, order, place
+           and passes, which must be the same on all ranks: then the shares are disjoint and complete */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
@@ -831,6 +909,7 @@ typedef struct hpml_hooks {
     hpml_status (*update)(void *user, hpml_trainer *t);
     void (*free)(void *user); /* called by hpml_ctx_free and when replaced */
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
+    hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
 } hpml_hooks;
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
 /* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. 0
@@ -839,7 +918,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
                                             bool accumulate, float *loss);
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
 /* All of them, with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last. On the
-   CPU, without clip_norm, LARS and LAMB, which want the norm. */
+   CPU, without clip_norm, a dynamic loss scale, LARS and LAMB, which want the norm. */
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
 /* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
@@ -873,13 +952,16 @@ struct hpml_dataset {
 };
 
 /* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
-   says what was expected where. NULL on failure, the error on the context. */
+   says what was expected where; pipes, devices and folders are refused. They copy, and take at most four times the
+   bytes of the file, unpacked, and 1 MB. NULL on failure, the error on the context. */
 /* MNIST; gzipped with HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 /* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers, labels too, separated by `,` `;` or tabs; a header line has a word in it. label_column: from 0, negative:
-   from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. The locale is ignored. */
+/* Numbers, labels too, separated by `,` `;` or tabs, rounded to the nearest float whatever the locale. The first line
+   is a header if no field of it is a number. Errors name line, column and, by the header, the column's name.
+   label_column: from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float
+   target. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
 /* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
@@ -894,12 +976,14 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive it */
 HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
 
-/* numpy .npy, version 1.0: f32, f16, i32, u8 (f64 and i64 are converted on reading), C order. */
+/* numpy .npy: f32, f16, i32, u8, C order. Read are versions 1 to 3, and f64 and i64 become f32 and i32 (an error where
+   a number does not fit). Written is version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
 /* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe).
-   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. */
+   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. While a record
+   file is open no program may make it shorter: reading what is gone ends this process (SIGBUS). */
 typedef struct hpml_record_writer hpml_record_writer;
 typedef struct hpml_record_file   hpml_record_file;
 HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path);
@@ -929,7 +1013,8 @@ typedef struct hpml_loader_desc {
     bool         drop_last;  /* leave out a short last batch */
     bool         no_prefetch; /* batches are made by the caller's thread; same batches */
     uint64_t     seed;       /* 0: the context's */
-    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
+    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1, in fit: as hpml_distribute says.
+                                 Where you have divided the data among ranks yourself: 0 and 1 */
     int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
     int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares are near-equal */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
@@ -958,10 +1043,12 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Written to `path`.tmp, synced, renamed: a kill at any moment leaves
-   the old file or the new one. Tensors of other types than hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS
-   dimensions are left out on reading. */
-typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
+/* safetensors: 8-byte length, JSON header, data. Like every file of this library it is written to `path`.tmp, synced
+   and renamed, and its folder is synced: a kill at any moment leaves the old file or the new one. The mode of the old
+   file is kept, a link is followed to its file. A pipe takes only .npy files and timelines. Headers are accepted and
+   refused as by the format's reference implementation, but no name holds a NUL. Tensors of other types than
+   hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS dimensions are left out on reading. */
+typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped: no program may make it shorter (SIGBUS) */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
     hpml_dtype  dtype;
@@ -980,13 +1067,14 @@ typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count);
 
-/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. */
+/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. The metadata have the
+   CRC-32C of each array, "hpml.crc32c.<name>": loading checks it where it is there, and that all numbers are finite. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; what else it holds is ignored */
 
 /* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
    step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
-   "state.<name>", metadata "hpml.step" ... */
+   "state.<name>", metadata "hpml.step" ..., checksums as above. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
 
@@ -994,24 +1082,52 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /*
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Chrome trace form: open the file in Perfetto. A process per rank, a lane (thread) per stream; a span costs 50 ns. */
+/* Chrome trace form: open the file in Perfetto. A process per rank, a lane (thread) per stream that has events; the
+   trainer's steps as spans, its loss and the bytes sent in each step as counters. An event costs 50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
     int64_t  first_step, last_step; /* record only these updates, the first is 0; last 0: all */
-    int64_t  capacity;              /* spans kept, the oldest are dropped; 0: 65,536 */
-    double   origin;                /* the hpml_now() that is time 0 in the file; 0: now */
+    int64_t  capacity;              /* events kept, 72 bytes each, the oldest are dropped; 0: 65,536 */
+    double   origin;                /* the hpml_now() that is time 0 in the file; 0: that of the first event */
+    bool     arrows;                /* from the send to the receive of each message of a collective: two more events */
     uint32_t _end;
 } hpml_trace_desc;
 #define HPML_LANE_COMPUTE 0
 #define HPML_LANE_COMM    1
 #define HPML_LANE_IO      2
 #define HPML_LANE_GPU     3
+#define HPML_LANE_STEP    4
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
 /* Adds a span; `name` must live as long as the trace. Any thread. Does nothing when no trace is on. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
+HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* recording now, this step included */
+
+typedef enum hpml_trace_kind {
+    HPML_TRACE_SPAN = 0,
+    HPML_TRACE_STEP,    /* a span called "step" and its number */
+    HPML_TRACE_COUNTER, /* a curve */
+    HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* an arrow from the first to the second, within spans of their lanes */
+} hpml_trace_kind;
+
+/* Text must live as long as the trace; it may hold any bytes: what is not UTF-8 is replaced. */
+typedef struct hpml_trace_event {
+    hpml_trace_kind kind;
+    int         lane;
+    const char *name;         /* required */
+    double      start, end;   /* seconds; COUNTER, SEND, RECEIVE happen at the start */
+    const char *first, *last; /* SPAN: the tensors from one to another; last NULL: one; both NULL: none */
+    int32_t     bucket;       /* SPAN: of these tensors, from 1; 0: none */
+    int64_t     number;       /* SPAN: bytes, 0: not known. STEP: which. SEND, RECEIVE: the same for both ends */
+    double      value;        /* COUNTER; NaN and infinity are left out */
+} hpml_trace_event;
+/* Adds a copy of an event. Any thread. Does nothing when no trace is on. */
+HPML_API void        hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
+/* The time in the file of the first event that is kept, 0 where there is none; and moves the origin by some seconds. */
+HPML_API double      hpml_trace_first(const hpml_ctx *ctx);
+HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds);
 /* Layers and updates (not a GPU's) are stamped with *seconds, not with hpml_now(), until it is NULL; batches are left
    out. Returns the one before. For communicators in virtual time (hpml_comm.h): their other spans have that time. */
 HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
@@ -1748,24 +1864,29 @@ HPMLI_KFN void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
     else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb * HV(ld)(y + i, c)), c);
 }
 
-/* y = a x + b, y = max(a x + b, 0) */
-#define HPMLI_AFFINE(name, result)                                                                                     \
-    HPMLI_KFN void HV(name)(float *y, const float *x, float a, float b, int64_t n)                                     \
-    {                                                                                                                  \
-        hv va = HV(set1)(a), vb = HV(set1)(b);                                                                         \
-        HV_LOOP(n) HV(st)(y + i, result, c);                                                                           \
-    }
-HPMLI_AFFINE(vscale_add, HV(fma)(va, HV(ld)(x + i, c), vb))
-HPMLI_AFFINE(vaffine_relu, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c), vb)))
-#undef HPMLI_AFFINE
-
-/* y (+)= a x + b z + c */
-HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant,
-                                       int64_t n, int accumulate)
+/* y = a x + b */
+HPMLI_KFN void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(constant);
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb), c);
+}
+
+/* y = a (x - centre) + b, or the larger of that and 0. The centre is subtracted first, because a x and a centre are
+   both rounded at the size of the centre, and their difference would keep that error. */
+HPMLI_KFN void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
+{
+    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
+    if (relu) HV_LOOP(n) HV(st)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c) - vc, vb)), c);
+    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c) - vc, vb), c);
+}
+
+/* y (+)= a x + b (z - centre) + constant */
+HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
+                            int64_t n, int accumulate)
+{
+    hv va = HV(set1)(a), vb = HV(set1)(b), vz = HV(set1)(centre), vc = HV(set1)(constant);
     HV_LOOP(n) {
-        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c), vc));
+        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c) - vz, vc));
         if (accumulate) r += HV(ld)(y + i, c);
         HV(st)(y + i, r, c);
     }
@@ -1776,7 +1897,7 @@ HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const fl
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms
-   join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
+   and vmoments join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
 
 #define HPMLI_BLOCK_SUM 1024
 
@@ -1800,15 +1921,12 @@ HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const fl
         }                                                                                                              \
         return HV(sum)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
     }
-HPMLI_VFN hv HV(add_square)(hv sum, hv d) { return HV(fma)(d, d, sum); }
 HPMLI_VFN hv HV(keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_n) */
 {
     return n >= HV_W ? v : HV(bits)((1u << n) - 1, v, HV(zero)());
 }
 HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(ld)(x + at, c))
 HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(ld)(a + at, c), HV(ld)(b + at, c), sum))
-HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
-             HV(add_square)(sum, HV(ld)(x + at, c) - HV(keep)(HV(set1)(mean), c)))
 #undef HPMLI_REDUCE
 
 #define HPMLI_WIDE(name, params, piece)                                                                                \
@@ -1823,8 +1941,38 @@ HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
     }
 HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c))
 HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c))
-HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HV(vvar)(x + i, mean, c)) /* (x - mean)^2 */
 #undef HPMLI_WIDE
+
+/* sums[0] += sum of w, sums[1] += sum of w d, with d = x - centre; w NULL: w = d, so that a centre near the mean gives
+   the squares about it, and sums[0] how far the centre is from the mean. */
+HPMLI_VFN void HV(moments)(double *sums, const bool weighted, const float *w, const float *x, float centre, int64_t n)
+{
+    const hv vc = HV(set1)(centre);
+    for (int64_t i = 0, end; i < n; i = end) {
+        hv s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() }, t[4] = { s[0], s[0], s[0], s[0] };
+        end = n - i < HPMLI_BLOCK_SUM ? n : i + HPMLI_BLOCK_SUM;
+        for (; i + 4 * HV_W <= end; i += 4 * HV_W) {
+            HPMLI_UNROLL
+            for (int u = 0; u < 4; u++) {
+                hv d = HV(load)(x + i + u * HV_W) - vc, v = weighted ? HV(load)(w + i + u * HV_W) : d;
+                s[u] = s[u] + v, t[u] = HV(fma)(v, d, t[u]);
+            }
+        }
+        for (; i < end; i += HV_W) {
+            int64_t c = end - i < HV_W ? end - i : HV_W;
+            hv      d = HV(keep)(HV(ld)(x + i, c) - vc, c), v = weighted ? HV(ld)(w + i, c) : d;
+            s[0] = s[0] + v, t[0] = HV(fma)(v, d, t[0]);
+        }
+        sums[0] += (double)HV(sum)((s[0] + s[1]) + (s[2] + s[3]));
+        sums[1] += (double)HV(sum)((t[0] + t[1]) + (t[2] + t[3]));
+    }
+}
+
+HPMLI_KFN void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
+{
+    if (w) HV(moments)(sums, true, w, x, centre, n);
+    else HV(moments)(sums, false, NULL, x, centre, n);
+}
 
 HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
 {
@@ -1834,6 +1982,18 @@ HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
     float best = HV(hmax)(m);
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
+}
+
+/* The largest |x|, 0 for none; NaN where x has one. */
+HPMLI_KFN float HV(vamax)(const float *x, int64_t n)
+{
+    hv m = HV(zero)(), nan = HV(zero)();
+    HV_LOOP(n) {
+        hv v = HV(abs)(HV(ld)(x + i, c));
+        m   = HV(max)(v, m);
+        nan = HV(eq)(v, v, nan, v);
+    }
+    return HV(sum)(nan) == 0 ? HV(hmax)(m) : NAN;
 }
 
 /* y = exp(x - shift); returns the sum. The heart of a softmax. */
@@ -1875,7 +2035,19 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 /* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
    same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. False: a gradient is not finite, see hpml_update.bad. */
+   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
+
+/* What a step finds: sums of 0, or NaN once a new weight, a sum of squares, or a gradient of LAMB was not finite. */
+typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
+
+/* Stores a step's result x at w, or, where x is not finite, `was` + instead, which is 0, or NaN. What comes of a
+   gradient that is not finite is not finite either: there is no need to look at both. */
+HPMLI_VFN void HV(stepped)(float *w, hv x, hv was, HV(found) *f, int64_t c)
+{
+    hv off = x * HV(zero)();
+    f->weight = f->weight + off;
+    HV(st)(w, HV(eq)(off, off, x, was + f->instead), c);
+}
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
    would stay for ever. A NaN stays one. */
@@ -1891,7 +2063,7 @@ HPMLI_VFN hv HV(moment)(float *state, hv g, float beta, int64_t c) /* state = be
     return HV(decayed)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(ld)(state, c)), c);
 }
 
-HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_t c)
+HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
@@ -1900,72 +2072,107 @@ HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_
         hv v = HV(decayed)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), g), c);
         step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
     }
-    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), c);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
-HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, int64_t c)
+HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), s;
     g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     s = HV(fma)(g, g, HV(ld)(v, c));
     HV(st)(v, s, c);
-    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), c);
+    f->square = HV(fma)(s, HV(zero)(), f->square);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
 }
 
-HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     step = HV(moment)(v, g * g, o->u.beta2, c);
+    f->square = HV(fma)(step, HV(zero)(), f->square);
     step = g / (HV(sqrt)(step) + HV(set1)(o->u.eps));
     if (m) step = HV(decayed)(m, HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), step), c);
-    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), c);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
-HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, HV(found) *f, int64_t c)
 {
     hv mean   = HV(moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
     hv square = HV(moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
+    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite one would stop its weight in silence */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
-HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
     else x = HV(fnma)(lr * decay, x, x);
-    HV(st)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, c), x), c);
+    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), x, f, c);
+}
+
+/* After a step that was not finite somewhere: was it the gradient (which LAMB has overwritten)? The states of such
+   elements start again, because no later gradient would make them finite. */
+HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
+                              int64_t n)
+{
+    int found = HPML_BAD_STEP;
+    for (int64_t i = 0; i < n; i++) {
+        float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
+        bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
+        if (g - g != 0) found = HPML_BAD_GRADIENT;
+        if (lost && m && o->u.bad) m[i] = 0;
+        if (lost && v && o->u.bad) v[i] = 0;
+    }
+    return found;
 }
 
 /* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
-   direction over the gradient's array, which is ours to spend. */
-#define HPMLI_STEPS(step)                                                                                              \
-    HV_LOOP(n) {                                                                                                       \
-        hv g = HV(ld)(dw + i, c), off;                                                                                 \
+   direction over the gradient's array, which is ours to spend; a gradient that is not finite counts as 0 there, because
+   the length of the whole direction would not be finite either. */
+#define HPMLI_STEP(step)                                                                                               \
+    {                                                                                                                  \
+        hv g = HV(ld)(dw + i, c);                                                                                      \
         if (more) g = g + HV(ld)(more + i, c);                                                                         \
-        g = g * HV(set1)(o->u.grad_scale), off = g * HV(zero)(), bad = bad + off; /* off: 0, or NaN */                 \
-        g = HV(eq)(off, off, g, HV(set1)(instead)), step;                                                              \
-    }                                                                                                                  \
+        g = g * HV(set1)(o->u.grad_scale);                                                                             \
+        step;                                                                                                          \
+    }
+#define HPMLI_STEPS(step)                                                                                              \
+    for (const int64_t c = HV_W; i + c <= n; i += c) HPMLI_STEP(step)                                                  \
+    for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
     break;
-HPMLI_KFN bool HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
+HPMLI_VFN void HV(lamb)(const hpmli_opt_args *o, const float *w, hv g, float *r, float *m, float *v, HV(found) *f,
+                        int64_t c)
+{
+    hv off = g * HV(zero)();
+    f->gradient = f->gradient + off;
+    g = HV(eq)(off, off, g, f->instead);
+    HV(st)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(ld)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
+}
+
+HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
-    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL, instead = o->u.bad ? 0 : NAN;
-    hv                   bad  = HV(zero)();
+    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
+    float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
+    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.bad ? 0 : NAN) }, *f = &all;
+    int64_t              i = 0;
     switch (o->u.opt) {
-    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, c))
-    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, c))
-    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c))
-    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, c))
-    case HPML_OPT_LAMB: HPMLI_STEPS(HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(HV(set1)(o->u.weight_decay),
-                                HV(ld)(w + i, c), HV(adam_direction)(o, g, m + i, v + i, c)), c))
+    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, f, c))
+    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, f, c))
+    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
+    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
+    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, r + i, m + i, v + i, f, c))
     }
-    return HV(sum)(bad) == 0;
+    if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
+    int found = HV(opt_restart)(o, dw, more, m, v, n);
+    return HV(sum)(all.gradient) == 0 ? found : HPML_BAD_GRADIENT;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>vconvert   storage types
+// >>vconvert   storage types, checksums
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* All but f32, which is copied. */
@@ -1991,6 +2198,39 @@ HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n
     HPMLI_STORED(HPMLI_X)
 #undef HPMLI_X
     }
+}
+
+/* CRC-32C (Castagnoli's polynomial, as in iSCSI) of n bytes more; the one of no bytes is 0. Portably eight bytes at a
+   time by tables (Kounavis and Berry 2005), which are made on the stack where there is enough to do. */
+HPMLI_KFN uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
+{
+    const unsigned char *p = (const unsigned char *)bytes;
+    crc = ~crc;
+#if HPMLI_ISA == 1 || HPMLI_ISA == 2
+    for (uint64_t word; n >= 8; p += 8, n -= 8) {
+        memcpy(&word, p, 8);
+        crc = (uint32_t)_mm_crc32_u64(crc, word);
+    }
+#else
+    uint32_t table[8][256];
+    for (uint32_t i = 0; i < 256 && n >= 1024; i++) {
+        table[0][i] = i;
+        for (int k = 0; k < 8; k++) table[0][i] = table[0][i] >> 1 ^ (0x82f63b78u & (0 - (table[0][i] & 1)));
+    }
+    for (int k = 1; k < 8 && n >= 1024; k++)
+        for (int i = 0; i < 256; i++) table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 255];
+    for (bool made = n >= 1024; made && n >= 8; p += 8, n -= 8) {
+        uint64_t word;
+        memcpy(&word, p, 8);
+        word ^= crc, crc = 0;
+        for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
+    }
+#endif
+    for (; n > 0; n--) {
+        crc ^= *p++;
+        for (int k = 0; k < 8; k++) crc = crc >> 1 ^ (0x82f63b78u & (0 - (crc & 1)));
+    }
+    return ~crc;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3073,16 +3313,42 @@ HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int
     }
 }
 
-/* Back from NHWC order: dx (C, H, W) (+)= its image. */
+/* Some channels of rows of pixels from one NHWC image to another: to (+)= from + bias. */
+HPMLI_KFN void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
+                             int accumulate)
+{
+    bool    joint = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels; /* a row is one run */
+    int64_t n = joint ? d->pixels * d->channels : d->channels, count = joint ? 1 : d->pixels;
+    for (int64_t r = 0; r < d->rows; r++)
+        for (int64_t p = 0; p < count; p++) {
+            const float *x = from + r * d->from_row + p * d->from_pixel;
+            float       *y = to + r * d->to_row + p * d->to_pixel;
+            HV_LOOP(n) {
+                hv v = HV(ld)(x + i, c);
+                if (bias) v += HV(ld)(bias + i, c);
+                if (accumulate) v += HV(ld)(y + i, c);
+                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays */
+                HV(st)(y + i, v, c);
+            }
+        }
+}
+
+/* Back from NHWC order: dx (C, H, W), or its channels in NHWC order too, (+)= its image. */
 HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
+    hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_ld, d->x_ld, d->x_pitch, d->C };
+    if (d->nhwc) {
+        HV(conv_copy)(&copy, dx, image, NULL, 0, accumulate);
+        return;
+    }
     bool    whole = d->x_pitch == d->W * d->C;
     int64_t rows = whole ? 1 : d->H, n = whole ? d->H * d->W : d->W;
     for (int64_t r = 0; r < rows; r++)
         HV(conv_flip)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
 }
 
-/* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. */
+/* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. y: the
+   group's first channel. */
 HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
                               const float *bias, int relu, float *y, float *band)
 {
@@ -3095,8 +3361,11 @@ HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *
             int64_t rows = d->OH - row < d->band ? d->OH - row : d->band;
             for (int64_t r = 0; r < rows; r++)
                 HV(strip)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
-            HV(conv_flip)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW, d->OH * d->OW,
-                          bias ? bias + o : NULL, relu, 0);
+            hpmli_conv_copy copy = { 1, rows * d->OW, n, 0, d->y_ld, 0, HPMLI_NR };
+            const float    *add  = bias ? bias + o : NULL;
+            if (d->nhwc) HV(conv_copy)(&copy, y + row * d->OW * d->y_ld + o, band, add, relu, 0);
+            else HV(conv_flip)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW,
+                               d->OH * d->OW, add, relu, 0);
         }
     }
 }
@@ -3215,6 +3484,9 @@ static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X
 #ifndef __GNUC__
 #error "hpml.h: its implementation wants gcc or clang; any compiler may read the declarations"
 #endif
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "hpml.h: big-endian machines are not supported, because its files and messages are little-endian"
+#endif
 
 #if !defined(HPML_NO_SIMD) && defined(__x86_64__)
 #define HPMLI_X86
@@ -3304,6 +3576,8 @@ typedef struct hpmli_conv {
     int64_t    B, C, H, W, OC, OH, OW, groups, taps; /* C, OC of one group */
     int64_t    x_pitch, x_size, x_first;             /* image of x, with its zeros: a row, all; its first pixel */
     int64_t    y_size;                               /* image of dy */
+    bool       nhwc;                                 /* x and y are in that layout ... */
+    int64_t    x_ld, y_ld;                           /* ... from one pixel to the next; else 1 */
     int64_t    row_at, col_at;                       /* in x from one row, one pixel of the result to the next */
     int64_t    blocks[2], block, block_at[2];        /* taps: blocks[0] x blocks[1] runs, so far apart in x */
     int64_t    band, splits;                         /* forward: rows computed at a time, pieces of the channels */
@@ -3313,6 +3587,11 @@ typedef struct hpmli_conv {
     int64_t    packed_size, own_size;   /* of one group, of one thread */
     int64_t    scratch;                 /* all of them */
 } hpmli_conv;
+
+/* Rows of pixels with some channels, and how far apart rows and pixels are. */
+typedef struct hpmli_conv_copy {
+    int64_t rows, pixels, channels, to_row, to_pixel, from_row, from_pixel;
+} hpmli_conv_copy;
 
 /* A strip of a product: C (rows, up to two vectors) (+)= sum over runs u, v, over p < length of
    a[u a_at[0] + v a_at[1] + i ars + p acs] times the vectors at b + u b_at[0] + v b_at[1] + p ldb. */
@@ -3386,11 +3665,12 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 
 /* The kernels, in the order of their chapters: together they make the table that a context points to. */
 #define HPMLI_KERNELS(X)                                                                                               \
-    X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vaffine_relu)    \
-    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vvar_wide) X(vmax) X(vexp_sum) X(vsum_rows) X(opt_step)    \
-    X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry) X(onebit_decode)           \
-    X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back) X(conv_turn) X(conv_return)  \
-    X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack) X(max_pool_row) X(max_pool_row_back)
+    X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vcentred)        \
+    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vmoments) X(vmax) X(vamax) X(vexp_sum) X(vsum_rows)        \
+    X(opt_step) X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry)                \
+    X(onebit_decode) X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back)             \
+    X(conv_turn) X(conv_copy) X(conv_return) X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack)               \
+    X(max_pool_row) X(max_pool_row_back) X(crc32c)
 
 #ifdef HPML_USE_ZLIB
 #include <zlib.h>
@@ -3743,6 +4023,8 @@ typedef struct hpmli_block {
 typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
 typedef struct hpmli_trace hpmli_trace; /* see >>trace */
 static void hpmli_trace_step(hpml_ctx *ctx, int64_t step);
+static void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss);
+static void hpmli_names_fill(hpml_ctx *ctx);
 
 struct hpml_ctx {
     hpml_allocator       allocator;
@@ -3755,8 +4037,11 @@ struct hpml_ctx {
     const hpmli_kernels *k;
     int                  threads;
     hpmli_pool          *pool;       /* NULL: one thread */
+    long                 process;    /* that created it; see hpmli_forked */
     uint64_t             seed;
     const hpml_backend  *backend;
+    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
+    hpml_dtype           store;      /* hpml_ctx_desc.store */
     void                *device;     /* what backend->open gave */
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
@@ -3764,10 +4049,13 @@ struct hpml_ctx {
     int                  param_kept; /* of ops that were recorded; an error that is cleared takes the others with it */
     hpml_graph          *grads_of;   /* whose gradients the parameters have now */
     int64_t              param_capacity;
+    int                 *names;     /* (name_size) hash table of names: 1 + number of the parameter, 0: free */
+    int64_t              name_size; /* a power of two, at least twice the parameters */
     int                  node_count; /* recorded so far: names and mask keys */
     hpml_node            spare;      /* see hpmli_node_create */
     hpmli_trace         *trace;      /* NULL: off */
     const double        *clock;      /* see hpml_trace_clock */
+    hpml_progress        progress;   /* of writing */
     char                 texts[8][192]; /* for messages, see hpmli_text ... */
     unsigned             text_count;    /* ... made so far */
 };
@@ -3786,6 +4074,12 @@ HPML_API const char *hpml_status_string(hpml_status status)
 
 HPML_API int hpml_version(void) { return HPML_VERSION; }
 
+HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user)
+{
+    (void)status, (void)user;
+    fprintf(stderr, "%s\n", text);
+}
+
 HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
 {
     char text[sizeof ctx->error], whole[sizeof ctx->error + 32];
@@ -3795,7 +4089,8 @@ HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const c
         memcpy(ctx->error, text, sizeof text);
     }
     if (ctx->log) {
-        snprintf(whole, sizeof whole, "hpml.h:%d: %s", line, text);
+        int at = line > 0 ? snprintf(whole, sizeof whole, "hpml.h:%d: ", line) : 0; /* 0: another file's error */
+        snprintf(whole + at, sizeof whole - (size_t)at, "%s", text);
         ctx->log(status, whole, ctx->log_user);
     }
 }
@@ -3981,6 +4276,19 @@ HPML_API double hpml_now(void)
 
 typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 
+HPMLI_FN long hpmli_process(void)
+{
+#ifdef HPMLI_POSIX
+    return (long)getpid();
+#else
+    return 0;
+#endif
+}
+
+/* True in a child of fork, which has none of its parent's threads: joining one, or taking a mutex that one of them
+   held, would never end. */
+HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
+
 #ifndef HPML_NO_THREADS
 #define HPMLI_JOB_OPEN   (UINT64_C(1) << 31)
 #define HPMLI_SPINS      4000 /* about 50 us */
@@ -3995,6 +4303,7 @@ typedef struct hpmli_worker {
 } hpmli_worker;
 
 struct hpmli_pool {
+    const hpml_ctx *ctx;
     uint64_t        state;    /* atomic, see above */
     int64_t         count;
     hpmli_task_fn  *fn;
@@ -4105,7 +4414,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
         __atomic_store_n(&p->workers[i].next, n * i / (p->worker_count + 1), __ATOMIC_RELAXED);
     if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
     __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0) {
+    if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0 && !hpmli_forked(p->ctx)) {
         pthread_mutex_lock(&p->mutex);
         hpmli_pool_part(p, 1);
         pthread_cond_broadcast(&p->wake);
@@ -4119,6 +4428,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
 HPMLI_FN void hpmli_pool_drop(void *object)
 {
     hpmli_pool *p = (hpmli_pool *)object;
+    if (hpmli_forked(p->ctx)) return; /* nothing to wake, nothing to wait for */
     pthread_mutex_lock(&p->mutex);
     __atomic_store_n(&p->stop, 1, __ATOMIC_SEQ_CST);
     pthread_cond_broadcast(&p->wake);
@@ -4147,6 +4457,7 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
     size_t      bytes = sizeof(hpmli_pool) + (size_t)threads * sizeof(hpmli_worker);
     hpmli_pool *p     = (hpmli_pool *)hpmli_alloc_object(ctx, bytes, hpmli_pool_drop);
     if (!p) return NULL;
+    p->ctx = ctx;
     pthread_mutex_init(&p->mutex, NULL);
     pthread_cond_init(&p->wake, NULL);
 #if HPMLI_AFFINITY
@@ -4179,6 +4490,9 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
 /* Loops over long arrays are cut into pieces of this many elements: small enough to share, large enough to pay. */
 #define HPMLI_GRAIN 16384
 
+/* Long sums are cut into at most HPMLI_SUM_TASKS pieces; the partial sums are added in order. */
+#define HPMLI_SUM_TASKS 64
+
 /* Rows per task so that a task has about HPMLI_GRAIN elements. */
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
 
@@ -4195,6 +4509,9 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
                    "best (\"%s\")", d->cpu, ctx->k->name);
     }
+    if (d->threads < 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: %d threads, expected 1 or more, or 0 for all cores",
+                           d->threads);
 #ifndef HPML_NO_THREADS
     ctx->threads = (int)hpmli_min(d->threads > 0 ? d->threads : hpmli_cores(), 1024);
     if (ctx->threads > 1) {
@@ -4205,6 +4522,13 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 #endif
     ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
     if (!ctx->gemm_ws) return false;
+    if (d->store != HPML_DTYPE_F32 && d->store != HPML_DTYPE_BF16 && d->store != HPML_DTYPE_F16)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store is %s (%d), expected f32, bf16 or f16",
+                           hpml_dtype_name(d->store), (int)d->store);
+    if (d->store != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store %s is for the CPU; the backend \"%s\" takes its "
+                           "precision from its own desc", hpml_dtype_name(d->store), ctx->backend->name);
+    ctx->store = d->store;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
 
@@ -4225,7 +4549,9 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
     ctx->log         = d.log;
     ctx->log_user    = d.log_user;
     ctx->seed        = d.seed;
+    ctx->process     = hpmli_process();
     ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
+    ctx->ops         = ctx->backend->ops;
     ctx->allocations = 1;
     ctx->bytes       = sizeof *ctx;
     ctx->threads     = 1;
@@ -4257,6 +4583,7 @@ HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
     ctx->status      = HPML_OK;
     ctx->error[0]    = 0;
     ctx->param_count = ctx->param_kept;
+    hpmli_names_fill(ctx);
 }
 
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
@@ -4264,6 +4591,15 @@ HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ct
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx)        { return ctx ? ctx->seed : 0; }
 HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx) { return ctx ? ctx->allocations : 0; }
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx)       { return ctx ? ctx->bytes : 0; }
+HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress)
+{
+    hpml_progress before = { NULL, NULL };
+    if (!ctx) return before;
+    before        = ctx->progress;
+    ctx->progress = progress;
+    return before;
+}
+
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
 {
     hpml_allocator none = HPMLI_ZEROED;
@@ -4635,8 +4971,36 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
     return HPML_OK;
 }
 
-/* Both ways between a tensor and `count` values on the host, which are `in` or `out`. */
-HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, const void *in, void *out, int64_t count)
+// ---------------------------------------------------------------------------------------------------------------------
+// >>host   whole tensors to and from host memory
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
+
+/* The first n numbers of t, whatever they are stored as, as f32 on the host. */
+HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
+{
+    size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at its end: widened from the front on */
+    hpml_status status = ctx->backend->read(ctx->device, raw, t->data, bytes);
+    if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const float *in)
+{
+    size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
+    void  *raw   = hpmli_alloc(ctx, bytes);
+    if (!raw) return ctx->status;
+    hpmli_convert(ctx->k, t->dtype, raw, HPML_DTYPE_F32, in, n);
+    hpml_status status = ctx->backend->write(ctx->device, t->data, raw, bytes);
+    hpmli_free(ctx, raw);
+    return status;
+}
+
+/* Both ways between a tensor and `count` values on the host, which are `in` or `out`; with `plain`, as f32. */
+HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, const void *in, void *out, int64_t count,
+                                    bool plain)
 {
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     const hpml_backend *b     = t->ctx->backend;
@@ -4645,17 +5009,19 @@ HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, cons
         return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
                           "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
                           t->data ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
+    if (plain && in) return hpmli_write_floats(t->ctx, t, count, (const float *)in);
+    if (plain) return hpmli_read_floats(t->ctx, t, count, (float *)out);
     return in ? b->write(t->ctx->device, t->data, in, bytes) : b->read(t->ctx->device, out, t->data, bytes);
 }
 
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count)
 {
-    return hpmli_transfer(t, "set", values, NULL, count);
+    return hpmli_transfer(t, "set", values, NULL, count, t && t->node && hpmli_is_half(t->dtype));
 }
 
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count)
 {
-    return hpmli_transfer(t, "get", NULL, values, count);
+    return hpmli_transfer(t, "get", NULL, values, count, t && t->node && hpmli_is_half(t->dtype));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4729,7 +5095,7 @@ HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
 /* What ops compute with. */
 HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
 {
-    return t->dtype == HPML_DTYPE_F32 || t->dtype == HPML_DTYPE_BF16 || t->dtype == HPML_DTYPE_F16;
+    return t->dtype == HPML_DTYPE_F32 || hpmli_is_half(t->dtype);
 }
 
 /* The given name, or "<kind><number>". Owned by the context. */
@@ -4769,7 +5135,18 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     hpml_ctx  *ctx   = src[0]->ctx;
     hpml_node *none  = &ctx->spare;
     hpml_dtype dtype = hpmli_store(ctx);
+    bool       images = ndim == 4 && op != HPML_OP_RESHAPE && op != HPML_OP_PERMUTE;
+    const hpml_tensor *first = NULL, *nhwc = NULL; /* sources with a layout, one in NHWC */
     none->out = NULL;
+    for (int i = 0; i < src_count && images; i++) {
+        if (!src[i] || src[i]->ndim != 4) continue;
+        if (src[i]->layout == HPML_NHWC) nhwc = src[i];
+        if (!src[i]->batch_rows) continue;
+        if (first && first->layout != src[i]->layout)
+            hpmli_fail(ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of them",
+                       hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
+        first = src[i];
+    }
     for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
         bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
         if (src[i] && op != HPML_OP_RESHAPE &&
@@ -4788,6 +5165,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     n->out       = out;
     n->src_count = src_count;
     out->node    = n;
+    out->layout  = nhwc ? HPML_NHWC : HPML_NCHW;
     for (int i = 0; i < src_count; i++) {
         hpml_tensor *s = n->src[i] = src[i];
         if (!s) continue;
@@ -4844,6 +5222,38 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 
 #define HPMLI_NAME 256 /* room for the name of an array in a file */
 
+/* Where the table of names has the parameter `name`, or has a free entry for it. */
+HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
+{
+    uint64_t hash = UINT64_C(14695981039346656037); /* FNV-1a */
+    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * UINT64_C(1099511628211);
+    for (uint64_t at = hash ^ hash >> 32;; at++) {
+        int *entry = &ctx->names[at & (uint64_t)(ctx->name_size - 1)];
+        if (*entry == 0 || strcmp(ctx->params[*entry - 1]->name, name) == 0) return entry;
+    }
+}
+
+/* Fills the table of names again from the list of parameters. */
+static void hpmli_names_fill(hpml_ctx *ctx)
+{
+    if (ctx->name_size > 0) memset(ctx->names, 0, (size_t)ctx->name_size * sizeof *ctx->names);
+    for (int i = 0; i < ctx->param_count; i++) *hpmli_name_entry(ctx, ctx->params[i]->name) = i + 1;
+}
+
+/* Doubles the table before one more parameter would fill more than half of it. */
+HPMLI_FN bool hpmli_names_grow(hpml_ctx *ctx)
+{
+    int64_t size = ctx->name_size > 0 ? 2 * ctx->name_size : 128;
+    if (2 * ((int64_t)ctx->param_count + 1) <= ctx->name_size) return true;
+    int *names = hpmli_new(ctx, int, size);
+    if (!names) return false;
+    hpmli_free(ctx, ctx->names);
+    ctx->names     = names;
+    ctx->name_size = size;
+    hpmli_names_fill(ctx);
+    return true;
+}
+
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
                                       const int64_t *shape)
 {
@@ -4857,6 +5267,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
+    if (!hpmli_names_grow(ctx)) return NULL;
     t->param = hpmli_new(ctx, hpml_param, 1);
     if (!t->param) return NULL;
     t->param->index      = ctx->param_count;
@@ -4864,6 +5275,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     t->param->init_scale = scale;
     t->param->lr_scale   = 1;
     t->needs_grad        = true;
+    *hpmli_name_entry(ctx, name) = ctx->param_count + 1;
     ctx->params[ctx->param_count++] = t;
     return t;
 }
@@ -4907,10 +5319,8 @@ HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index)
 
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name)
 {
-    if (ctx && name)
-        for (int i = 0; i < ctx->param_count; i++)
-            if (strcmp(ctx->params[i]->name, name) == 0) return ctx->params[i];
-    return NULL;
+    int *entry = ctx && name && ctx->name_size > 0 ? hpmli_name_entry(ctx, name) : NULL;
+    return entry && *entry > 0 ? ctx->params[*entry - 1] : NULL;
 }
 
 HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
@@ -4983,9 +5393,16 @@ HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
     return ctx->status;
 }
 
+#define HPMLI_HASH UINT64_C(14695981039346656037)
+HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n) /* FNV-1a, begun with HPMLI_HASH */
+{
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
+    return hash;
+}
+
 HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 {
-    uint64_t hash = UINT64_C(14695981039346656037);
+    uint64_t hash = HPMLI_HASH;
     if (hpmli_failed(ctx)) return 0;
     for (int i = 0; i < ctx->param_count; i++) {
         const hpml_tensor *t     = ctx->params[i];
@@ -4993,7 +5410,7 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
         unsigned char     *host  = t->data ? (unsigned char *)hpmli_alloc(ctx, bytes) : NULL;
         if (!host) continue;
         ctx->backend->read(ctx->device, host, t->data, bytes);
-        for (size_t b = 0; b < bytes; b++) hash = (hash ^ host[b]) * UINT64_C(1099511628211);
+        hash = hpmli_hash(hash, host, bytes);
         hpmli_free(ctx, host);
     }
     return hash;
@@ -5133,24 +5550,248 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A product whose operands are not all f32: C is cut into tiles, one to a task, and k into blocks. A task makes f32 of
+   its block of A and of B, in the part of its packing space that so small a product leaves free, and adds their product
+   to its tile. The shape alone decides the cuts, so that the bits do not depend on the number of threads. */
+#define HPMLI_MIXED_SIDE  512 /* of a tile, at most */
+#define HPMLI_MIXED_DEPTH 256 /* of a block of k */
+#define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
+#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* behind packed B: where the block of A is, */
+#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK)           /* and that of B; it ends before packed A */
+#define HPMLI_MIXED_THIN  8   /* rows or columns: so few that reading the other operand takes most of the time */
+
+typedef struct hpmli_mixed {
+    hpml_ctx       *ctx;
+    hpmli_gemm_desc d;       /* a and b: not floats, but of type[0] and type[1] */
+    hpml_dtype      type[2];
+    int64_t         rows, cols, depth; /* of a tile, of a block of k */
+} hpmli_mixed;
+
+/* The part (rows, cols) of an operand from (row, col) on, as f32, at `space` if it is not f32; its strides follow. */
+HPMLI_FN const float *hpmli_mixed_part(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row, int64_t col,
+                                       int64_t rows, int64_t cols, int64_t *rs, int64_t *cs, float *space)
+{
+    bool        across = *cs == 1;
+    int64_t     lines = across ? rows : cols, length = across ? cols : rows, apart = across ? *rs : *cs;
+    const char *from = (const char *)x + (size_t)(row * *rs + col * *cs) * hpml_dtype_size(type);
+    if (type == HPML_DTYPE_F32) return (const float *)(const void *)from;
+    for (int64_t i = 0; i < lines; i++)
+        k->to_f32(space + i * length, type, from + (size_t)(i * apart) * hpml_dtype_size(type), length);
+    *rs = across ? length : 1;
+    *cs = across ? 1 : length;
+    return space;
+}
+
+HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
+    const hpmli_kernels *k  = j->ctx->k;
+    float               *ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    int64_t across = (j->d.n + j->cols - 1) / j->cols, row = task / across * j->rows, col = task % across * j->cols;
+    int64_t at = 0;
+    do {
+        hpmli_gemm_desc d = j->d;
+        d.m = hpmli_min(d.m - row, j->rows), d.n = hpmli_min(d.n - col, j->cols);
+        d.k = hpmli_min(d.k - at, j->depth);
+        d.a = hpmli_mixed_part(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_rs, &d.a_cs, ws + HPMLI_MIXED_A);
+        d.b = hpmli_mixed_part(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_rs, &d.b_cs, ws + HPMLI_MIXED_B);
+        d.c += row * d.ldc + col;
+        if (at > 0) d.beta = 1;
+        hpmli_gemm_serial(j->ctx, thread, &d);
+        at += j->depth;
+    } while (at < j->d.k);
+}
+
+/* Tiles of C: large, as each number that is made f32 is then used once for each row or column; but some for all. */
+HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
+{
+    const hpmli_gemm_desc *d = &j->d;
+    bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
+    bool    along  = thin_m ? d->b_rs == 1 : d->a_cs == 1; /* the operand that is not thin is stored along k */
+    int64_t across, down, side = !thin ? HPMLI_MIXED_SIDE : along ? 8 : 1024; /* thin: long lines */
+    j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
+    j->rows = hpmli_min(d->m, side), j->cols = hpmli_min(d->n, side);
+    for (;;) {
+        down = (d->m + j->rows - 1) / j->rows, across = (d->n + j->cols - 1) / j->cols;
+        if (thin || down * across >= 16 || hpmli_max(j->rows, j->cols) < 128) break;
+        if (j->cols >= j->rows) j->cols = (j->cols + 63) / 64 * 32;
+        else j->rows = (j->rows + 1) / 2;
+    }
+    hpmli_parallel(j->ctx, down * across, hpmli_mixed_task, j);
+}
+
+HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                               hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
+                               int64_t ldb, float beta, float *c, int64_t ldc)
+{
+    hpmli_mixed j;
+    bool        plain = type_a == HPML_DTYPE_F32 && type_b == HPML_DTYPE_F32;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
+        (m > 0 && n > 0 && (!c || (k > 0 && alpha != 0 && (!a || !b)))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
+                          "not be negative, a leading dimension not smaller than a stored row, and no array NULL",
+                          plain ? "s" : "", (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb,
+                          (long long)ldc);
+    if ((unsigned)type_a > HPML_DTYPE_F16 || (unsigned)type_b > HPML_DTYPE_F16)
+        return hpmli_fail(ctx, HPML_ERR_DTYPE, "gemm: A is %s and B is %s, expected f32, bf16 or f16",
+                          hpml_dtype_name(type_a), hpml_dtype_name(type_b));
+    if (m == 0 || n == 0) return HPML_OK;
+    memset(&j, 0, sizeof j);
+    j.ctx = ctx, j.type[0] = type_a, j.type[1] = type_b;
+    j.d.m = m, j.d.n = n, j.d.k = alpha == 0 ? 0 : k, j.d.alpha = alpha, j.d.beta = beta, j.d.batch = 1;
+    j.d.a = (const float *)a, j.d.a_rs = trans_a ? 1 : lda, j.d.a_cs = trans_a ? lda : 1;
+    j.d.b = (const float *)b, j.d.b_rs = trans_b ? 1 : ldb, j.d.b_cs = trans_b ? ldb : 1;
+    j.d.c = c, j.d.ldc = ldc;
+    if (plain || j.d.k == 0) hpmli_gemm(ctx, &j.d);
+    else hpmli_mixed_run(&j);
+    return HPML_OK;
+}
+
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc)
 {
+    return hpml_gemm(ctx, trans_a, trans_b, m, n, k, alpha, HPML_DTYPE_F32, a, lda, HPML_DTYPE_F32, b, ldb, beta, c,
+                     ldc);
+}
+
+/* n numbers, inc apart: where they are, or together in `space`. */
+HPMLI_FN const float *hpmli_gather(float *space, const float *x, int64_t inc, int64_t n)
+{
+    if (inc == 1) return x;
+    for (int64_t i = 0; i < n; i++) space[i] = x[i * inc];
+    return space;
+}
+
+/* A matrix times a vector is a product with one column; transposed, into a contiguous y, it is one with one row, which
+   reads A row by row. Neither packs anything, so that packing space has room for vectors that are not contiguous. */
+#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* numbers; longer ones are read as they stand */
+
+HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
+                                int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
+{
     hpmli_gemm_desc d;
+    int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* of y, of x */
+    float          *to = y;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
-        (m > 0 && n > 0 && (!c || (k > 0 && (!a || !b)))))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
-                          "not be negative, a leading dimension not smaller than a stored row, and no array NULL",
-                          (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb, (long long)ldc);
+    if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
+        (rows > 0 && (!y || (k > 0 && alpha != 0 && (!a || !x)))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemv: m %lld n %lld lda %lld inc_x %lld inc_y %lld: sizes must not "
+                          "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
+                          (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
+    if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
+        x     = hpmli_gather(ctx->gemm_ws, x, inc_x, k);
+        inc_x = 1;
+    }
+    if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
+        to = ctx->gemm_ws + HPMLI_VECTOR;
+        if (beta != 0) hpmli_gather(to, y, inc_y, rows);
+    }
     memset(&d, 0, sizeof d);
-    d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = beta, d.batch = 1;
+    d.m = rows, d.n = d.batch = 1, d.k = k, d.alpha = alpha, d.beta = beta, d.c = to, d.ldc = to == y ? inc_y : 1;
     d.a = a, d.a_rs = trans_a ? 1 : lda, d.a_cs = trans_a ? lda : 1;
-    d.b = b, d.b_rs = trans_b ? 1 : ldb, d.b_cs = trans_b ? ldb : 1;
-    d.c = c, d.ldc = ldc;
+    d.b = x, d.b_rs = inc_x, d.b_cs = 1;
+    if (trans_a && d.ldc == 1) {
+        d.m = 1, d.n = d.ldc = rows;
+        d.a = x, d.a_rs = inc_x == 1 ? k : 1, d.a_cs = inc_x;
+        d.b = a, d.b_rs = lda, d.b_cs = 1;
+    }
     hpmli_gemm(ctx, &d);
+    for (int64_t i = 0; i < rows && to != y; i++) y[i * inc_y] = to[i];
     return HPML_OK;
+}
+
+/* Vectors go by pieces of HPMLI_GRAIN numbers, one to a task; what is not contiguous through an array that is. */
+typedef struct hpmli_vectors {
+    const hpmli_kernels *k;
+    int64_t              n, inc_x, inc_y, pieces;
+    float                alpha;
+    const float         *x;
+    float               *y;
+    float                most[HPMLI_SUM_TASKS]; /* of a piece: the largest magnitude, and where it is first */
+    int64_t              at[HPMLI_SUM_TASKS];
+} hpmli_vectors;
+
+/* y = alpha x + y; x NULL: y = alpha y. */
+HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_vectors *v = (const hpmli_vectors *)arg;
+    int64_t              first = task * HPMLI_GRAIN, count = hpmli_min(v->n - first, HPMLI_GRAIN);
+    float                px[HPMLI_PIECE], py[HPMLI_PIECE];
+    HPMLI_PIECES(i, c, count) {
+        float       *y  = v->y + (first + i) * v->inc_y;
+        float       *to = v->inc_y == 1 ? y : py;
+        const float *x  = v->x ? hpmli_gather(px, v->x + (first + i) * v->inc_x, v->inc_x, c) : to;
+        hpmli_gather(py, y, v->inc_y, c);
+        if (!v->x && v->alpha == 0) v->k->vfill(to, 0, c);
+        else v->k->vaxpby(to, v->alpha, x, v->x ? 1.0f : 0.0f, c);
+        for (int64_t e = 0; e < c && to == py; e++) y[e * v->inc_y] = py[e];
+    }
+}
+
+/* Checks and runs what writes to y. */
+HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, float alpha, const float *x, int64_t inc_x,
+                                float *y, int64_t inc_y, bool reads_x)
+{
+    hpmli_vectors v;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (n < 0 || inc_x < 1 || inc_y < 1 || (n > 0 && (!y || (reads_x && !x))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%s: n %lld, increments %lld and %lld: n must not be negative, "
+                          "increments 1 or more, and no array NULL", name, (long long)n, (long long)inc_x,
+                          (long long)inc_y);
+    v.k = ctx->k, v.n = n, v.alpha = alpha, v.x = x, v.inc_x = inc_x, v.y = y, v.inc_y = inc_y;
+    hpmli_parallel(ctx, (n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_axpy_task, &v);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
+                                int64_t inc_y)
+{
+    if (alpha == 0) n = hpmli_min(n, 0); /* checked, and nothing read */
+    return hpmli_axpy(ctx, "saxpy", n, alpha, x, inc_x, y, inc_y, true);
+}
+
+HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x)
+{
+    return hpmli_axpy(ctx, "sscal", n, alpha, NULL, 1, x, inc_x, false);
+}
+
+HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    hpmli_vectors *v   = (hpmli_vectors *)arg;
+    int64_t        end = v->n * (task + 1) / v->pieces, best = v->n * task / v->pieces;
+    float          most = -1, space[HPMLI_PIECE];
+    for (int64_t i = best, c; i < end && most == most; i += c) { /* which piece of a piece */
+        c = hpmli_min(end - i, HPMLI_PIECE);
+        float here = v->k->vamax(hpmli_gather(space, v->x + i * v->inc_x, v->inc_x, c), c);
+        if (here > most || here != here) most = here, best = i;
+    }
+    while (most == most ? fabsf(v->x[best * v->inc_x]) != most : v->x[best * v->inc_x] == v->x[best * v->inc_x]) best++;
+    v->most[task] = most, v->at[task] = best;
+}
+
+HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x)
+{
+    hpmli_vectors v;
+    int64_t       best = 0;
+    if (hpmli_failed(ctx)) return -1;
+    if (n < 0 || inc_x < 1 || (n > 0 && !x)) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "isamax: n %lld, increment %lld: n must not be negative, the increment 1 or "
+                   "more, and x not NULL", (long long)n, (long long)inc_x);
+        return -1;
+    }
+    if (n == 0) return -1;
+    v.k = ctx->k, v.n = n, v.x = x, v.inc_x = inc_x;
+    v.pieces = hpmli_min((n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, HPMLI_SUM_TASKS);
+    hpmli_parallel(ctx, v.pieces, hpmli_isamax_task, &v);
+    for (int64_t i = 1; i < v.pieces && v.most[best] == v.most[best]; i++)
+        if (!(v.most[i] <= v.most[best])) best = i;
+    return v.at[best];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5534,8 +6175,8 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
         p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
         j->ctx->k->gemm_part(&p);
     }
-    bool finite = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
-    if (!finite && u->bad) __atomic_store_n(u->bad, true, __ATOMIC_RELAXED);
+    int bad = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
+    if (bad && u->bad) __atomic_fetch_or(u->bad, bad, __ATOMIC_RELAXED);
 }
 
 HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
@@ -5591,7 +6232,11 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
 
 HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
-HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
+HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
+{
+    if (x && x->ndim == 4) x = hpml_to_layout(x, HPML_NCHW);
+    return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL;
+}
 
 typedef struct hpmli_mover {
     const hpmli_kernels *k;
@@ -5678,6 +6323,55 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
     return n->out;
 }
 
+HPMLI_FN bool hpmli_layout_check(hpml_tensor *x, hpml_layout layout)
+{
+    if (!hpmli_recordable(1, &x)) return false;
+    return (x->ndim == 4 && (layout == HPML_NCHW || layout == HPML_NHWC)) ||
+           hpmli_false(x->ctx, HPML_ERR_SHAPE, "layout %d of %s: expected HPML_NCHW or HPML_NHWC, and 4 dimensions",
+                       (int)layout, hpmli_text(x));
+}
+
+HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout)
+{
+    static const int dims[2][4] = { { 0, 3, 1, 2 }, { 0, 2, 3, 1 } };
+    if (!hpmli_layout_check(x, layout)) return NULL;
+    hpml_tensor *y = x->layout == layout ? x : hpml_permute(x, dims[layout]);
+    if (y) y->layout = layout;
+    return y;
+}
+
+HPML_API hpml_status hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout)
+{
+    if (!hpmli_layout_check(x, layout)) return x ? x->ctx->status : HPML_ERR_ARGUMENT;
+    if (x->used)
+        return hpmli_fail(x->ctx, HPML_ERR_STATE, "layout of \"%s\": an op reads it already; set its layout before, or "
+                          "record hpml_to_layout", x->name);
+    x->layout = layout;
+    return HPML_OK;
+}
+
+/* Channels (i 0), height (1) or width (2) of images. */
+HPMLI_FN int64_t hpmli_image(const hpml_tensor *t, int i)
+{
+    return t->shape[t->layout == HPML_NHWC ? (i + 2) % 3 + 1 : i + 1];
+}
+
+/* A shape of images like x. */
+HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t height, int64_t width, int64_t *shape)
+{
+    bool nhwc = x->layout == HPML_NHWC;
+    shape[0] = x->shape[0];
+    shape[1] = nhwc ? height : channels;
+    shape[2] = nhwc ? width : height;
+    shape[3] = nhwc ? channels : width;
+}
+
+/* Has the backend no kernels for x as it is? */
+HPMLI_FN bool hpmli_image_foreign(const hpml_tensor *x)
+{
+    return x->ndim == 4 && x->layout == HPML_NHWC && !x->ctx->backend->layouts;
+}
+
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
 {
     int dims[HPML_MAX_DIMS];
@@ -5685,11 +6379,31 @@ HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
     return hpml_permute(x, dims);
 }
 
+/* Is it one of hpml_to_layout: an image of P pixels by C channels is turned around? */
+HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
+{
+    const int32_t *d = n->attr.permute.dims;
+    return n->out->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1;
+}
+
+HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+{
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    int64_t size = y->stride[0], rows = w->n->attr.permute.dims[1] == 2 ? x->shape[1] : size / x->shape[3];
+    float  *from = (w->back ? y->grad : x->data) + image * size, *to = (w->back ? x->grad : y->data) + image * size;
+    if (w->back) rows = size / rows;
+    w->k->conv_turn(to, from, rows, 1, size / rows, size);
+}
+
 /* The one that is read is seen in the order of the one that is written. */
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     hpml_tensor        read = backward ? *y : *x;
+    if (hpmli_permutes_images(n) && !(backward && (n->accumulate[0] || !x->grad))) {
+        hpmli_work_run(run, n, backward, y->shape[0], 1, hpmli_permute_image);
+        return;
+    }
     for (int i = 0; i < y->ndim; i++) {
         int dim = n->attr.permute.dims[i], at = backward ? dim : i;
         read.shape[at]  = y->shape[i];
@@ -5819,8 +6533,10 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     const hpml_attr   *a = &n->attr;
     hpmli_conv         c = HPMLI_ZEROED;
     c.ctx = ctx, c.n = n, c.groups = a->conv.groups;
-    c.B = x->shape[0], c.C = x->shape[1] / c.groups, c.H = x->shape[2], c.W = x->shape[3];
-    c.OC = y->shape[1] / c.groups, c.OH = y->shape[2], c.OW = y->shape[3];
+    c.B = x->shape[0], c.C = hpmli_image(x, 0) / c.groups, c.H = hpmli_image(x, 1), c.W = hpmli_image(x, 2);
+    c.OC = hpmli_image(y, 0) / c.groups, c.OH = hpmli_image(y, 1), c.OW = hpmli_image(y, 2);
+    c.nhwc = x->layout == HPML_NHWC;
+    c.x_ld = c.nhwc ? c.groups * c.C : 1, c.y_ld = c.nhwc ? c.groups * c.OC : 1;
     c.taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
     c.x_pitch   = (c.W + 2 * a->conv.padding[1]) * c.C;
     c.x_first   = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
@@ -5841,8 +6557,8 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.own_size    = hpmli_max(c.x_size + hpmli_round_up(c.band * c.OW, 16) * HPMLI_CONV_PANEL,
                               c.joint * (2 * c.x_size + c.y_size));
     c.scratch     = c.parts * c.part_size + c.groups * c.packed_size + ctx->threads * c.own_size;
-    HPML_ASSERT(!n->scratch || (size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
-    if (!n->scratch) return c; /* just recorded */
+    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return c; /* just recorded, or by columns */
+    HPML_ASSERT((size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
     c.part   = (float *)n->scratch;
     c.packed = c.part + c.parts * c.part_size;
     c.own    = c.packed + c.groups * c.packed_size;
@@ -5858,15 +6574,15 @@ HPMLI_FN bool hpmli_conv_direct(const hpmli_conv *c)
 /* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
 HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
 {
-    int64_t span = x->shape[2 + i] + 2 * (int64_t)a->conv.padding[i] - 1;
+    int64_t span = hpmli_image(x, 1 + i) + 2 * (int64_t)a->conv.padding[i] - 1;
     span -= (int64_t)a->conv.dilation[i] * (a->conv.kernel[i] - 1);
     return span < 0 ? 0 : span / a->conv.stride[i] + 1;
 }
 
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
 {
-    if (x->ndim != 4) return "the input must be (B, C, H, W)";
-    if (a->conv.groups < 1 || x->shape[1] % a->conv.groups != 0 || out < 1 || out % a->conv.groups != 0)
+    if (x->ndim != 4) return "the input must be (B, C, H, W) or, in NHWC, (B, H, W, C)";
+    if (a->conv.groups < 1 || hpmli_image(x, 0) % a->conv.groups != 0 || out < 1 || out % a->conv.groups != 0)
         return "input and output channels must be multiples of the groups";
     for (int i = 0; i < 2; i++) {
         if (a->conv.kernel[i] < 1 || a->conv.stride[i] < 1 || a->conv.padding[i] < 0 || a->conv.dilation[i] < 1)
@@ -5885,12 +6601,46 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
 
 HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
 
+/* Chooses how to compute y, of this shape, from x within the workspace that is allowed; *bytes: what that takes. */
+HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
+                                size_t *bytes)
+{
+    hpml_node   n = HPMLI_ZEROED;
+    hpml_tensor y = *x;
+    hpmli_set_shape(&y, 4, shape);
+    n.src[0] = x, n.out = &y, n.attr = *a;
+    hpmli_conv c    = hpmli_conv_of(x->ctx, &n);
+    size_t     row  = (size_t)(c.C * c.taps * c.OW) * sizeof(float), most = d->workspace ? d->workspace : SIZE_MAX;
+    bool       fits = (size_t)c.scratch * sizeof(float) <= most;
+    *bytes = (size_t)c.scratch * sizeof(float);
+    a->conv.algorithm = HPML_CONV_DIRECT;
+    if (fits && d->algorithm != HPML_CONV_IM2COL) return true;
+    if (d->algorithm == HPML_CONV_DIRECT || row > most)
+        return hpmli_false(x->ctx, HPML_ERR_MEMORY, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
+                           "at least %zu", d->name ? d->name : "", d->workspace, *bytes, row);
+    if (d->workspace == 0) most = (size_t)4 << 20; /* what caches hold */
+    a->conv.algorithm = HPML_CONV_IM2COL;
+    a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);
+    *bytes            = (size_t)a->conv.rows * row;
+    return true;
+}
+
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
     hpml_attr    a;
     hpml_tensor *src[3];
+    int64_t      shape[4];
+    size_t       bytes = 0;
     hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
     if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
+    if (hpmli_image_foreign(x))
+        return hpml_to_layout(hpml_conv2d(hpml_to_layout(x, HPML_NCHW), out, desc), HPML_NHWC);
+    if ((int)d.algorithm < 0 || d.algorithm > HPML_CONV_IM2COL)
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": there is no algorithm %d", d.name ? d.name : "",
+                          (int)d.algorithm);
+    if ((d.algorithm != HPML_CONV_AUTO || d.workspace > 0) && !x->ctx->backend->layouts)
+        return hpmli_null(x->ctx, HPML_ERR_UNSUPPORTED, "conv2d \"%s\": on \"%s\" algorithm and workspace cannot be "
+                          "chosen; leave them 0", d.name ? d.name : "", x->ctx->backend->name);
     memset(&a, 0, sizeof a);
     a.conv.kernel[0]   = d.kernel_h;
     a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
@@ -5909,17 +6659,17 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
                           (long long)out, a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1],
                           a.conv.padding[0], a.conv.padding[1], a.conv.dilation[0], a.conv.dilation[1], a.conv.groups,
                           why);
-    const int64_t shape[4] = { x->shape[0], out, hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1) };
-    const int64_t w[4]     = { out, x->shape[1] / a.conv.groups, a.conv.kernel[0], a.conv.kernel[1] };
+    const int64_t w[4] = { out, hpmli_image(x, 0) / a.conv.groups, a.conv.kernel[0], a.conv.kernel[1] };
+    hpmli_image_shape(x, out, hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
     const char *name = hpmli_layer_name(x->ctx, d.name, "conv");
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w);
     src[2] = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
     if (hpmli_failed(x->ctx)) return NULL;
+    if (hpmli_shape_count(4, shape) > 0 && !hpmli_conv_choose(x, shape, &a, &d, &bytes)) return NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
-    n->attr = a;
-    if (!n->out) return NULL;
-    n->scratch_bytes = (size_t)hpmli_conv_of(x->ctx, n).scratch * sizeof(float);
+    n->attr          = a;
+    n->scratch_bytes = bytes;
     return n->out;
 }
 
@@ -5935,12 +6685,34 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(c, packed, w, o);
 }
 
+/* Rows [row, row + rows) of one image and group of x (C, pixels), y (OC, pixels) or their gradients, as a matrix. */
+HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool y, int64_t b, int64_t g, int64_t row,
+                                  int64_t rows)
+{
+    int64_t channels = y ? c->OC : c->C, width = y ? c->OW : c->W, pixels = width * (y ? c->OH : c->H);
+    int64_t ld = c->nhwc ? c->groups * channels : pixels;
+    p += (b * c->groups * pixels + g * (c->nhwc ? 1 : pixels)) * channels + row * width * (c->nhwc ? ld : 1);
+    hpmli_mat m = { p, channels, rows * width, ld, 1, c->groups * channels * pixels, c->nhwc };
+    return m;
+}
+
 /* One image and group of x, in NHWC order with its padding. */
 HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
-    const float *x = c->n->src[0]->data + (b * c->groups + g) * c->C * c->H * c->W;
+    const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
+    hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_ld, c->x_ld };
     if (c->x_first) memset(image, 0, (size_t)c->x_size * sizeof(float));
-    c->ctx->k->conv_turn(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
+    if (c->nhwc) c->ctx->k->conv_copy(&copy, image + c->x_first, x, NULL, 0, 0);
+    else c->ctx->k->conv_turn(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
+}
+
+/* The same of dy, without padding. */
+HPMLI_FN void hpmli_conv_turn_dy(const hpmli_conv *c, int64_t b, int64_t g, float *image)
+{
+    const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
+    hpmli_conv_copy copy = { 1, c->OH * c->OW, c->OC, 0, c->OC, 0, c->y_ld };
+    if (c->nhwc) c->ctx->k->conv_copy(&copy, image, dy, NULL, 0, 0);
+    else c->ctx->k->conv_turn(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
 }
 
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
@@ -5955,33 +6727,117 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
         hpmli_conv_turn_x(c, b, g, image);
         c->ctx->k->conv_image(c, c->packed + g * c->packed_size, image, o0, o1, bias,
                               c->n->attr.conv.act == HPML_ACT_RELU,
-                              c->n->out->data + (b * c->groups + g) * c->OC * c->OH * c->OW, band);
+                              hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
 }
 
-/* 1 x 1: for each image, y (OC, pixels) = w (OC, C) x (C, pixels); or dx = w^T dy. */
+/* 1 x 1: for each image, y (OC, pixels) = w (OC, C) x (C, pixels); or dx = w^T dy. In NHWC all images are one. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
-    int64_t pixels = c->OH * c->OW, in = back ? c->OC : c->C, out = back ? c->C : c->OC;
+    int64_t rows = c->nhwc ? c->B * c->OH : c->OH;
     for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_mat a = hpmli_matrix(w->data + g * c->OC * c->C, c->OC, c->C, c->C);
-        hpmli_mat b = { (back ? y->grad : x->data) + g * in * pixels, in, pixels, pixels, c->B,
-                        c->groups * in * pixels, false };
-        hpmli_mat to = { (back ? x->grad : y->data) + g * out * pixels, out, pixels, pixels, c->B,
-                         c->groups * out * pixels, false };
+        hpmli_mat a  = hpmli_matrix(w->data + g * c->OC * c->C, c->OC, c->C, c->C);
+        hpmli_mat b  = hpmli_conv_mat(c, back ? y->grad : x->data, back, 0, g, 0, rows);
+        hpmli_mat to = hpmli_conv_mat(c, back ? x->grad : y->data, !back, 0, g, 0, rows);
+        b.count = to.count = c->nhwc ? 1 : c->B;
         hpmli_gemm_desc d = hpmli_gemm_of(back ? hpmli_transposed(a) : a, b, to, back && c->n->accumulate[0]);
-        d.bias_m = !back && bias ? bias->data + g * c->OC : NULL;
-        d.act    = !back && c->n->attr.conv.act == HPML_ACT_RELU;
+        *(c->nhwc ? &d.bias_n : &d.bias_m) = !back && bias ? bias->data + g * c->OC : NULL;
+        d.act = !back && c->n->attr.conv.act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
     }
+}
+
+/* dy of one image becomes dz, in its place: nobody reads dy after us. Sums for the bias. */
+HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool first)
+{
+    int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
+    float  *dz = c->n->out->grad + b * channels * pixels;
+    if (c->n->attr.conv.act != HPML_ACT_NONE)
+        c->ctx->k->act_backward(c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
+                                channels * pixels, 0);
+    if (c->want_db && c->nhwc) c->ctx->k->vsum_rows(db, dz, pixels, channels, !first);
+    for (int64_t o = 0; c->want_db && !c->nhwc && o < channels; o++)
+        db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
+}
+
+/* By columns: what the pixels of some rows of y read of x, each tap of each channel a row of a matrix. */
+typedef struct hpmli_columns {
+    const hpmli_conv *c;
+    float            *p;         /* (C x taps, rows x OW) */
+    int64_t           b, g;      /* image and group */
+    int64_t           row, rows; /* of y */
+    bool              back;      /* added to dx; else filled from x */
+} hpmli_columns;
+
+/* One tap of one channel when filled; all taps of a channel going back, where they add to the same numbers. */
+HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_columns *m = (const hpmli_columns *)arg;
+    const hpmli_conv    *c = m->c;
+    const hpml_attr     *a = &c->n->attr;
+    int64_t first = m->back ? task * c->taps : task, end = m->back ? first + c->taps : first + 1;
+    int64_t at = c->nhwc ? c->x_ld : 1, stride = a->conv.stride[1];
+    float  *x = m->back ? c->n->src[0]->grad : c->n->src[0]->data;
+    x = hpmli_conv_mat(c, x, false, m->b, m->g, 0, 1).p + first / c->taps * (c->nhwc ? 1 : c->H * c->W);
+    for (int64_t k = first; k < end; k++) {
+        int64_t tap = k % c->taps, w0 = tap % a->conv.kernel[1] * a->conv.dilation[1] - a->conv.padding[1];
+        for (int64_t r = 0; r < m->rows; r++) {
+            int64_t h = (m->row + r) * a->conv.stride[0] + tap / a->conv.kernel[1] * a->conv.dilation[0] -
+                        a->conv.padding[0];
+            float  *row    = m->p + (k * m->rows + r) * c->OW;
+            bool    inside = h >= 0 && h < c->H;
+            for (int64_t j = 0, w = w0; j < c->OW; j++, w += stride) {
+                bool there = inside && w >= 0 && w < c->W;
+                if (!m->back) row[j] = there ? x[(h * c->W + w) * at] : 0;
+                else if (there) x[(h * c->W + w) * at] += row[j];
+            }
+        }
+    }
+}
+
+/* y (OC, pixels) = w (OC, K) columns (K, pixels), and back dw = dy columns^T, columns = w^T dy: of as many rows of y as
+   there is space for, image by image. */
+HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
+{
+    hpml_node   *n  = c->n;
+    hpml_tensor *x  = n->src[0], *w = n->src[1], *bias = n->src[2], *y = n->out;
+    int64_t      K  = c->C * c->taps, step = n->attr.conv.rows;
+    bool         dw = back && w->grad, dx = back && x->grad;
+    if (dx && !n->accumulate[0]) memset(x->grad, 0, hpmli_tensor_bytes(x));
+    for (int64_t b = 0; b < c->B && back; b++)
+        hpmli_conv_take_dy(c, b, bias ? bias->grad : NULL, b == 0 && !n->accumulate[2]);
+    for (int64_t i = 0; i < c->B * c->groups; i++)
+        for (int64_t row = 0; row < c->OH; row += step) {
+            hpmli_columns m = { c, (float *)n->scratch, i / c->groups, i % c->groups, row,
+                                hpmli_min(step, c->OH - row), false };
+            int64_t   weights = m.g * c->OC * K;
+            hpmli_mat columns = hpmli_matrix(m.p, K, m.rows * c->OW, m.rows * c->OW);
+            hpmli_mat to      = hpmli_conv_mat(c, back ? y->grad : y->data, true, m.b, m.g, row, m.rows);
+            hpmli_mat by      = hpmli_matrix(w->data + weights, c->OC, K, K);
+            if (!back || dw) hpmli_parallel(c->ctx, K, hpmli_columns_task, &m);
+            if (!back) {
+                hpmli_gemm_desc d = hpmli_gemm_of(by, columns, to, false);
+                *(c->nhwc ? &d.bias_n : &d.bias_m) = bias ? bias->data + m.g * c->OC : NULL;
+                d.act = n->attr.conv.act == HPML_ACT_RELU;
+                hpmli_gemm(c->ctx, &d);
+            }
+            if (dw)
+                hpmli_product(c->ctx, to, hpmli_transposed(columns), hpmli_matrix(w->grad + weights, c->OC, K, K),
+                              m.b > 0 || row > 0 || n->accumulate[1]);
+            if (!dx) continue;
+            hpmli_product(c->ctx, hpmli_transposed(by), to, columns, false);
+            m.back = true;
+            hpmli_parallel(c->ctx, c->C, hpmli_columns_task, &m);
+        }
 }
 
 HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c   = hpmli_conv_of(run->ctx, n);
     hpml_act   act = n->attr.conv.act;
-    if (hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, false);
+    if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
+    else if (hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, false);
     else {
         int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
@@ -5993,25 +6849,13 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
 }
 
-/* dy of one image becomes dz, in its place: nobody reads dy after us. Sums for the bias. */
-HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool first)
-{
-    int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
-    float  *dz = c->n->out->grad + b * channels * pixels;
-    if (c->n->attr.conv.act != HPML_ACT_NONE)
-        c->ctx->k->act_backward(c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
-                                channels * pixels, 0);
-    for (int64_t o = 0; c->want_db && o < channels; o++)
-        db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
-}
-
 /* Part `part` of the images: their dx, and their sum of dw and db. */
 HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     float  *ys = c->own + thread * c->own_size, *xs = ys + c->joint * c->y_size, *dx = xs + c->joint * c->x_size;
     float  *dw = c->part + part * c->part_size, *db = dw + c->part_size - hpmli_round_up(c->groups * c->OC, 16);
-    int64_t first = part * c->B / c->parts, end = (part + 1) * c->B / c->parts, pixels = c->OH * c->OW;
+    int64_t first = part * c->B / c->parts, end = (part + 1) * c->B / c->parts;
     int64_t panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     for (int64_t b = first; b < end; b += c->joint) {
         int64_t images = end - b < c->joint ? end - b : c->joint;
@@ -6019,17 +6863,14 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
         for (int64_t g = 0; g < c->groups; g++) {
             for (int64_t i = 0; i < images; i++) {
                 if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
-                if (c->want_dw || c->want_dx)
-                    c->ctx->k->conv_turn(ys + i * c->y_size,
-                                         c->n->out->grad + ((b + i) * c->groups + g) * c->OC * pixels, c->OC, c->OH,
-                                         c->OW, c->OW * c->OC);
+                if (c->want_dw || c->want_dx) hpmli_conv_turn_dy(c, b + i, g, ys + i * c->y_size);
             }
             if (c->want_dw) c->ctx->k->conv_weights(c, images, xs, ys, dw + g * panels, b > first);
             if (!c->want_dx) continue;
             memset(dx, 0, (size_t)(images * c->x_size) * sizeof(float));
             c->ctx->k->conv_inputs(c, images, c->packed + g * c->packed_size, ys, dx);
             for (int64_t i = 0; i < images; i++)
-                c->ctx->k->conv_return(c, c->n->src[0]->grad + ((b + i) * c->groups + g) * c->C * c->H * c->W,
+                c->ctx->k->conv_return(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
                                        dx + i * c->x_size + c->x_first, c->n->accumulate[0]);
         }
     }
@@ -6047,9 +6888,13 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c = hpmli_conv_of(run->ctx, n);
-    int64_t    channels = n->out->shape[1], panels = hpmli_panels(c.OC);
+    int64_t    channels = c.groups * c.OC, panels = hpmli_panels(c.OC);
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
+    if (n->attr.conv.algorithm == HPML_CONV_IM2COL) {
+        hpmli_conv_by_columns(&c, true);
+        return;
+    }
     c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
@@ -6073,7 +6918,10 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
                                         int32_t padding)
 {
     hpml_attr a;
+    int64_t   shape[4];
     if (!hpmli_recordable(1, &x)) return NULL;
+    if (hpmli_image_foreign(x))
+        return hpml_to_layout(hpmli_pool_record(hpml_to_layout(x, HPML_NCHW), op, kh, kw, stride, padding), HPML_NHWC);
     if (stride == 0) stride = kh;
     memset(&a, 0, sizeof a);
     for (int i = 0; i < 2; i++)
@@ -6083,8 +6931,8 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
                           hpmli_text(x), kh, kw, stride, padding);
-    const int64_t shape[4] = { x->shape[0], x->shape[1], hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1) };
-    hpml_node    *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
+    hpmli_image_shape(x, hpmli_image(x, 0), hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
+    hpml_node *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
     n->attr = a;
     if (op == HPML_OP_MAX_POOL) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
     return n->out;
@@ -6103,9 +6951,9 @@ HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t st
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
     bool         image = x && x->ndim == 4; /* anything else is refused */
-    int32_t      kh = image ? (int32_t)x->shape[2] : 1, kw = image ? (int32_t)x->shape[3] : 1;
+    int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
     hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL, kh, kw, 1, 0);
-    return y ? hpml_reshape_2d(y, y->shape[0], y->shape[1]) : NULL;
+    return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
 }
 
 /* The part [*from, *to) of window o that lies in the image: of its rows (i 0) or columns (1). */
@@ -6113,7 +6961,7 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
 {
     int64_t at = o * n->attr.conv.stride[i] - n->attr.conv.padding[i], end = at + n->attr.conv.kernel[i];
     *from = at > 0 ? at : 0;
-    *to   = end < n->src[0]->shape[2 + i] ? end : n->src[0]->shape[2 + i];
+    *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
 }
 
 /* Windows of 2 x 2 that just touch, as most have it: kernels do a row at a time, and save which of the four has won. */
@@ -6178,8 +7026,67 @@ HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int threa
     }
 }
 
-HPMLI_WORK_OP(max_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, max_pool_plane, max_pool_plane)
-HPMLI_WORK_OP(avg_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, avg_pool_plane, avg_pool_plane)
+/* One image in NHWC: of each window all channels side by side. at: which pixel has won. */
+HPMLI_FN void hpmli_max_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+{
+    const hpml_node   *n = w->n;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    int64_t  C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
+    int64_t  r0, r1, c0, c1;
+    int32_t *at   = (int32_t *)n->saved + image * size * C;
+    float   *from = (w->back ? x->grad : x->data) + image * pixels * C;
+    float   *to   = (w->back ? y->grad : y->data) + image * size * C;
+    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
+    for (int64_t o = 0; o < size; o++, at += C, to += C) {
+        for (int64_t c = 0; w->back && c < C; c++) from[at[c] * C + c] += to[c];
+        if (w->back) continue;
+        hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
+        hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
+        for (int64_t c = 0; c < C; c++) at[c] = (int32_t)(r0 * W + c0);
+        memcpy(to, from + (r0 * W + c0) * C, (size_t)C * sizeof(float));
+        for (int64_t r = r0; r < r1; r++)
+            for (int64_t p = r * W + c0; p < r * W + c1; p++)
+                for (int64_t c = 0; c < C; c++) {
+                    bool won = HPMLI_WINS(from[p * C + c], to[c]);
+                    at[c] = won ? (int32_t)p : at[c];
+                    to[c] = won ? from[p * C + c] : to[c];
+                }
+    }
+}
+
+HPMLI_FN void hpmli_avg_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+{
+    const hpml_node   *n = w->n;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    int64_t C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
+    int64_t r0, r1, c0, c1;
+    float  *from = (w->back ? x->grad : x->data) + image * pixels * C;
+    float  *to   = (w->back ? y->grad : y->data) + image * size * C;
+    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
+    for (int64_t o = 0; o < size; o++, to += C) {
+        hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
+        hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
+        float share = 1 / (float)((r1 - r0) * (c1 - c0));
+        for (int64_t r = r0; r < r1; r++) {
+            if (!w->back) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
+            for (int64_t p = r * W + c0; w->back && p < r * W + c1; p++) w->k->vaxpby(from + p * C, share, to, 1, C);
+        }
+        if (!w->back) w->k->vscale_add(to, to, share, 0, C);
+    }
+}
+
+HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *plane,
+                                hpmli_work_fn *image)
+{
+    bool nhwc = n->out->layout == HPML_NHWC;
+    hpmli_work_run(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
+}
+
+#define HPMLI_POOL_OP(name, f)                                                                                         \
+    HPMLI_OP(name, 0, hpmli_pooling_run(run, n, false, hpmli_##f##_plane, hpmli_##f##_image),                          \
+             hpmli_pooling_run(run, n, true, hpmli_##f##_plane, hpmli_##f##_image))
+HPMLI_POOL_OP(max_pool2d, max_pool)
+HPMLI_POOL_OP(avg_pool2d, avg_pool)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -6189,10 +7096,15 @@ HPMLI_WORK_OP(avg_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, avg_pool_pl
    training the statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2
    = sum dy xhat:
        dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
+   The mean is kept as the sum of two floats, x - mean is (x - first) - second: numbers that lie far from 0 and near to
+   each other lose no digits. The second float is what is left of the first pass's mean, found in the second pass.
    One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
    added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
 
 #define HPMLI_NORM_ROWS 32 /* rows of layernorm and rmsnorm that make a block, see below */
+
+/* What a channel or a row keeps: its mean is mean + rest, and 1 / sqrt(variance + eps). */
+typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
@@ -6200,6 +7112,8 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     hpml_norm_desc d;
     hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
     if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", d, desc)) return NULL;
+    if (batch && x->ndim == 4 && x->layout == HPML_NHWC)
+        return hpml_to_layout(hpmli_norm_record(hpml_to_layout(x, HPML_NCHW), desc, op), HPML_NHWC);
     if (d.eps == 0) d.eps = 1e-5f;
     if (d.momentum == 0) d.momentum = 0.1f;
     if (!(d.eps > 0 && d.eps < 1e30f && d.momentum > 0 && d.momentum <= 1))
@@ -6222,7 +7136,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     hpml_node *n = hpmli_node_create(op, name, batch ? 5 : 3, src, x->ndim, x->shape);
     n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum;
     n->attr.norm.act = batch ? d.activation : HPML_ACT_NONE;
-    n->saved_bytes   = (size_t)(2 * (batch ? cols : rows)) * sizeof(float); /* mean and rstd of each */
+    n->saved_bytes   = (size_t)(batch ? cols : rows) * sizeof(hpmli_centre);
     n->scratch_bytes = batch ? (size_t)(2 * cols + 1) * sizeof(double) : (size_t)(blocks * 2 * cols) * sizeof(float);
     return n->out;
 }
@@ -6246,38 +7160,42 @@ typedef struct hpmli_bn_job {
     bool                 backward, measure, apply;
 } hpmli_bn_job;
 
-/* Sum of x, and of (x - mean)^2. */
+/* Sum of x, and of (x - mean)^2, each from sums about a float near the mean. */
 HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
 {
     const float *x = j->n->src[0]->data + c * j->P;
-    double       N = (double)(j->B * j->P), sum = 0, square = 0;
+    double       N = (double)(j->B * j->P), sum = 0, about[2] = { 0, 0 };
     for (int64_t b = 0; b < j->B; b++) sum += j->k->vsum_wide(x + b * j->C * j->P, j->P);
     float mean = (float)(N > 0 ? sum / N : 0);
-    for (int64_t b = 0; b < j->B; b++) square += j->k->vvar_wide(x + b * j->C * j->P, mean, j->P);
-    j->sums[2 * c] = sum, j->sums[2 * c + 1] = square;
+    for (int64_t b = 0; b < j->B; b++) j->k->vmoments(about, NULL, x + b * j->C * j->P, mean, j->P);
+    double square = N > 0 ? about[1] - about[0] * about[0] / N : 0;
+    j->sums[2 * c]     = (double)mean * N + about[0];
+    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays one */
 }
 
 HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n     = j->n;
-    float           *saved = (float *)n->saved + 2 * c, a, b, m = n->attr.norm.momentum;
+    hpmli_centre    *saved = (hpmli_centre *)n->saved + c;
     float           *running_mean = n->src[3]->data + c, *running_var = n->src[4]->data + c;
-    double           N = j->sums[2 * j->C], square = j->sums[2 * c + 1], var = (double)*running_var;
-    saved[0] = *running_mean;
+    float            a, b, m = n->attr.norm.momentum;
+    double           N = j->sums[2 * j->C], square = j->sums[2 * c + 1];
+    double           mean = (double)*running_mean, var = (double)*running_var;
     if (j->run->train) {
-        saved[0]      = (float)(j->sums[2 * c] / N);
+        mean          = j->sums[2 * c] / N;
         var           = square / N;
-        *running_mean = (1 - m) * *running_mean + m * saved[0];
+        *running_mean = (1 - m) * *running_mean + m * (float)mean;
         *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
     }
-    saved[1] = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
-    a = saved[1] * (n->src[1] ? n->src[1]->data[c] : 1);
-    b = (n->src[2] ? n->src[2]->data[c] : 0) - saved[0] * a;
+    saved->mean = (float)mean;
+    saved->rest = (float)(mean - (double)saved->mean);
+    saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
+    a = saved->rstd * (n->src[1] ? n->src[1]->data[c] : 1);
+    b = (n->src[2] ? n->src[2]->data[c] : 0) - saved->rest * a;
     for (int64_t i = 0; i < j->B; i++) {
         const float *x = n->src[0]->data + (i * j->C + c) * j->P;
         float       *y = n->out->data + (i * j->C + c) * j->P;
-        if (n->attr.norm.act == HPML_ACT_RELU) j->k->vaffine_relu(y, x, a, b, j->P);
-        else j->k->vscale_add(y, x, a, b, j->P);
+        j->k->vcentred(y, x, saved->mean, a, b, n->attr.norm.act == HPML_ACT_RELU, j->P);
     }
 }
 
@@ -6285,17 +7203,16 @@ HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
 HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
-    float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
-    double  s1 = 0, dot = 0, s2;
-    int64_t step = j->C * j->P, first = c * j->P;
+    hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
+    double           sums[2] = { 0, 0 }, s1, s2; /* of dy, and of dy (x - mean), without the mean's rest */
+    int64_t          step = j->C * j->P, first = c * j->P;
     for (int64_t i = 0; i < j->B; i++) {
         float *dy = n->out->grad + first + i * step;
         if (n->attr.norm.act == HPML_ACT_RELU)
             j->k->act_backward(HPML_ACT_RELU, 0, dy, dy, NULL, n->out->data + first + i * step, j->P, 0);
-        s1 += j->k->vsum_wide(dy, j->P);
-        dot += j->k->vdot_wide(dy, n->src[0]->data + first + i * step, j->P);
+        j->k->vmoments(sums, dy, n->src[0]->data + first + i * step, at.mean, j->P);
     }
-    s2 = (double)rstd * (dot - (double)mean * s1);
+    s1 = sums[0], s2 = (double)at.rstd * (sums[1] - (double)at.rest * s1);
     if (n->src[1] && n->src[1]->grad) n->src[1]->grad[c] = (n->accumulate[1] ? n->src[1]->grad[c] : 0) + (float)s2;
     if (n->src[2] && n->src[2]->grad) n->src[2]->grad[c] = (n->accumulate[2] ? n->src[2]->grad[c] : 0) + (float)s1;
     j->sums[2 * c] = s1, j->sums[2 * c + 1] = s2;
@@ -6304,16 +7221,17 @@ HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
-    float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
-    double  N = j->sums[2 * j->C], s1 = j->sums[2 * c], s2 = j->sums[2 * c + 1];
-    double  a = (double)rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
-    int64_t step = j->C * j->P, first = c * j->P;
+    hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
+    double           N = j->sums[2 * j->C], s1 = j->sums[2 * c], s2 = j->sums[2 * c + 1];
+    double           a = (double)at.rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
+    int64_t          step = j->C * j->P, first = c * j->P;
     if (!n->src[0]->grad) return;
     if (!j->run->train) s1 = s2 = 0; /* fixed statistics */
+    double slope = (double)at.rstd * s2; /* xhat s2 = (x - mean - rest) slope */
     for (int64_t i = 0; i < j->B; i++)
         j->k->vaxpbypc(n->src[0]->grad + first + i * step, (float)a, n->out->grad + first + i * step,
-                       (float)(-a * (double)rstd * s2 / N), n->src[0]->data + first + i * step,
-                       (float)(a * ((double)(mean * rstd) * s2 - s1) / N), j->P, n->accumulate[0]);
+                       (float)(-a * slope / N), n->src[0]->data + first + i * step, at.mean,
+                       (float)(a * ((double)at.rest * slope - s1) / N), j->P, n->accumulate[0]);
 }
 
 HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
@@ -6350,8 +7268,9 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
 HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
 
-/* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy
-   - exp(y) sum(dy). Rows are independent. */
+/* softmax(x)_i = exp(x_i - max) / sum, sum = sum of exp(x_j - max); its logarithm is (x_i - max) - log(sum), in this
+   order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
+   logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 {
@@ -6370,7 +7289,7 @@ HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPM
     const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
     float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
     float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
-    if (w->n->attr.softmax.log) w->k->vscale_add(y, x, 1, -(max + logf(sum)), w->cols);
+    if (w->n->attr.softmax.log) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
     else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
 }
 
@@ -6404,12 +7323,17 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
 {
     const hpml_node *n = w->n;
     const float     *x = n->src[0]->data + row * w->cols; /* (cols) */
-    float           *y = n->out->data + row * w->cols, *saved = (float *)n->saved + 2 * row;
-    double           C = (double)w->cols, mean = 0, rstd;
-    if (n->op == HPML_OP_LAYERNORM) mean = w->k->vsum_wide(x, w->cols) / C;
-    rstd = 1 / sqrt(w->k->vvar_wide(x, (float)mean, w->cols) / C + (double)n->attr.norm.eps);
-    saved[0] = (float)mean, saved[1] = (float)rstd;
-    w->k->vscale_add(y, x, (float)rstd, (float)(-mean * rstd), w->cols);
+    float           *y = n->out->data + row * w->cols;
+    hpmli_centre    *saved = (hpmli_centre *)n->saved + row;
+    double           C = (double)w->cols, about[2] = { 0, 0 }, rest = 0, var;
+    saved->mean = n->op == HPML_OP_LAYERNORM ? (float)(w->k->vsum_wide(x, w->cols) / C) : 0;
+    w->k->vmoments(about, NULL, x, saved->mean, w->cols);
+    if (n->op == HPML_OP_LAYERNORM) rest = about[0] / C;
+    var = about[1] / C - rest * rest;
+    if (var < 0) var = 0; /* a NaN stays one */
+    saved->rest = (float)rest;
+    saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
+    w->k->vcentred(y, x, saved->mean, saved->rstd, -saved->rest * saved->rstd, false, w->cols);
     if (n->src[1]) w->k->vmul(y, y, n->src[1]->data, w->cols);
     if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
 }
@@ -6421,12 +7345,12 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     float           *part  = (float *)n->scratch + row / HPMLI_NORM_ROWS * 2 * w->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
     const float     *gamma = n->src[1] ? n->src[1]->data : NULL;
     const float     *x = n->src[0]->data + row * w->cols, *dy = n->out->grad + row * w->cols;
-    float            mean = ((float *)n->saved)[2 * row], rstd = ((float *)n->saved)[2 * row + 1];
+    hpmli_centre     at  = ((const hpmli_centre *)n->saved)[row];
     double           sum = 0, dot = 0;
     if (row % HPMLI_NORM_ROWS == 0) w->k->vfill(part, 0, 2 * w->cols);
     HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's share of dgamma, dbeta */
         const float *gi = dy + i;
-        w->k->vscale_add(h, x + i, rstd, -mean * rstd, c); /* xhat */
+        w->k->vcentred(h, x + i, at.mean, at.rstd, -at.rest * at.rstd, false, c); /* xhat */
         if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
         sum += (double)w->k->vsum(gi, c);
         dot += (double)w->k->vdot(gi, h, c);
@@ -6437,11 +7361,11 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     if (!n->src[0]->grad) return;
     sum = n->op == HPML_OP_LAYERNORM ? sum / (double)w->cols : 0;
     dot = dot / (double)w->cols;
-    HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot x + rstd (mean rstd dot - sum) */
+    HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot (x - mean) + rstd (rest rstd dot - sum) */
         const float *gi = dy + i;
         if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
-        w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, rstd, gi, (float)(-dot) * rstd * rstd, x + i,
-                       rstd * (float)(dot * (double)(mean * rstd) - sum), c, n->accumulate[0]);
+        w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, at.rstd, gi, (float)(-dot) * at.rstd * at.rstd, x + i,
+                       at.mean, at.rstd * (float)(dot * (double)(at.rest * at.rstd) - sum), c, n->accumulate[0]);
     }
 }
 
@@ -6537,7 +7461,7 @@ HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
     for (int64_t i = 0; i < count; i++) {
         if (token[i] < 0 || token[i] >= vocabulary)
             return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
-                              n->out->name, (long long)i, token[i], (long long)vocabulary - 1);
+                              n->out->name, (long long)(n->edge.index + i), token[i], (long long)vocabulary - 1);
         memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
     }
     return HPML_OK;
@@ -6785,8 +7709,10 @@ HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_
 
 /* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss
    arrives in out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
-       loss = lse - (1 - s) x_l - s mean(x),  dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V,  lse = log sum exp(x).
-   Probabilities are not stored: lse is kept for each row, and backward takes the exponential again. */
+       loss = log(sum) - (1 - s) d_l - s mean(d),  dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V,
+       with d_i = x_i - max(x),  sum = sum of exp(d_i).
+   Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
+   all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
 
 HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
                                         float delta)
@@ -6816,7 +7742,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
     n->attr.cross_entropy.smoothing = d.label_smoothing;
     n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
-    n->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
+    n->saved_bytes = (size_t)(3 * hpml_tensor_count(labels) + 1) * 4; /* max, 1 / sum, loss of rows; 1 / counted */
     return n->out;
 }
 
@@ -6833,14 +7759,18 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
     const hpml_node *n     = w->n;
     const float     *x     = n->src[0]->data + row * w->cols; /* (V) */
     int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
-    float           *lse   = (float *)n->saved + row, *loss = (float *)n->saved + w->count + row, max;
+    float           *max   = (float *)n->saved + row, *inverse = max + w->count, *loss = inverse + w->count;
     float            s     = n->attr.cross_entropy.smoothing;
-    *loss = *lse = 0;
+    *loss = *max = *inverse = 0;
     if (label == n->attr.cross_entropy.ignore) return;
-    max   = w->k->vmax(x, w->cols);
-    *lse  = max + logf(hpmli_exp_sum(w->k, x, max, w->cols));
-    *loss = *lse - (1 - s) * x[label];
-    if (s > 0) *loss -= s * w->k->vsum(x, w->cols) / (float)w->cols;
+    *max      = w->k->vmax(x, w->cols);
+    float sum = hpmli_exp_sum(w->k, x, *max, w->cols);
+    *inverse  = 1 / sum;
+    *loss     = logf(sum) - (1 - s) * (x[label] - *max);
+    if (s == 0) return;
+    double about[2] = { 0, 0 }; /* sums of x - max, and of its squares */
+    w->k->vmoments(about, NULL, x, *max, w->cols);
+    *loss -= s * (float)(about[0] / (double)w->cols);
 }
 
 HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
@@ -6848,19 +7778,19 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
     const hpml_tensor *x     = n->src[0];
     const int32_t     *label = (const int32_t *)(const void *)n->src[1]->data;
     int64_t            V = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / V, counted = 0;
-    const float       *loss = (const float *)n->saved + rows;
+    const float       *loss = (const float *)n->saved + 2 * rows;
     double             sum  = 0;
     for (int64_t i = 0; i < rows; i++) {
         if (label[i] == n->attr.cross_entropy.ignore) continue;
         if (label[i] < 0 || label[i] >= V)
             return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
-                              "%lld (or %d to be ignored)", (long long)i, label[i], (long long)V - 1,
-                              n->attr.cross_entropy.ignore);
+                              "%lld (or %d to be ignored)", (long long)(n->edge.index + i), label[i],
+                              (long long)V - 1, n->attr.cross_entropy.ignore);
         counted++;
     }
     hpmli_rows_run(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
-    ((float *)n->saved)[2 * rows] = counted > 0 ? 1 / (float)counted : 0;
+    ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
     n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
     return HPML_OK;
 }
@@ -6871,17 +7801,18 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     const float     *x     = n->src[0]->data + row * w->cols;
     float           *dx    = n->src[0]->grad + row * w->cols, piece[HPMLI_PIECE];
     int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
-    float            lse   = ((const float *)n->saved)[row], s = n->attr.cross_entropy.smoothing;
-    float            scale = ((const float *)n->saved)[2 * w->count] * n->out->grad[0];
+    const float     *saved = (const float *)n->saved;
+    float            max   = saved[row], s = n->attr.cross_entropy.smoothing;
+    float            scale = saved[3 * w->count] * n->out->grad[0], share = scale * saved[w->count + row];
     bool             add   = n->accumulate[0];
     if (label == n->attr.cross_entropy.ignore) {
         if (!add) w->k->vfill(dx, 0, w->cols);
         return;
     }
     HPMLI_PIECES(i, c, w->cols) {
-        w->k->vexp_sum(piece, x + i, lse, c);
-        if (add) w->k->vaxpby(dx + i, scale, piece, 1, c);
-        else w->k->vscale_add(dx + i, piece, scale, -scale * s / (float)w->cols, c);
+        w->k->vexp_sum(piece, x + i, max, c);
+        if (add) w->k->vaxpby(dx + i, share, piece, 1, c);
+        else w->k->vscale_add(dx + i, piece, share, -scale * s / (float)w->cols, c);
         if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)w->cols, c);
     }
     dx[label] -= scale * (1 - s);
@@ -6953,14 +7884,267 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
 HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
 HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
 // ---------------------------------------------------------------------------------------------------------------------
+// >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients take 2 bytes a number; arithmetic, and
+   what is added up over a training, stay f32. The ops know nothing of halves. One wrapper stands in for all of them: it
+   gives an op f32 copies, in scratch memory, of the halves that the op reads, and rounds the op's results (to nearest,
+   ties to even) into their place. Most ops treat samples independently, so the wrapper cuts a batch into blocks of
+   samples whose copies stay in the cache; gradients of parameters are added up over the blocks in f32. An op that joins
+   samples (batchnorm, a sum over the batch) gets a copy of the whole batch, and a loss is the mean over the blocks,
+   weighted by the number of rows that count in each. Blocks do not depend on the number of threads, so results do not.
+
+   The weights of products (parameters of two or more dimensions) are rounded, too, in an f32 copy. In a model of few
+   samples and large layers the copy of the largest weight makes up most of the scratch memory. */
+
+#define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
+#define HPMLI_EDGE_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
+
+/* What each op's backward pass reads, see HPMLI_OP. */
+static unsigned (*const hpmli_needs[])(const hpml_node *) = {
+#define HPMLI_X(op, name) hpmli_##name##_needs,
+    HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+};
+
+enum { HPMLI_LOAD = 1, HPMLI_SAVE = 2, HPMLI_ROUND = 4 }; /* before the op; behind it; load what is f32, rounded */
+
+typedef struct hpmli_copy {
+    void    *stored; /* (n) halves; for HPMLI_ROUND f32 */
+    float   *plain;  /* (n) what the op reads or writes */
+    int64_t  n;
+    unsigned how;
+} hpmli_copy;
+
+/* An op and the block of samples that it is about to run on. */
+typedef struct hpmli_edge {
+    const hpml_ctx *ctx;
+    hpml_node       node;                /* the op as recorded, but with these tensors: */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* of its sources, and at the end of its result */
+    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
+    int             count;               /* of copies */
+    unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: what is being done to them */
+    char           *at;                  /* where the f32 copies are; NULL while planning */
+    size_t          used;                /* bytes of it */
+    int64_t         first, samples;      /* of this block */
+    bool            last;                /* no block follows */
+} hpmli_edge;
+
+HPMLI_FN float *hpmli_edge_copy(hpmli_edge *e, void *stored, int64_t n, int64_t most, unsigned how)
+{
+    float     *plain = e->at ? (float *)(void *)(e->at + e->used) : NULL;
+    hpmli_copy c     = { stored, plain, n, how };
+    e->used += ((size_t)most * sizeof(float) + 63) / 64 * 64;
+    e->copy[e->count++] = c;
+    return plain;
+}
+
+/* t as the op gets it; value and grad: what this pass does with them. 0: nothing, but there are floats at the place, as
+   kernels may read what they do not use. What has no batch dimension is copied before the first block and behind the
+   last. */
+HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tensor *t, unsigned value, unsigned grad)
+{
+    int64_t  block = e->node.edge.samples, n = hpml_tensor_count(t), most = n;
+    unsigned once  = (e->first > 0 ? HPMLI_LOAD | HPMLI_ROUND : 0) | (e->last ? 0 : HPMLI_SAVE);
+    bool     half  = hpmli_is_half(t->dtype), has_grad = e->at ? t->grad != NULL : t->needs_grad;
+    *to = *t;
+    if (block > 0 && t->batch_rows > 0) {
+        int64_t each = n / t->shape[0] * t->batch_rows; /* numbers of a sample */
+        size_t  skip = (size_t)(e->first * each) * hpml_dtype_size(t->dtype);
+        if (t->data) to->data = (float *)(void *)((char *)t->data + skip);
+        if (t->grad) to->grad = (float *)(void *)((char *)t->grad + skip);
+        if (t->dtype == HPML_DTYPE_I32) e->node.edge.index = e->first * each;
+        to->shape[0] = e->samples * t->batch_rows;
+        n = e->samples * each, most = block * each, once = 0;
+    }
+    if (half || value & HPMLI_ROUND) to->data = hpmli_edge_copy(e, to->data, n, most, value & ~once);
+    if (half && has_grad) to->grad = hpmli_edge_copy(e, to->grad, n, most, grad & ~once);
+}
+
+/* The op on samples [first, first + samples), its copies laid out from `at` on. */
+HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
+                              int64_t samples, bool last, char *at)
+{
+    unsigned needs   = back ? hpmli_needs[n->op](n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
+    bool     product = n->op == HPML_OP_LINEAR || n->op == HPML_OP_MATMUL || n->op == HPML_OP_CONV2D ||
+                       n->op == HPML_OP_LSTM;
+    memset(e, 0, sizeof *e);
+    e->node = *n;
+    memset(e->node.update, 0, sizeof e->node.update); /* steps are taken when the gradient of all blocks is there */
+    e->ctx = ctx, e->at = at, e->first = first, e->samples = samples, e->last = last;
+    for (int i = 0, same; i < n->src_count; i++) {
+        const hpml_tensor *s = n->src[i];
+        unsigned           value = 0, grad = back ? HPMLI_SAVE : 0;
+        if (!s) continue;
+        for (same = 0; n->src[same] != s; same++) {}
+        e->node.src[i] = &e->t[same]; /* one copy where an op reads a tensor twice */
+        if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
+        if (same < i) continue;
+        for (int k = i; k < n->src_count; k++)
+            if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
+        if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
+        if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write a part of it */
+        hpmli_edge_tensor(e, &e->t[i], s, value, grad);
+    }
+    hpml_tensor *y     = e->node.out = &e->t[HPML_MAX_SRC];
+    unsigned     value = !back ? HPMLI_SAVE : needs & HPMLI_NEED_OUT ? HPMLI_LOAD : 0;
+    hpmli_edge_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
+    if (n->op == HPML_OP_LINEAR && n->saved_bytes > 0) { /* the sum before the activation, stored as the result is */
+        hpml_tensor z = *n->out;
+        z.data = (float *)n->saved;
+        hpmli_edge_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
+        e->node.saved = e->t[3].data;
+    } else if (n->saved && first > 0)
+        e->node.saved = (char *)n->saved + (size_t)(first / n->edge.samples) * n->edge.saved;
+}
+
+HPMLI_FN int64_t hpmli_edge_tasks(const hpmli_edge *e, const hpmli_copy *c)
+{
+    bool wanted = c->how & (e->now == HPMLI_LOAD ? HPMLI_LOAD | HPMLI_ROUND : HPMLI_SAVE);
+    return wanted ? (c->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN : 0;
+}
+
+/* A piece of one of the copies. */
+HPMLI_FN void hpmli_edge_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_edge    *e = (const hpmli_edge *)arg;
+    const hpmli_copy    *c = e->copy;
+    const hpmli_kernels *k = e->ctx->k;
+    hpml_dtype           store = e->ctx->store;
+    uint16_t             piece[HPMLI_PIECE];
+    for (int64_t tasks; tasks = hpmli_edge_tasks(e, c), task >= tasks; c++) task -= tasks;
+    int64_t   at = task * HPMLI_GRAIN, n = hpmli_min(c->n - at, HPMLI_GRAIN);
+    uint16_t *half = (uint16_t *)c->stored + at;
+    if (e->now == HPMLI_SAVE) k->from_f32(store, half, c->plain + at, n);
+    else if (c->how & HPMLI_LOAD) k->to_f32(c->plain + at, store, half, n);
+    else
+        HPMLI_PIECES(i, count, n) {
+            k->from_f32(store, piece, (const float *)c->stored + at + i, count);
+            k->to_f32(c->plain + at + i, store, piece, count);
+        }
+}
+
+HPMLI_FN void hpmli_edge_move(hpmli_edge *e, hpml_ctx *ctx, unsigned now)
+{
+    int64_t tasks = 0;
+    e->now = now;
+    for (int i = 0; i < e->count; i++) tasks += hpmli_edge_tasks(e, &e->copy[i]);
+    if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_edge_task, e);
+}
+
+HPMLI_FN bool hpmli_is_mean(hpml_op op)
+{
+    return op == HPML_OP_CROSS_ENTROPY || op == HPML_OP_BCE || op == HPML_OP_HUBER;
+}
+
+/* The tensor whose samples make the blocks. */
+HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n->op) ? n->src[0] : n->out; }
+
+/* Samples of a block; 0: the op is run on all at once, as it joins samples, or as they are few. */
+HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
+{
+    const hpml_tensor *y = hpmli_edge_batch(n);
+    bool    product = n->op == HPML_OP_MATMUL;
+    bool    pairs   = product || n->op == HPML_OP_CONCAT || n->op == HPML_OP_ADD || n->op == HPML_OP_SUB ||
+                      n->op == HPML_OP_MUL || n->op == HPML_OP_DIV;
+    int64_t numbers = hpml_tensor_count(n->out), batch;
+    if (!y->batch_rows || n->mixes_batch || n->op == HPML_OP_BATCHNORM) return 0;
+    for (int i = 0; i < n->src_count; i++) {
+        const hpml_tensor *s = n->src[i];
+        bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
+        if (s && s->batch_rows) numbers += hpml_tensor_count(s);
+        else if (s && (rows_meet || hpmli_is_mean(n->op))) return 0; /* its row i goes with row i of the batch */
+    }
+    batch = y->shape[0] / y->batch_rows;
+    int64_t rows  = hpml_tensor_count(y) / y->shape[y->ndim - 1] / batch, each = 2 * numbers / batch;
+    int64_t block = hpmli_max((HPMLI_EDGE_NUMBERS + each - 1) / each, (HPMLI_EDGE_ROWS + rows - 1) / rows);
+    return block < batch ? block : 0;
+}
+
+/* hpml_backend.plan, once for each node: the size of its blocks, memory for their copies and for what each saves. */
+HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
+{
+    const hpml_ctx *ctx = (const hpml_ctx *)device;
+    hpmli_edge      e;
+    if (ctx->store == HPML_DTYPE_F32 || n->op == HPML_OP_RESHAPE || n->edge.at > 0) return;
+    const hpml_tensor *y = hpmli_edge_batch(n);
+    int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = n->edge.samples = hpmli_edge_block(n);
+    size_t  most  = 0;
+    for (int back = 0; back < 2; back++) {
+        hpmli_edge_open(&e, ctx, n, back, 0, block, true, NULL);
+        if (e.used > most) most = e.used;
+    }
+    n->edge.at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
+    n->scratch_bytes = n->edge.at + most;
+    if (block == 0 || n->saved_bytes == 0 || n->op == HPML_OP_LINEAR) return;
+    n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64; /* a loss saves one number more */
+    n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
+}
+
+/* Numbers that the loss n is the mean of. */
+HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
+{
+    int64_t        count = hpml_tensor_count(n->src[n->op == HPML_OP_CROSS_ENTROPY]), ignored = 0;
+    const int32_t *label = (const int32_t *)(const void *)n->src[1]->data;
+    for (int64_t i = 0; n->op == HPML_OP_CROSS_ENTROPY && i < count; i++)
+        ignored += label[i] == n->attr.cross_entropy.ignore;
+    return (double)(count - ignored);
+}
+
+/* Both passes of all ops but reshape, which copies bytes of any type. */
+HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back)
+{
+    const hpml_op_impl *op = &hpml_backend_cpu()->ops[n->op];
+    const hpml_tensor  *y  = hpmli_edge_batch(n);
+    hpml_status         status = HPML_OK;
+    int64_t             block = n->edge.samples, batch = block > 0 ? y->shape[0] / y->batch_rows : 1;
+    bool                mean = block > 0 && hpmli_is_mean(n->op);
+    double              all = mean ? hpmli_edge_weight(n) : 1, sum = 0;
+    if (n->op == HPML_OP_RESHAPE) return back ? op->backward(run, n) : op->forward(run, n);
+    for (int64_t first = 0, count; first < batch && status == HPML_OK; first += count) {
+        hpmli_edge e;
+        hpml_run   part = *run;
+        float      dloss = 0;
+        count = block > 0 ? hpmli_min(block, batch - first) : batch;
+        hpmli_edge_open(&e, run->ctx, n, back, first, count, first + count == batch, (char *)n->scratch + n->edge.at);
+        part.sample += (uint64_t)first;
+        double share = mean && all > 0 ? hpmli_edge_weight(&e.node) / all : 1;
+        if (mean && back) dloss = (float)(share * (double)n->out->grad[0]), e.node.out->grad = &dloss;
+        hpmli_edge_move(&e, run->ctx, HPMLI_LOAD);
+        status = back ? op->backward(&part, &e.node) : op->forward(&part, &e.node);
+        if (status == HPML_OK) hpmli_edge_move(&e, run->ctx, HPMLI_SAVE);
+        if (mean && !back) sum += share * (double)n->out->data[0];
+    }
+    if (mean && !back) n->out->data[0] = (float)sum;
+    return status;
+}
+
+HPMLI_PASS(edge_forward) { return hpmli_edge_run(run, n, false); }
+HPMLI_PASS(edge_backward) { return hpmli_edge_run(run, n, true); }
+
+HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
+{
+    static const hpml_op_impl ops[HPML_OP_COUNT] = {
+#define HPMLI_X(op, name) { hpmli_edge_forward, hpmli_edge_backward },
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return ops;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>backend   the CPU backend: memory, the table of ops, optimizer steps
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
+    if (ctx->store != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
     return HPML_OK;
 }
+
+HPMLI_FN hpml_dtype hpmli_cpu_store(void *device) { return ((const hpml_ctx *)device)->store; }
 
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
@@ -7009,12 +8193,10 @@ HPMLI_FN hpml_status hpmli_cpu_zero(void *device HPMLI_UNUSED, void *dst, size_t
     return HPML_OK;
 }
 
-/* Long sums are cut into at most HPMLI_SUM_TASKS pieces; the partial sums are added in order. */
-#define HPMLI_SUM_TASKS 64
-
 typedef struct hpmli_sumsq_job {
     const hpmli_kernels *k;
-    const float         *x;
+    hpml_dtype           dtype;
+    const void          *x;
     int64_t              n, piece;
     double               part[HPMLI_SUM_TASKS];
 } hpmli_sumsq_job;
@@ -7023,19 +8205,36 @@ HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     hpmli_sumsq_job *j = (hpmli_sumsq_job *)arg;
     int64_t          i = task * j->piece, n = j->n - i < j->piece ? j->n - i : j->piece;
-    j->part[task] = j->k->vdot_wide(j->x + i, j->x + i, n);
+    const char      *x = (const char *)j->x + (size_t)i * hpml_dtype_size(j->dtype);
+    float            piece[HPMLI_PIECE];
+    if (j->dtype == HPML_DTYPE_F32) {
+        j->part[task] = j->k->vdot_wide((const float *)(const void *)x, (const float *)(const void *)x, n);
+        return;
+    }
+    j->part[task] = 0;
+    HPMLI_PIECES(at, c, n) {
+        j->k->to_f32(piece, j->dtype, x + (size_t)at * hpml_dtype_size(j->dtype), c);
+        j->part[task] += j->k->vdot_wide(piece, piece, c);
+    }
 }
 
-HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, hpml_dtype dtype HPMLI_UNUSED,
-                                     const void *x, int64_t n, double *out) /* f32: there is nothing else here */
+HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, hpml_dtype dtype, const void *x,
+                                     int64_t n, double *out)
 {
     hpmli_sumsq_job j;
-    j.k = ctx->k, j.x = (const float *)x, j.n = n;
+    j.k = ctx->k, j.dtype = dtype, j.x = x, j.n = n;
     j.piece = hpmli_max((n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS, HPMLI_GRAIN);
     int64_t tasks = (n + j.piece - 1) / j.piece;
     hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
     *out = 0;
     for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
+    if (*out - *out == 0) return HPML_OK;
+    float piece[HPMLI_PIECE]; /* squares of finite floats that overflow as floats do not as doubles */
+    *out = 0;
+    HPMLI_PIECES(at, c, n) {
+        j.k->to_f32(piece, dtype, (const char *)x + (size_t)at * hpml_dtype_size(dtype), c);
+        for (int64_t i = 0; i < c; i++) *out += (double)piece[i] * (double)piece[i];
+    }
     return HPML_OK;
 }
 
@@ -7057,11 +8256,13 @@ HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
     u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
 }
 
-/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r. */
-HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, const hpml_update *u)
+/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r, a step of plain SGD. */
+HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, hpml_update u)
 {
-    double w = hpmli_l2_norm(ctx, u->w, u->n), r = hpmli_l2_norm(ctx, u->g, u->n);
-    ctx->k->vaxpby(u->w, -u->lr * (float)(w > 0 && r > 0 ? w / r : 1), u->g, 1, u->n);
+    double w = hpmli_l2_norm(ctx, u.w, u.n), r = hpmli_l2_norm(ctx, u.g, u.n);
+    u.opt = HPML_OPT_SGD, u.m = NULL, u.grad_scale = 1, u.weight_decay = 0;
+    u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
+    hpmli_update_by(ctx, &u, NULL);
 }
 
 HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
@@ -7072,7 +8273,7 @@ HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, 
         if (norm > u.clip) u.grad_scale *= u.clip / norm;
         if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
         hpmli_update_by(ctx, &u, NULL);
-        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, &u);
+        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
     }
     return HPML_OK;
 }
@@ -7086,8 +8287,168 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
         hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL };
+        hpmli_cpu_store, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
     return &cpu;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>place   a place in memory for each array of a plan: first fit
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A slot is an array with a life: the times at which it is needed. Largest first, each goes to the lowest address where
+   its bytes are free during its life: simple, and close to the best for chains. Two ways lead to the same address:
+   - a list of all slots placed before, in the order of their addresses: for n slots n^2 / 2 short steps;
+   - a binary tree over the times (a segment tree). At each node are two lists of address ranges in use, in which what
+     touches is one range: `whole`, of slots alive at all times of the node, and `part`, of slots alive at some. A life
+     is cut into at most two nodes a level; what can be in its way is their `part` and the `whole` of all nodes above.
+     Slots of one size stand in few ranges, so this takes about n log n steps for each size; networks have few sizes. */
+
+typedef struct hpmli_slot {
+    size_t   bytes, offset; /* before it has one: its number */
+    int      from, to;   /* alive, both included */
+    void   **place;      /* where the address goes once there is memory */
+} hpmli_slot;
+
+HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
+{
+    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
+    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
+    return x->offset < y->offset ? -1 : x->offset > y->offset;
+}
+
+/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
+HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
+{
+    size_t at = 0;
+    for (int i = 0; i < count; i++) {
+        const hpmli_slot *p = placed[i];
+        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
+        if (at + s->bytes <= p->offset) break;
+        at = p->offset + p->bytes;
+    }
+    return at;
+}
+
+HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
+{
+    hpmli_slot **placed = hpmli_new(ctx, hpmli_slot *, count);
+    for (int i = 0; placed && i < count; i++) {
+        int at = i;
+        slots[i].offset = hpmli_slot_fit(placed, i, &slots[i]);
+        for (; at > 0 && placed[at - 1]->offset > slots[i].offset; at--) placed[at] = placed[at - 1];
+        placed[at] = &slots[i];
+    }
+    hpmli_free(ctx, placed);
+    return placed != NULL;
+}
+
+typedef struct hpmli_range {
+    size_t from, to; /* addresses, `to` not included */
+    int    next;     /* number of the next range of its list, which is higher and does not touch; 0: none */
+} hpmli_range;
+
+typedef struct hpmli_times {
+    hpml_ctx    *ctx;
+    hpmli_range *ranges; /* (count of capacity) of all lists; number 0 is none */
+    int64_t      capacity;
+    int          count, spare;     /* spare: list of those no longer used */
+    int         *whole, *part;     /* (2 * times) first range by node; node 1 is the root, 2i and 2i + 1 are below i */
+    int          path[4 * 32 + 4]; /* (path_count) nodes that the life at hand is cut into, and those above */
+    bool         inside[4 * 32 + 4];
+    int          path_count;
+} hpmli_times;
+
+/* Walks from `node`, which stands for the times first to last, down to the nodes that lie inside the life of s. */
+HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
+{
+    int  middle = first + (last - first) / 2;
+    bool inside = s->from <= first && last <= s->to;
+    m->inside[m->path_count] = inside;
+    m->path[m->path_count++] = node;
+    if (!inside && s->from <= middle) hpmli_times_path(m, 2 * node, first, middle, s);
+    if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
+}
+
+/* The lowest offset at which `bytes` fit between the ranges of all lists on the path. */
+HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
+{
+    int    list[sizeof m->path / sizeof *m->path], count = 0;
+    size_t at = 0, before;
+    for (int k = 0; k < m->path_count; k++) {
+        int first = m->inside[k] ? m->part[m->path[k]] : m->whole[m->path[k]];
+        if (first) list[count++] = first;
+    }
+    do { /* until no list objects to what the others allow */
+        before = at;
+        for (int k = 0; k < count; k++)
+            for (const hpmli_range *r; r = &m->ranges[list[k]], list[k] && r->from < at + bytes; list[k] = r->next)
+                if (at < r->to) at = r->to;
+    } while (at != before);
+    return at;
+}
+
+/* Adds a range to the list that begins at *head, and joins it with those that it touches or overlaps. */
+HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
+{
+    int before = 0, at = *head;
+    for (; at && m->ranges[at].to < from; at = m->ranges[at].next) before = at;
+    while (at && m->ranges[at].from <= to) {
+        hpmli_range *r    = &m->ranges[at];
+        int          next = r->next;
+        if (r->from < from) from = r->from;
+        if (r->to > to) to = r->to;
+        r->next  = m->spare;
+        m->spare = at;
+        at       = next;
+    }
+    int added = m->spare;
+    if (added) m->spare = m->ranges[added].next;
+    else if (hpmli_grow(m->ctx, &m->ranges, m->count, &m->capacity, sizeof *m->ranges)) added = m->count++;
+    else return false;
+    hpmli_range range = { from, to, at };
+    m->ranges[added] = range;
+    if (before) m->ranges[before].next = added;
+    else *head = added;
+    return true;
+}
+
+HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
+{
+    hpmli_times m = HPMLI_ZEROED;
+    m.ctx = ctx, m.count = 1;
+    m.whole = hpmli_new(ctx, int, 4 * (int64_t)times);
+    m.part  = hpmli_new(ctx, int, 4 * (int64_t)times);
+    bool good = m.whole && m.part && hpmli_grow(ctx, &m.ranges, 0, &m.capacity, sizeof *m.ranges);
+    for (int i = 0; i < count && good; i++) {
+        hpmli_slot *s = &slots[i];
+        m.path_count = 0;
+        hpmli_times_path(&m, 1, 0, times - 1, s);
+        s->offset = hpmli_times_fit(&m, s->bytes);
+        for (int k = 0; k < m.path_count && good; k++) {
+            good = hpmli_times_add(&m, &m.part[m.path[k]], s->offset, s->offset + s->bytes);
+            if (m.inside[k]) good = good && hpmli_times_add(&m, &m.whole[m.path[k]], s->offset, s->offset + s->bytes);
+        }
+    }
+    hpmli_free(ctx, m.ranges);
+    hpmli_free(ctx, m.part);
+    hpmli_free(ctx, m.whole);
+    return good;
+}
+
+/* Sorts the slots, gives each its offset, and sets *bytes to what all need, by the faster of the two ways: the tree,
+   where there are at least 1000 slots for each size (measured with random graphs). */
+HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
+{
+    int sizes = 1, times = 1;
+    if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
+    for (int i = 0; i < count; i++) {
+        if (i > 0 && slots[i].bytes != slots[i - 1].bytes) sizes++;
+        if (slots[i].to >= times) times = slots[i].to + 1;
+    }
+    bool good = count / 1000 < sizes ? hpmli_place_list(ctx, slots, count) : hpmli_place_tree(ctx, slots, count, times);
+    for (int i = 0; i < count && good; i++)
+        if (slots[i].offset + slots[i].bytes > *bytes) *bytes = slots[i].offset + slots[i].bytes;
+    return good;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7096,18 +8457,11 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 
 /* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
    is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
-   function. Two arrays may share memory when their lives do not overlap. The arrays are placed largest first, each at
-   the lowest place that is free during its life: simple, and close to the best for chains. All this happens once; a
-   step allocates nothing.
+   function. Two arrays may share memory when their lives do not overlap: see >>place. All this happens once; a step
+   allocates nothing.
 
    Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
    may work in place on a source that nobody else wants. A node's out_root and grad_root follow such links. */
-
-typedef struct hpmli_slot {
-    size_t   bytes, offset; /* before it has one: its number */
-    int      from, to;   /* alive, both included */
-    void   **place;      /* where the address goes once there is memory */
-} hpmli_slot;
 
 typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
     int  last;                 /* time until which the value lives */
@@ -7147,6 +8501,12 @@ struct hpml_graph {
     bool           idle;       /* see hpml_run */
 };
 
+/* Is t among the inputs found? Its number, which another graph may have left, is checked by what has that number. */
+HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
+{
+    return t->leaf < g->leaf_count && g->leaves[t->leaf] == t;
+}
+
 /* Marks what t depends on, at its place in the order of recording, which is an order of running. */
 HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
 {
@@ -7155,9 +8515,9 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
         found[t->node->index] = t->node;
         return;
     }
-    for (int l = 0; l < g->leaf_count; l++)
-        if (g->leaves[l] == t) return;
+    if (hpmli_graph_leaf(g, t)) return;
     HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
+    t->leaf = g->leaf_count;
     g->leaves[g->leaf_count++] = t;
 }
 
@@ -7176,22 +8536,13 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
     return true;
 }
 
-/* What each op's backward pass reads, see HPMLI_OP. */
-static unsigned (*const hpmli_needs[])(const hpml_node *) = {
-#define HPMLI_X(op, name) hpmli_##name##_needs,
-    HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-};
-
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 
 /* uses: by the index of the node that makes t, and behind them of the inputs; NULL: a parameter. */
 HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
 {
     if (t && t->node) return &uses[t->node->index];
-    for (int l = 0; t && l < g->leaf_count; l++)
-        if (g->leaves[l] == t) return &uses[g->ctx->node_count + l];
-    return NULL;
+    return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->leaf] : NULL;
 }
 
 /* Lives of the values. */
@@ -7269,43 +8620,6 @@ HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void
     g->memory.unshared += s.bytes;
 }
 
-HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
-{
-    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
-    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
-    return x->offset < y->offset ? -1 : x->offset > y->offset;
-}
-
-/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
-HPMLI_FN size_t hpmli_slot_place(hpmli_slot *const *placed, int count, const hpmli_slot *s)
-{
-    size_t at = 0;
-    for (int i = 0; i < count; i++) {
-        const hpmli_slot *p = placed[i];
-        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
-        if (at + s->bytes <= p->offset) break;
-        at = p->offset + p->bytes;
-    }
-    return at;
-}
-
-HPMLI_FN bool hpmli_plan_place(hpml_graph *g)
-{
-    hpmli_slot **placed = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
-    if (!placed) return false;
-    qsort(g->slots, (size_t)g->slot_count, sizeof *g->slots, hpmli_slot_order);
-    for (int i = 0; i < g->slot_count; i++) {
-        hpmli_slot *s  = &g->slots[i];
-        int         at = i;
-        s->offset = hpmli_slot_place(placed, i, s);
-        while (at > 0 && placed[at - 1]->offset > s->offset) placed[at] = placed[at - 1], at--;
-        placed[at] = s;
-        if (s->offset + s->bytes > g->memory.activations) g->memory.activations = s->offset + s->bytes;
-    }
-    hpmli_free(g->ctx, placed);
-    return true;
-}
-
 HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -7377,7 +8691,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     }
     g->memory.gradients = (size_t)g->grad_count * sizeof(float);
     hpmli_free(ctx, uses);
-    if (!hpmli_plan_place(g)) return false;
+    if (!hpmli_slots_place(ctx, g->slots, g->slot_count, &g->memory.activations)) return false;
     g->memory.scratch = g->scratch_bytes;
     g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
     return true;
@@ -7403,6 +8717,9 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
     if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
+    if (d.loss && d.loss->dtype != HPML_DTYPE_F32)
+        return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected f32: a scalar, as losses and hpml_mean "
+                          "over HPML_ALL_DIMS give it", hpmli_text(d.loss));
     if (targets[0]->ctx != ctx)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
@@ -7504,7 +8821,7 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     hpml_node          *n    = g->nodes[i];
     const hpml_hooks   *h    = g->hooks;
     const hpml_backend *b    = g->ctx->backend;
-    const hpml_op_impl *impl = &b->ops[n->op];
+    const hpml_op_impl *impl = &g->ctx->ops[n->op];
     bool                look = g->profile || g->ctx->trace;
     const char         *name = backward ? g->back_names[i] : n->out->name;
     double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
@@ -7636,7 +8953,20 @@ HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, floa
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 {
     double worst = 0;
-    if (!g || hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
+    if (!g) return -1;
+    if (hpmli_store(g->ctx) != HPML_DTYPE_F32) {
+        hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "check_grad: results are stored as %s, whose rounding hides the "
+                   "differences that are compared; record the model on a context that stores f32",
+                   hpml_dtype_name(hpmli_store(g->ctx)));
+        return -1;
+    }
+    if (eps == 0) eps = 1e-2f;
+    if (!(eps > 0) || samples < 1) {
+        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples: expected more than 0 of both (eps 0: "
+                   "1e-2)", (double)eps, samples);
+        return -1;
+    }
+    if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
     for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
         hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
         int64_t      n = hpml_tensor_count(t);
@@ -7686,7 +9016,7 @@ struct hpml_trainer {
     hpml_tensor      *target, *loss;
     float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
     hpml_update      *updates; /* (param_count) */
-    bool             *bad;     /* (param_count) its gradient is not finite, and its step taken without what is not */
+    int32_t          *bad;     /* (param_count) what its last step found, see hpml_update.bad */
     float            *host_out; /* host: a batch of the output */
     int32_t          *host_y;  /* host: a batch of labels */
     hpmli_named      *states;
@@ -7886,10 +9216,10 @@ HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
 
-/* Room for a batch of the output, when it is first wanted on the host; the CPU's is there already. */
+/* Room for a batch of the output, when it is first wanted on the host; what the CPU has in f32 is there already. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
-    if (t->ctx->backend == hpml_backend_cpu()) return t->d.output->data;
+    if (t->ctx->backend == hpml_backend_cpu() && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
     if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->d.output));
     return t->host_out;
 }
@@ -7903,7 +9233,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
     if (hpml_graph_alloc(g) == HPML_OK) {
         if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
         if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, bool, ctx->param_count);
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, int32_t, ctx->param_count);
         if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
         t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
     }
@@ -7972,9 +9302,11 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 {
     hpml_graph *g    = t->graph;
     int64_t     rows = samples;
-    if (samples < 1 || samples > g->batch || !x)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: a batch of %lld samples, expected 1 to %lld and data",
-                          (long long)samples, (long long)g->batch);
+    if (!x) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: no data, x is NULL");
+    if (samples < 1 || samples > g->batch)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: a batch of %lld samples, expected 1 to %lld, the first "
+                          "dimension of input \"%s\"; record a larger one, or cut the batch", (long long)samples,
+                          (long long)g->batch, t->d.input->name);
     if (!g->batchable && samples < g->batch) {
         if (t->d.loss != HPML_LOSS_CROSS_ENTROPY || t->d.loss_tensor)
             return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: this graph mixes samples and takes full batches "
@@ -7991,17 +9323,8 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step, one epoch, evaluation, prediction
+// >>step   one step, and the names of what is not finite in it
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* The first n numbers of t, whatever they are stored as, as f32 on the host. */
-HPMLI_FN void hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
-{
-    size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
-    char  *raw   = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at the end: they widen from the front on */
-    ctx->backend->read(ctx->device, raw, t->data, bytes);
-    if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
-}
 
 /* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
 HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
@@ -8044,16 +9367,52 @@ HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
     }
 }
 
+/* What the steps of all parameters have found; see hpml_update.bad. */
+HPMLI_FN int32_t hpmli_trainer_bad(const hpml_trainer *t)
+{
+    int32_t bad = 0;
+    for (int i = 0; i < t->graph->param_count; i++) bad |= t->bad[i];
+    return bad;
+}
+
+HPMLI_FN double hpmli_plain_nan(double value) { return value == value ? value : fabs(value); } /* "nan", not "-nan" */
+
+/* The first of n floats that is NaN or infinite; n where there is none. */
+HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
+{
+    int64_t i = 0;
+    while (i < n && x[i] - x[i] == 0) i++;
+    return i;
+}
+
+/* True when one of the numbers x of tensor y is not finite. Where the backend's sum of squares is not finite, which may
+   be an overflow, each number is looked at. */
+HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
+{
+    int64_t     count = hpml_tensor_count(y), c;
+    size_t      size  = hpml_dtype_size(y->dtype);
+    hpml_tensor piece = *y;
+    float       host[HPMLI_PIECE];
+    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->at->sumsq);
+    hpmli_trainer_tell(t, NULL, NULL);
+    if (t->told.sumsq - t->told.sumsq == 0) return false;
+    for (int64_t i = 0; i < count; i += c) {
+        c = hpmli_min(count - i, HPMLI_PIECE);
+        piece.data = (float *)(void *)((char *)(uintptr_t)x + (size_t)i * size);
+        hpmli_read_floats(t->ctx, &piece, c, host);
+        if (hpmli_first_nonfinite(host, c) < c) return true;
+    }
+    return false;
+}
+
 /* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
 HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
                           const float *x, bool known)
 {
-    if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, hpml_tensor_count(y), &t->at->sumsq);
-    if (x) hpmli_trainer_tell(t, NULL, NULL);
-    if (!known && (!x || t->told.sumsq - t->told.sumsq == 0)) return false;
+    if (!known && (!x || !hpmli_nonfinite(t, y, x))) return false;
     hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
-               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what, value,
-               where, y->name, (double)hpml_trainer_lr(t), !memchr(t->bad, true, (size_t)t->graph->param_count) ? ""
+               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what,
+               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_trainer_bad(t) ? ""
                : ". The rest of this step is in the parameters: go on from a checkpoint");
     return true;
 }
@@ -8075,14 +9434,21 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
         if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->data, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* as the backward pass came to them */
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, t->bad[i])) return ctx->status;
-    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what, value);
+        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
+    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
+                      hpmli_plain_nan(value));
 }
 
-HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* tells of what an update found in a gradient */
+HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* tells of what an update found, or has made */
 {
-    bool bad = t->ctx->status == HPML_OK && memchr(t->bad, true, (size_t)t->graph->param_count);
-    return bad ? hpmli_name_nonfinite(t, "a gradient", (double)NAN) : t->ctx->status;
+    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_trainer_bad(t) : 0;
+    bool    grad = bad & HPML_BAD_GRADIENT;
+    for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* as the backward pass came to them */
+        if (hpmli_blame(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
+                        grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
+                        t->bad[i] & (grad ? HPML_BAD_GRADIENT : HPML_BAD_STEP)))
+            break;
+    return t->ctx->status;
 }
 
 /* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
@@ -8153,7 +9519,7 @@ HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
         u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
         u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
-        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = false;
+        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = 0;
         u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
@@ -8165,6 +9531,9 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
+    if (first_param < 0 || param_count < 0)
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
+                          "more of both", param_count, first_param);
     hpmli_trainer_look(t);
     bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
     if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
@@ -8180,10 +9549,10 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (t->d.clip_norm > 0 || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
+    if (t->looks || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
         t->ctx->backend != hpml_backend_cpu())
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
-                          "LARS and LAMB");
+                          "a dynamic loss scale, LARS and LAMB");
     t->more = more, t->more_scale = scale;
     hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
     return t->more = NULL, status;
@@ -8214,6 +9583,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
+    const int64_t number = t->step;
+    const double  since  = hpmli_trace_time(t->ctx, start);
     weight = hpmli_trainer_weigh(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
     /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
        the op that makes its gradient final: it is still in the cache. */
@@ -8235,6 +9606,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
         t->step += status == HPML_OK && !t->overflowed;
         hpmli_trainer_rescale(t);
     }
+    bool known = t->hooks.run || info || !t->d.no_finite_check; /* what the loss is */
+    if (t->ctx->trace) hpmli_trace_stepped(t->ctx, number, since, known ? loss : (float)NAN);
     if (!info || status != HPML_OK) return status;
     memset(info, 0, sizeof *info);
     info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
@@ -8244,6 +9617,10 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
     return HPML_OK;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>fit   passes over data, evaluation, prediction
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* A loader over `data` that fits the trainer. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
@@ -8255,13 +9632,19 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     hpml_graph_batch(t->graph, t->graph->batch);
     int64_t have  = hpmli_cropped(data), need = hpml_tensor_count(x) / t->graph->batch;
     int64_t learn = hpml_tensor_count(y) / t->graph->batch;
-    if (have != need || (data->x_dtype == HPML_DTYPE_I32) != (x->dtype == HPML_DTYPE_I32) ||
+    if (have != need || x->dtype != (data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32) ||
         (data->y && (data->y_size != learn || data->y_dtype != y->dtype)))
         return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of %s "
                           "to learn, the model takes %lld of %s and %lld of %s", (long long)have,
                           hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
                           (long long)need, hpml_dtype_name(x->dtype), (long long)learn, hpml_dtype_name(y->dtype));
     if (given) d = *given;
+    if (x->layout == HPML_NHWC && (d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0 || data->x_crop > 0 ||
+                                   memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0))
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
+                          "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
+                          "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x),
+                          hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
     if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
         return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",
@@ -8271,6 +9654,8 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
         d.rank = t->rank, d.ranks = t->ranks, d.global_batch = t->global_batch, d.grain = t->grain;
     return hpml_loader_create(t->ctx, data, &d);
 }
+
+static uint64_t hpmli_loader_mark(const hpml_loader *l); /* see >>loader */
 
 HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start,
                                      int64_t *samples, int64_t *steps)
@@ -8312,6 +9697,10 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
                           (long long)d.max_steps);
     hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (t->hooks.data && (!d.loader || d.loader->ranks == 0)) {
+        const int64_t passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
+        status = t->hooks.data(t->hooks.user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
+    }
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
         if (d.max_steps > 0 && steps >= d.max_steps) break; /* they ended with a pass */
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
@@ -8322,6 +9711,27 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     /* what a device has found in the gradients of the last step */
     if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
     return status;
+}
+
+/* Names the sample whose loss is not finite, of a batch that begins with sample `first`, by running one at a time. */
+HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_t samples)
+{
+    hpml_graph *g    = t->graph;
+    double      loss = (double)t->told.loss;
+    bool        found = false;
+    for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
+        if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
+        hpmli_trainer_shift(t, i);
+        hpml_status status = hpml_graph_forward(g, false, 0);
+        hpmli_trainer_shift(t, -i);
+        if (status != HPML_OK) return status;
+        hpmli_trainer_tell(t, NULL, NULL);
+        found = t->told.loss - t->told.loss != 0;
+        if (found) loss = (double)t->told.loss, first += i, samples = 1;
+    }
+    return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "evaluate: the loss of sample %lld%s is %g: look at the data, and "
+                      "whether training has left the parameters finite", (long long)first,
+                      samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
@@ -8341,6 +9751,10 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
             hpml_graph_forward(t->graph, false, 0) != HPML_OK)
             break;
         hpmli_trainer_tell(t, hpmli_classifies(t) ? (const int32_t *)b.y : NULL, confusion);
+        if (!t->d.no_finite_check && t->told.loss - t->told.loss != 0) {
+            hpmli_evaluate_blame(t, out->samples, b.samples);
+            break;
+        }
         out->loss += (double)t->told.loss * (double)b.samples;
         out->samples += b.samples;
         if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
@@ -8372,27 +9786,62 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
             if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
         }
         hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
+        int64_t at = t->d.no_finite_check ? n * row : hpmli_first_nonfinite(out + i * row, n * row);
+        if (at < n * row)
+            return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the "
+                              "data, and whether training has left the parameters finite", (long long)(at % row),
+                              (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
     }
     hpml_graph_batch(g, g->batch);
     return t->ctx->status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>files   reading whole files, writing files that appear whole, JSON
+// >>files   reading files, writing files that appear whole
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A file is mapped (or read) as a whole and never trusted. A file that is written goes to a temporary name beside its
-   own, is synced and renamed: whatever happens, the name holds the old content or the new one. */
+/* No file is trusted. What a reader copies is read and not mapped, because a mapped file that another program cuts
+   short kills this process (SIGBUS). A file that is written goes to a temporary name in the same folder, is synced,
+   renamed, and the folder is synced: at any moment the name holds the old content or the new one. */
+
+#if HPMLI_POSIX
+#if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these */
+int     fchmod(int fd, mode_t mode);
+FILE   *fdopen(int fd, const char *mode);
+int     fileno(FILE *f);
+int     fsync(int fd);
+int     ftruncate(int fd, off_t size);
+ssize_t readlink(const char *path, char *target, size_t room);
+#endif
+#if defined(O_NOFOLLOW)
+#define HPMLI_NOFOLLOW O_NOFOLLOW
+#elif defined(__O_NOFOLLOW) /* glibc's under -std=c99 */
+#define HPMLI_NOFOLLOW __O_NOFOLLOW
+#else
+#define HPMLI_NOFOLLOW O_EXCL /* refuses links too, and any file that is already there */
+#endif
+#endif
 
 typedef struct hpmli_file {
-    const unsigned char *bytes;
-    size_t               size;
-    bool                 mapped;
     hpml_ctx            *ctx;
+    const char          *path;
+    FILE                *in;    /* NULL: closed */
+    const unsigned char *bytes; /* (size), once the file is mapped or read as a whole */
+    size_t               size;  /* of the file, in bytes */
+    bool                 mapped;
+#ifdef HPML_USE_ZLIB
+    gzFile               gz;    /* reads a gzipped file; NULL: the file is plain */
+#endif
 } hpmli_file;
 
 HPMLI_FN void hpmli_file_close(hpmli_file *f)
 {
+    if (f->in) fclose(f->in);
+    f->in = NULL;
+#ifdef HPML_USE_ZLIB
+    if (f->gz) gzclose(f->gz);
+    f->gz = NULL;
+#endif
     if (!f->bytes) return;
 #if HPMLI_POSIX
     if (f->mapped) munmap((void *)(uintptr_t)f->bytes, f->size);
@@ -8402,117 +9851,257 @@ HPMLI_FN void hpmli_file_close(hpmli_file *f)
     f->bytes = NULL;
 }
 
-/* Drops objects that begin with a file. */
+/* Destructor of objects that begin with a file. */
 HPMLI_FN void hpmli_file_drop(void *object) { hpmli_file_close((hpmli_file *)object); }
 
+/* Opens a regular file that is not empty; pipes, devices and folders are refused without waiting for them. */
 HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
     memset(f, 0, sizeof *f);
-    f->ctx = ctx;
+    f->ctx = ctx, f->path = path;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
 #if HPMLI_POSIX
     struct stat st;
-    int         fd = open(path, O_RDONLY);
-    void       *p  = MAP_FAILED;
-    if (fd < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))
-        hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path,
-                   fd < 0 ? strerror(errno) : "not a regular file");
-    else if (st.st_size == 0) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
-    else if ((p = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0)) == MAP_FAILED)
-        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
-    else f->bytes = (const unsigned char *)p, f->size = (size_t)st.st_size, f->mapped = true;
-    if (fd >= 0) close(fd);
+    const char *wrong = NULL;
+    int         fd    = open(path, O_RDONLY | O_NONBLOCK);
+    if (fd < 0 || fstat(fd, &st) != 0) wrong = strerror(errno);
+    else if (S_ISDIR(st.st_mode)) wrong = "it is a folder, expected a file";
+    else if (!S_ISREG(st.st_mode)) wrong = "it is a pipe or a device, expected a regular file";
+    else if (!(f->in = fdopen(fd, "rb"))) wrong = strerror(errno);
+    if (wrong) hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, wrong);
+    if (wrong && fd >= 0) close(fd);
+    if (wrong) return false;
+    f->size = (size_t)st.st_size;
 #else
-    FILE *in = fopen(path, "rb");
-    long  n  = in && fseek(in, 0, SEEK_END) == 0 ? ftell(in) : 0;
-    if (n <= 0 || fseek(in, 0, SEEK_SET) != 0)
-        hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open, or empty", path);
-    else f->size = (size_t)n, f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
-    if (f->bytes && fread((void *)(uintptr_t)f->bytes, 1, f->size, in) != f->size) {
-        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot read", path);
+    f->in  = fopen(path, "rb");
+    long n = f->in && fseek(f->in, 0, SEEK_END) == 0 ? ftell(f->in) : -1;
+    if (n < 0 || fseek(f->in, 0, SEEK_SET) != 0) {
         hpmli_file_close(f);
+        return hpmli_false(ctx, HPML_ERR_OPEN, "\"%s\": cannot open", path);
     }
-    if (in) fclose(in);
+    f->size = (size_t)n;
 #endif
-    return f->bytes != NULL;
+    if (f->size > 0) return true;
+    hpmli_file_close(f);
+    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
+}
+
+/* Reads the next bytes, unpacked where they are gzipped; returns how many: fewer than asked for at the end. */
+HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
+{
+    size_t got = 0;
+#ifdef HPML_USE_ZLIB
+    for (int n = 1; f->gz && got < size && n > 0; got += n > 0 ? (size_t)n : 0)
+        n = gzread(f->gz, (char *)to + got, (unsigned)hpmli_min((int64_t)(size - got), 1 << 30));
+    if (f->gz) return got;
+#endif
+    got = fread(to, 1, size, f->in);
+    if (ferror(f->in)) hpmli_fail(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: %s", f->path, strerror(errno));
+    return got;
+}
+
+/* Reads the next `size` bytes; with fewer there is an error. */
+HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size)
+{
+    return hpmli_file_next(f, to, size) == size ||
+           hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
+}
+
+/* Opens a file and reads all of it, or maps it: then it must not become shorter while it is open. */
+HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
+{
+    if (!hpmli_file_open(ctx, f, path)) return false;
+    bool good = false;
+#if HPMLI_POSIX
+    void *p = map ? mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fileno(f->in), 0) : MAP_FAILED;
+    if (map && p == MAP_FAILED) hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
+    f->mapped = good = p != MAP_FAILED;
+    if (f->mapped) f->bytes = (const unsigned char *)p;
+#else
+    map = false;
+#endif
+    if (!map) {
+        f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
+        good     = f->bytes && hpmli_file_read(f, (void *)(uintptr_t)f->bytes, f->size);
+    }
+    if (good) {
+        fclose(f->in);
+        f->in = NULL;
+    } else hpmli_file_close(f);
+    return good;
 }
 
 typedef struct hpmli_writer {
     hpml_ctx *ctx;
     FILE     *f;
-    char     *path, *temporary;
-    uint64_t  size;
-    int       fd;     /* POSIX: holds the lock on the temporary file until it has its name */
-    bool      direct; /* into a device or a pipe: no temporary file */
+    char     *path, *temporary; /* path: what the caller's name leads to */
+    uint64_t  size, synced;     /* bytes written, and those of them that are on the disk */
+    int       error;            /* errno of the first failure; 0: none */
+    int       fd;               /* POSIX: the temporary file; holds its lock until the file has its name; -1: none */
+    bool      direct;           /* into a device or a pipe: no temporary file */
 } hpmli_writer;
 
-/* Opens "path.tmp", so that a save uses up what a killed one has left there. Where another writer is at it, or it is
-   not ours, or there are no locks, the name gets a number that nobody else has. */
-HPMLI_FN void hpmli_temporary_open(hpmli_writer *w, size_t room)
+#if HPMLI_POSIX
+/* Follows the symbolic links that end a path, so that a save replaces the file and not a link to it. */
+HPMLI_FN bool hpmli_follow(char *path, size_t room)
 {
-    snprintf(w->temporary, room, "%s.tmp", w->path);
-#if HPMLI_POSIX
-    struct stat mine, there;
-    w->direct = stat(w->path, &there) == 0 && !S_ISREG(there.st_mode);
-    if (w->direct) { w->f = fopen(w->path, "wb"); return; }
-    w->fd = open(w->temporary, O_RDWR | O_CREAT, 0666);
-    if (w->fd < 0 || flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || !S_ISREG(mine.st_mode) ||
-        stat(w->temporary, &there) != 0 || there.st_ino != mine.st_ino || there.st_dev != mine.st_dev) {
-        if (w->fd >= 0) close(w->fd);
-        snprintf(w->temporary, room, "%s.tmp%ld-%zx", w->path, (long)getpid(), (size_t)(uintptr_t)w->temporary);
-        w->fd = open(w->temporary, O_RDWR | O_CREAT, 0666);
+    char target[4096];
+    for (int links = 0; links < 40; links++) {
+        ssize_t n = readlink(path, target, sizeof target);
+        if (n < 0) return true; /* no link */
+        char  *name = strrchr(path, '/');
+        size_t kept = name && target[0] != '/' ? (size_t)(name + 1 - path) : 0;
+        if (kept + (size_t)n >= room) break;
+        memcpy(path + kept, target, (size_t)n);
+        path[kept + (size_t)n] = 0;
     }
-#endif
-    w->f = fopen(w->temporary, "wb");
-#if HPMLI_POSIX
-    if (!w->f && w->fd >= 0) close(w->fd);
-#endif
+    errno = ELOOP;
+    return false;
 }
 
-HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path)
+/* Whether the file open as w->fd may be overwritten: it is locked, ours, no link, and still has the temporary name. */
+HPMLI_FN bool hpmli_temporary_ours(const hpmli_writer *w)
 {
-    size_t room = path ? strlen(path) + 48 : 0;
+    struct stat mine, there;
+    if (flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || stat(w->temporary, &there) != 0)
+        return false;
+    return S_ISREG(mine.st_mode) && mine.st_nlink == 1 && mine.st_uid == geteuid() && mine.st_ino == there.st_ino &&
+           mine.st_dev == there.st_dev;
+}
+
+/* Empties the temporary file, gives it the mode of the file that it will replace (NULL: there is none), and opens a
+   stream on it. */
+HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
+{
+    struct stat mine;
+    bool        good = fstat(w->fd, &mine) == 0 && ftruncate(w->fd, 0) == 0;
+    if (good && old && (mine.st_mode & 07777) != (old->st_mode & 07777))
+        good = fchmod(w->fd, old->st_mode & 07777) == 0;
+    int copy = good ? dup(w->fd) : -1;
+    w->f = copy >= 0 ? fdopen(copy, "wb") : NULL;
+    if (w->f) return true;
+    w->error = errno;
+    if (copy >= 0) close(copy);
+    remove(w->temporary);
+    close(w->fd);
+    return false;
+}
+
+/* Opens "path.tmp", so that a save reuses what a killed one has left there. Where another writer has it, or it is a
+   link, or not ours, or there are no locks, a numbered name is made that nothing else has. */
+HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t room)
+{
+    struct stat old;
+    bool        exists = stat(w->path, &old) == 0;
+    for (int n = 0; n < 100; n++) {
+        if (n == 0) snprintf(w->temporary, room, "%s.tmp", w->path);
+        else snprintf(w->temporary, room, "%s.tmp%ld-%d", w->path, (long)getpid(), n);
+        int flags = O_RDWR | O_CREAT | O_NONBLOCK | HPMLI_NOFOLLOW;
+        w->fd = open(w->temporary, n == 0 ? flags : flags | O_EXCL, exists ? 0600 : 0666);
+        if (w->fd < 0 && n > 0 && errno != EEXIST) break;
+        if (w->fd < 0) continue;
+        if (n > 0 || hpmli_temporary_ours(w)) return hpmli_temporary_take(w, exists ? &old : NULL);
+        close(w->fd);
+    }
+    w->error = errno;
+    return false;
+}
+
+/* Syncs the folder, so that a crash of the machine does not take the new name away. */
+HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
+{
+    char *folder = w->temporary, *end = strrchr(folder, '/'); /* its file has the other name now */
+    if (end) end[end == folder] = 0;
+    else strcpy(folder, ".");
+    int fd = open(folder, O_RDONLY);
+    if (fd < 0) w->error = errno == EACCES ? 0 : errno; /* a folder that may be written to but not read */
+    else if (fsync(fd) != 0 && errno != EINVAL) w->error = errno; /* EINVAL: a file system that cannot sync folders */
+    if (fd >= 0) close(fd);
+    return w->error == 0;
+}
+#endif
+
+/* seeks: the start of the file is written last, which a pipe does not allow. */
+HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path, bool seeks)
+{
+    size_t room = 4096 + 48; /* what a system takes as a path, and a number */
     memset(w, 0, sizeof *w);
-    w->ctx = ctx;
+    w->ctx = ctx, w->fd = -1;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
-    w->temporary = (char *)hpmli_alloc(ctx, 2 * room); /* and the other name behind it */
+    if (strlen(path) >= 4096)
+        return hpmli_false(ctx, HPML_ERR_WRITE, "\"%.64s...\": cannot write: %s", path, strerror(ENAMETOOLONG));
+    w->temporary = (char *)hpmli_alloc(ctx, 2 * room); /* and the path behind it */
     if (!w->temporary) return false;
     w->path = strcpy(w->temporary + room, path);
-    hpmli_temporary_open(w, room);
+#if HPMLI_POSIX
+    struct stat there;
+    w->direct = stat(path, &there) == 0 && !S_ISREG(there.st_mode);
+    if (w->direct && seeks) w->error = ESPIPE;
+    else if (w->direct) w->f = fopen(path, "wb");
+    else if (hpmli_follow(w->path, 4096)) hpmli_temporary_open(w, room);
+#else
+    snprintf(w->temporary, room, "%s.tmp", w->path);
+    w->f = fopen(w->temporary, "wb");
+#endif
     if (w->f) return true;
-    hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, strerror(errno));
+    hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, w->direct && seeks
+               ? "it is a pipe, a device or a folder, and this kind of file is completed at its start; save to a file"
+               : strerror(w->error ? w->error : errno));
     hpmli_free(ctx, w->temporary);
     return false;
 }
 
 HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
 {
-    if (size > 0) (void)(fwrite(bytes, 1, size, w->f) != size); /* ferror tells at the end */
+    if (size > 0 && !w->error && fwrite(bytes, 1, size, w->f) != size) w->error = errno ? errno : EIO;
     w->size += size;
 }
 
+/* What is written next replaces the start of the file. */
+HPMLI_FN void hpmli_write_start(hpmli_writer *w)
+{
+    if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
+}
+
+/* Writes large data. A progress callback is called each time that 64 MB more are on the disk, so that the sync at the end
+   is short. */
+HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
+{
+    const size_t         piece    = (size_t)64 << 20;
+    const hpml_progress *progress = &w->ctx->progress;
+    for (size_t n; size > 0; data += n, size -= n) {
+        n = size < piece ? size : piece;
+        hpmli_write(w, data, n);
+        if (!progress->fn || w->size - w->synced < piece) continue;
+        w->synced = w->size;
 #if HPMLI_POSIX
-#ifdef __cplusplus
-extern "C"
+        if (!w->direct && !w->error && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->error = errno;
 #endif
-int fsync(int fd); /* hidden by -std=c99 */
-#endif
+        progress->fn(progress->user, w->size);
+    }
+}
 
 /* The file appears now, or an error says why not; with `keep` false nothing appears. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
-    bool good = !ferror(w->f) && fflush(w->f) == 0;
-    good = fclose(w->f) == 0 && good;
+    bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
+    bool here = false; /* has its name */
+#if HPMLI_POSIX
+    if (good && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
+#endif
+    if (!good && !w->error) w->error = errno ? errno : EIO;
+    if (fclose(w->f) != 0 && good) good = false, w->error = errno;
     w->f = NULL;
+    if (good && !w->direct) good = here = rename(w->temporary, w->path) == 0;
+    if (!good && !w->error) w->error = errno;
+    if (!here && !w->direct) remove(w->temporary);
 #if HPMLI_POSIX
-    if (good && keep && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
+    if (here) good = hpmli_folder_sync(w);
+    if (w->fd >= 0) close(w->fd);
 #endif
-    if (good && keep && !w->direct) good = rename(w->temporary, w->path) == 0;
-    if (!good && keep) hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", w->path, strerror(errno));
-    if ((!good || !keep) && !w->direct) remove(w->temporary);
-#if HPMLI_POSIX
-    if (!w->direct) close(w->fd);
-#endif
+    if (keep && !good)
+        hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot %s: %s", w->path, here ? "sync its folder" : "write",
+                   strerror(w->error));
     hpmli_free(w->ctx, w->temporary);
     return good || !keep ? HPML_OK : HPML_ERR_WRITE;
 }
@@ -8531,8 +10120,135 @@ HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
     hpmli_write(w, p, (size_t)bytes);
 }
 
-/* JSON, as far as headers of files go: objects, arrays of numbers, strings (unescaped in place, in a copy of the text).
-   A tuple of Python, (2, 3,), is read as well. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>json   UTF-8, decimal numbers, JSON
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Bytes of the UTF-8 character that a text begins with, 1 to 4; 0: it begins with none. */
+HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
+{
+    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length; a longer form than needed is none */
+    const unsigned char  *p = (const unsigned char *)text;
+    size_t                n = 2;
+    if (size > 0 && p[0] < 0x80) return 1;
+    if (size == 0 || p[0] < 0xc0 || p[0] > 0xf4) return 0;
+    if (p[0] >= 0xe0) n++;
+    if (p[0] >= 0xf0) n++;
+    if (n > size) return 0;
+    uint32_t code = p[0] & (0x7fu >> n);
+    for (size_t i = 1; i < n; i++) {
+        if (p[i] >> 6 != 2) return 0;
+        code = code << 6 | (p[i] & 0x3fu);
+    }
+    bool good = code >= least[n] && code <= 0x10ffff && code >> 11 != 0x1b; /* and no half of a UTF-16 pair */
+    return good ? n : 0;
+}
+
+/* Whether all of a text is UTF-8. */
+HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
+{
+    for (size_t n; size > 0; text += n, size -= n)
+        if ((n = hpmli_utf8(text, size)) == 0) return false;
+    return true;
+}
+
+#define HPMLI_F32_END 3.4028235677973366e38 /* from here on numbers round to an infinite f32 */
+
+/* big = by big + add, in 32-bit words, the lowest first. */
+HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t by, uint32_t add)
+{
+    uint64_t carry = add;
+    for (int i = 0; i < words; i++) {
+        carry += (uint64_t)big[i] * by;
+        big[i] = (uint32_t)carry;
+        carry >>= 32;
+    }
+}
+
+/* Sign of digits 10^exponent - x, exactly: both become whole numbers. Digits after the 200th only tell whether there is
+   more, because the middle of two floats has no more than 113 of them. */
+HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
+{
+    enum { WORDS = 64 };
+    uint32_t big[2][WORDS] = { { 0 } };
+    int      digits = 0, two;
+    bool     more = false;
+    uint64_t mantissa = (uint64_t)ldexp(frexp(x, &two), 53);
+    two -= 53;
+    for (; p < end; p++) {
+        if (*p == '.') continue;
+        if (digits >= 200) exponent++, more = more || *p != '0';
+        else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
+        digits += digits > 0 || *p != '0';
+    }
+    big[1][0] = (uint32_t)mantissa, big[1][1] = (uint32_t)(mantissa >> 32);
+    for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
+    for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
+    for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
+    for (; two > 0; two--) hpmli_big_scale(big[1], WORDS, 2, 0);
+    for (int i = WORDS - 1; i >= 0; i--)
+        if (big[0][i] != big[1][i]) return big[0][i] > big[1][i] ? 1 : -1;
+    return more;
+}
+
+/* w 10^exponent, wrong by less than 2^-50 of it in what f32 holds. */
+HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
+{
+    static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
+                                   1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22 }; /* all of them exact */
+    double  d    = (double)w;
+    int64_t left = hpmli_min(exponent < 0 ? -exponent : exponent, 400);
+    for (int64_t step; left > 0; left -= step) {
+        step = hpmli_min(left, 22);
+        if (exponent < 0) d /= tens[step];
+        else d *= tens[step];
+    }
+    return d;
+}
+
+/* A decimal number, whatever the locale; *out as f32 is the float that is nearest to it, infinite beyond all of them.
+   Returns the end, or NULL when there is none. */
+HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
+{
+    const double slack = 1.0 / ((int64_t)1 << 50);
+    uint64_t     w = 0; /* the first 19 digits */
+    int64_t      exponent = 0, given = 0, behind = 0;
+    int          digits = 0;
+    bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
+    if (p < end && (*p == '-' || *p == '+')) p++;
+    const char *start = p;
+    for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
+        if (*p == '.') { point = true; continue; }
+        any = true, behind += point;
+        if (digits < 19) w = 10 * w + (uint64_t)(*p - '0'), exponent -= point;
+        else exponent += !point, cut = cut || *p != '0';
+        digits += digits > 0 || *p != '0';
+    }
+    if (!any) return NULL;
+    const char *stop = p;
+    if (p < end && (*p == 'e' || *p == 'E')) {
+        p++;
+        if (p < end && (*p == '-' || *p == '+')) below = *p++ == '-';
+        if (p >= end || *p < '0' || *p > '9') return NULL;
+        for (; p < end && *p >= '0' && *p <= '9'; p++)
+            if (given < INT64_C(1) << 50) given = given * 10 + (*p - '0');
+        if (below) given = -given;
+    }
+    double d = hpmli_decimal_near(w, exponent + given);
+    bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
+    float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
+    if (least < most) { /* near the middle of two floats */
+        double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
+        int    side   = hpmli_decimal_compare(start, stop, given - behind, middle);
+        d = side < 0 ? (double)least : middle;
+        if (side > 0) d = (double)most;
+    }
+    *out = negative ? -d : d;
+    return p;
+}
+
+/* JSON, in memory of our own, in which strings are unescaped in place. Strict as safetensors' own reader is, but for a
+   tuple of Python, (2, 3,), which is read as well, and for strings with a NUL, which C cannot hold. */
 
 typedef struct hpmli_json {
     char *p, *end;
@@ -8549,24 +10265,42 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next *
 
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 
-/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on two of them do. 0 would end the text. */
+HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* takes true, false or null if it comes next */
+{
+    size_t n = strlen(word);
+    hpmli_json_is(j, ' '); /* skips blanks */
+    if ((size_t)(j->end - j->p) < n || memcmp(j->p, word, n) != 0) return false;
+    j->p += n;
+    return true;
+}
+
+/* Takes backslash uXXXX; false: there is none. */
+HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
+{
+    char hex[5] = { 0 };
+    if (j->end - j->p < 6 || j->p[0] != '\\' || j->p[1] != 'u') return false;
+    memcpy(hex, j->p + 2, 4);
+    *unit = (uint32_t)strtoul(hex, NULL, 16);
+    j->p += 6;
+    return strspn(hex, "0123456789abcdefABCDEF") == 4;
+}
+
+/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on a pair of them does. 0 would end the
+   text. */
 HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
 {
-    uint32_t code = 0, unit;
-    do {
-        char hex[5] = { 0 };
-        if (j->end - j->p < 6 || j->p[0] != '\\' || j->p[1] != 'u') return false;
-        memcpy(hex, j->p + 2, 4);
-        if (strspn(hex, "0123456789abcdefABCDEF") != 4) return false;
-        unit = (uint32_t)strtoul(hex, NULL, 16);
-        code = code ? 0x10000 + ((code & 0x3ff) << 10) + (unit & 0x3ff) : unit;
-        j->p += 6;
-    } while (unit >> 10 == 0x36);
+    uint32_t code, low = 0;
+    int      more = 0;
+    if (!hpmli_json_unit(j, &code) || code == 0 || code >> 10 == 0x37) return false;
+    if (code >> 10 == 0x36) {
+        if (!hpmli_json_unit(j, &low) || low >> 10 != 0x37) return false;
+        code = 0x10000 + ((code & 0x3ff) << 10) + (low & 0x3ff);
+    }
     j->p--; /* at the last digit */
-    int more = code < 0x80 ? 0 : code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+    for (uint32_t most = 0x80; code >= most && more < 3; more++) most = more == 0 ? 0x800 : 0x10000;
     *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
     while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
-    return code != 0;
+    return true;
 }
 
 HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
@@ -8589,16 +10323,26 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
     return start;
 }
 
-HPMLI_FN int64_t hpmli_json_number(hpmli_json *j)
+/* How many decimal digits come next. */
+HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
 {
-    int64_t v = 0;
-    int     digits = 0;
-    hpmli_json_is(j, ' ');
-    for (; j->p < j->end && *j->p >= '0' && *j->p <= '9'; j->p++, digits++) {
-        if (v > INT64_MAX / 32) j->bad = true, v = 0;
-        v = v * 10 + (*j->p - '0');
+    const char *start = p;
+    while (p < end && *p >= '0' && *p <= '9') p++;
+    return p - start;
+}
+
+/* A whole number that is not negative. */
+HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
+{
+    uint64_t v = 0;
+    hpmli_json_is(j, ' '); /* skips blanks */
+    int64_t digits = hpmli_json_digits(j->p, j->end);
+    j->bad = j->bad || digits == 0 || (digits > 1 && *j->p == '0');
+    for (; digits > 0 && !j->bad; digits--) {
+        uint64_t digit = (uint64_t)(*j->p++ - '0');
+        if (v > (UINT64_MAX - digit) / 10) j->bad = true;
+        else v = v * 10 + digit;
     }
-    if (digits == 0) j->bad = true;
     return j->bad ? 0 : v;
 }
 
@@ -8611,19 +10355,72 @@ HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
     return !j->bad && !(close == ')' && hpmli_json_is(j, close));
 }
 
-/* An array of numbers, of which it takes the first `room`; returns how many there are. */
-HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int room)
+/* How many elements the list or object that comes next has, at most; it stays. */
+HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
+{
+    int64_t count = 1;
+    int     depth = 0;
+    bool    text  = false;
+    for (; j.p < j.end; j.p++) {
+        if (*j.p == '"') text = !text;
+        else if (text) j.p += *j.p == '\\';
+        else if (*j.p == '{' || *j.p == '[') depth++;
+        else if ((*j.p == '}' || *j.p == ']') && --depth == 0) break;
+        else count += *j.p == ',' && depth == 1;
+    }
+    return count;
+}
+
+/* An array of numbers, of which it takes the first `room`; returns how many there are. *product: of all, when it is
+   wanted; more than 64 bits are bad. */
+HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int room, uint64_t *product)
 {
     int n = 0;
     for (; hpmli_json_next(j, n, open, close); n++) {
-        int64_t number = hpmli_json_number(j);
-        if (n < room) out[n] = number;
+        uint64_t number = hpmli_json_number(j);
+        if (n < room) out[n] = number > INT64_MAX ? INT64_MAX : (int64_t)number;
+        if (!product) continue;
+        if (number > 0 && *product > UINT64_MAX / number) j->bad = true;
+        *product *= number;
     }
     return n;
 }
 
+/* Leaves out a number of any kind, as JSON writes them: 1.5e-7, but not .5, 5., 05 or +5. */
+HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
+{
+    double      v   = 0;
+    const char *end = hpmli_parse_number(j->p, j->end, &v), *p = j->p;
+    if (!end || fabs(v) > DBL_MAX || *p == '+') { j->bad = true; return; }
+    if (*p == '-') p++;
+    int64_t digits = hpmli_json_digits(p, end);
+    j->bad = j->bad || digits == 0 || (digits > 1 && *p == '0');
+    p += digits;
+    if (p < end && *p == '.' && hpmli_json_digits(p + 1, end) == 0) j->bad = true;
+    j->p += end - j->p;
+}
+
+/* Leaves out a value of any kind, with brackets up to `depth` deep. */
+HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
+{
+    hpmli_json_is(j, ' '); /* skips blanks */
+    char first = 0;
+    if (j->p < j->end) first = *j->p;
+    bool object = first == '{', list = first == '[';
+    if ((object || list) && depth == 0) j->bad = true;
+    for (int n = 0; (object && hpmli_json_next(j, n, '{', '}')) || (list && hpmli_json_next(j, n, '[', ']')); n++) {
+        if (object) hpmli_json_text(j);
+        if (object) hpmli_json_want(j, ':');
+        hpmli_json_skip(j, depth - 1);
+    }
+    if (object || list || j->bad) return;
+    if (first == '"') hpmli_json_text(j);
+    else if (!hpmli_json_word(j, "true") && !hpmli_json_word(j, "false") && !hpmli_json_word(j, "null"))
+        hpmli_json_skip_number(j);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
-// >>dataset   datasets, and their readers: IDX, CIFAR, CSV, text
+// >>dataset   datasets; images as data: IDX, CIFAR
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A dataset and its arrays, in one block. A slice is a bare hpml_dataset. */
@@ -8716,61 +10513,96 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     return s;
 }
 
-/* Unpacks a gzipped file. */
-HPMLI_FN bool hpmli_file_unzip(hpmli_file *f, const char *path)
-{
 #ifdef HPML_USE_ZLIB
-    gzFile         gz   = gzopen(path, "rb");
-    unsigned char *out  = NULL;
-    int64_t        size = 0, room = 0;
-    int            n    = gz ? 1 : -1;
-    hpmli_file_close(f);
-    for (; n > 0 && size < INT64_C(1) << 34 && hpmli_grow(f->ctx, &out, size, &room, 1); size += n > 0 ? n : 0)
-        n = gzread(gz, out + size, (unsigned)(room - size < 1 << 20 ? room - size : 1 << 20));
-    if (gz && gzclose(gz) != Z_OK) n = -1; /* it ended early: what came so far is no use */
-    f->bytes = out, f->size = (size_t)size, f->mapped = false;
-    return n == 0 || hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", path);
-#else
-    return hpmli_false(f->ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with "
-                       "-DHPML_USE_ZLIB -lz", path);
-#endif
-}
-
-/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes; may be gzipped. */
-HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes)
+/* Unpacks `want` bytes that stand behind a header. Memory grows with what comes, because the header may lie. */
+HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
-    size_t want = 1, head = 4 + 4 * (size_t)dims;
+    size_t room = 0, got = 0;
+    bool   more = true;
+    char   extra;
+    while (more && got == room && room < want) {
+        room = room == 0 ? (size_t)1 << 20 : 2 * room;
+        if (room > want) room = want;
+        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, room);
+        if (!p) return false;
+        if (got > 0) memcpy(p, f->bytes, got);
+        hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
+        f->bytes = p;
+        size_t n = hpmli_file_next(f, p + got, room - got);
+        more = n > 0, got += n;
+    }
+    more = hpmli_file_next(f, &extra, 1) == 1; /* which reads the checksum behind the data as well */
+    int wrong;
+    gzerror(f->gz, &wrong);
+    if (wrong < 0) return hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", f->path);
+    return (got == want && !more) ||
+           hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %s%zu",
+                       f->path, want, more ? "more than " : "", got);
+}
+#endif
+
+/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes; may be gzipped. Reads the
+   header, and of a gzipped file the data as well: *want bytes. */
+HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes, size_t *want)
+{
+    unsigned char head[16];
+    size_t        length = 4 + 4 * (size_t)dims;
     if (!hpmli_file_open(ctx, f, path)) return false;
-    if (f->size >= 2 && f->bytes[0] == 0x1f && f->bytes[1] == 0x8b && !hpmli_file_unzip(f, path)) return false;
-    if (f->size < head || f->bytes[0] || f->bytes[1] || f->bytes[2] != 8 || f->bytes[3] != dims)
+    size_t got  = hpmli_file_next(f, head, length);
+    bool   gzip = got >= 2 && head[0] == 0x1f && head[1] == 0x8b;
+#ifdef HPML_USE_ZLIB
+    if (gzip && !(f->gz = gzopen(path, "rb")))
+        return hpmli_false(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, strerror(errno));
+    if (gzip) got = hpmli_file_next(f, head, length);
+#else
+    if (gzip)
+        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with "
+                           "-DHPML_USE_ZLIB -lz", path);
+#endif
+    if (got < length || head[0] || head[1] || head[2] != 8 || head[3] != dims)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": not an IDX file of bytes with %d dimensions: it should start "
                            "with 00 00 08 %02x", path, dims, (unsigned)dims);
+    *want = 1;
     for (int i = 0; i < dims; i++) {
-        const unsigned char *p = f->bytes + 4 + 4 * i;
+        const unsigned char *p = head + 4 + 4 * i;
         sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
-        if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want))
+        if (sizes[i] == 0 || !hpmli_mul(*want, (size_t)sizes[i], want))
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": dimension %d of %d is %lld, expected %s", path, i + 1,
                                dims, (long long)sizes[i], sizes[i] ? "no more than any file holds" : "1 or more");
     }
-    return f->size - head == want ||
+#ifdef HPML_USE_ZLIB
+    if (gzip) return hpmli_idx_unzip(f, *want);
+#endif
+    return f->size - length == *want ||
            hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,
-                       want, f->size - head);
+                       *want, f->size - length);
+}
+
+/* The data behind the header. */
+HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want)
+{
+    if (f->bytes) memcpy(to, f->bytes, want);
+    return f->bytes || hpmli_file_read(f, to, want);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
 {
     hpmli_file     fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
     int64_t        shape[3] = { 0 }, images_count, count = 0; /* images, height, width; labels */
+    size_t         xs, ys;
     hpmli_samples *s = NULL;
     if (hpmli_failed(ctx)) return NULL;
-    if (hpmli_idx_open(ctx, &fx, images, 3, shape) && hpmli_idx_open(ctx, &fy, labels, 1, &count)) {
+    if (hpmli_idx_open(ctx, &fx, images, 3, shape, &xs) && hpmli_idx_open(ctx, &fy, labels, 1, &count, &ys)) {
         images_count = shape[0], shape[0] = 1; /* channels */
         if (images_count == count) s = hpmli_samples_new(ctx, count, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
         else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
                         (long long)images_count, labels, (long long)count);
     }
-    if (s) memcpy(s->x, fx.bytes + 16, fx.size - 16);
-    for (int64_t i = 0; s && i < count; i++) s->y[i] = fy.bytes[8 + i];
+    if (s && hpmli_idx_read(&fx, s->x, xs)) {
+        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y, made wider in place */
+        hpmli_idx_read(&fy, bytes, ys);
+        for (int64_t i = 0; i < count; i++) s->y[i] = bytes[i];
+    }
     hpmli_file_close(&fx);
     hpmli_file_close(&fy);
     return hpmli_dataset_done(s);
@@ -8780,104 +10612,146 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
     const int64_t  shape[3] = { 3, 32, 32 };
+    int64_t        records  = 0, at = 0;
     hpmli_samples *s = NULL;
     hpmli_file     f;
+    unsigned char  label = 0;
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "cifar10: no file names given");
-    for (int pass = 0; pass < 2 && ctx->status == HPML_OK; pass++) { /* count the records, then copy them */
-        int64_t at = 0;
-        for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
-            if (f.size % 3073 != 0)
-                hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and "
-                           "3 x 32 x 32 pixels)", paths[i], f.size);
-            for (size_t r = 0; r < f.size / 3073 && ctx->status == HPML_OK; r++, at++) {
-                const unsigned char *p = f.bytes + r * 3073;
-                if (p[0] > 9)
-                    hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
-                               p[0]);
-                else if (pass == 1 && at < s->d.count) s->y[at] = p[0], memcpy(s->x + at * 3072, p + 1, 3072);
-            }
-            hpmli_file_close(&f);
-        }
-        if (!s && ctx->status == HPML_OK) s = hpmli_samples_new(ctx, at, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        if (f.size % 3073 != 0)
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x 32 "
+                       "pixels)", paths[i], f.size);
+        records += (int64_t)(f.size / 3073);
+        hpmli_file_close(&f);
     }
+    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, records, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+    for (int i = 0; s && i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        for (size_t r = 0; r < f.size / 3073 && at < records && ctx->status == HPML_OK; r++, at++) {
+            if (hpmli_file_read(&f, &label, 1)) hpmli_file_read(&f, s->x + at * 3072, 3072);
+            s->y[at] = label;
+            if (label > 9)
+                hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
+                           label);
+        }
+        hpmli_file_close(&f);
+    }
+    if (ctx->status == HPML_OK && at < records)
+        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
     if (s) s->d.classes = 10;
     return hpmli_dataset_done(s);
 }
 
-/* A decimal number, whatever the locale. Returns the end, or NULL when there is none. */
-HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
-{
-    double value = 0, scale = 0;
-    int    digits = 0, exponent = 0, esign = 1;
-    bool   point = false, negative = p < end && *p == '-';
-    if (p < end && (*p == '-' || *p == '+')) p++;
-    for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
-        if (*p == '.') point = true;
-        else value = value * 10 + (*p - '0'), scale += point, digits++;
-    }
-    if (digits == 0) return NULL;
-    if (p < end && (*p == 'e' || *p == 'E')) {
-        p++;
-        if (p < end && (*p == '-' || *p == '+')) esign = *p++ == '-' ? -1 : 1;
-        if (p >= end || *p < '0' || *p > '9') return NULL;
-        for (; p < end && *p >= '0' && *p <= '9'; p++)
-            if (exponent < 10000) exponent = exponent * 10 + (*p - '0');
-    }
-    *out = (negative ? -value : value) * pow(10, esign * exponent - scale);
-    return fabs(*out) < 3.4028235677973366e38 ? p : NULL; /* what f32 holds, rounded */
-}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>csv   numbers and text as data: CSV, characters
+// ---------------------------------------------------------------------------------------------------------------------
 
 typedef struct hpmli_csv {
     hpml_ctx   *ctx;
     const char *path, *p, *end;
+    const char *names;            /* the header line; NULL: there is none */
+    int64_t     line, columns;    /* lines begun; fields of each */
+    int64_t     label, room;      /* column of the label, or -1; samples that there is memory for */
     char        separator;
-    int64_t     line;   /* lines read */
-    double     *values; /* (room) of one line */
-    int64_t     room;
 } hpmli_csv;
 
-/* The numbers of one line to c->values; returns how many; -1 when not all are numbers, -2 when one is a word. */
-HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c)
+/* Takes a field, to [*text, *stop) without the blanks and quotes around it; whether another one follows on the line. */
+HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop)
 {
-    int64_t n    = 0;
-    bool    good = true, words = false;
-    char    last = ' ';
-    while (good) {
-        while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
-        double      value  = 0;
-        bool        quoted = c->p < c->end && *c->p == '"';
-        const char *stop   = hpmli_parse_number(c->p + quoted, c->end, &value);
-        good = stop && hpmli_grow(c->ctx, &c->values, n, &c->room, sizeof value);
-        if (!good) break;
-        c->values[n++] = value;
-        if (quoted) good = stop < c->end && *stop == '"';
-        if (quoted && good) stop++;
-        while (stop < c->end && (*stop == ' ' || *stop == '\r')) stop++;
-        c->p = stop;
-        if (c->p >= c->end || *c->p == '\n') break;
-        good = good && *c->p == c->separator;
-        c->p++;
-    }
-    for (; c->p < c->end && *c->p != '\n'; last = *c->p++)
-        words = words || ((unsigned char)*c->p >= 'A' && (last < '0' || last > '9'));
-    if (c->p < c->end) c->p++;
-    c->line++;
-    return good ? n : words ? -2 : -1;
+    const char *p = c->p;
+    while (p < c->end && (*p == ' ' || (*p == '\t' && c->separator != '\t'))) p++;
+    bool quoted = p < c->end && *p == '"', open = quoted;
+    *text = p;
+    if (quoted) p++;
+    for (; p < c->end && *p != '\n' && (open || *p != c->separator); p++)
+        if (quoted && *p == '"') open = !open;
+    bool another = p < c->end && *p == c->separator;
+    c->p = p < c->end ? p + 1 : p;
+    while (p > *text && (p[-1] == ' ' || p[-1] == '\r' || p[-1] == '\t')) p--;
+    if (quoted && p - *text > 1 && p[-1] == '"') ++*text, p--;
+    *stop = p;
+    return another;
 }
 
-/* Room for as many samples as there are lines left, once the first says how many columns there are. *label: in as
-   given, out from 0 on, or -1. */
-HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int64_t columns, int64_t *label, hpml_dtype y_dtype)
+/* Counts the columns. The first line is a header if no field of it is a number, because a row of data taken for a
+   header would be lost. */
+HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
 {
-    int64_t given = *label, lines = 1;
-    *label = given == HPML_NO_LABEL ? -1 : given < 0 ? columns + given : given;
-    if (given != HPML_NO_LABEL && (*label < 0 || *label >= columns || columns < 2))
+    static const char none[][4] = { "nan", "inf" }; /* numbers of other programs, not of this reader */
+    const char *start = c->p, *text, *stop;
+    bool        more = true, numbers = false, words = false;
+    double      v;
+    for (; more; c->columns++) {
+        more = hpmli_csv_field(c, &text, &stop);
+        int64_t size = stop - text;
+        bool    number = hpmli_parse_number(text, stop, &v) == stop && size > 0;
+        for (int i = 0; i < 2 && size >= 3; i++)
+            number = number || ((stop[-3] | 32) == none[i][0] && (stop[-2] | 32) == none[i][1] &&
+                                (stop[-1] | 32) == none[i][2] && (size == 3 || (size == 4 && *text == '-')));
+        numbers = numbers || number, words = words || (size > 0 && !number);
+    }
+    if (words && !numbers) c->names = start;
+    else c->p = start, c->line--;
+}
+
+HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t column, const char *text, const char *stop,
+                             const char *expected)
+{
+    hpmli_csv   head = *c;
+    const char *name = "", *end = name;
+    bool        more = c->names != NULL;
+    head.p = c->names;
+    for (int64_t i = 0; more && i <= column; i++) more = hpmli_csv_field(&head, &name, &end);
+    hpmli_fail(c->ctx, status, "\"%s\" line %lld, column %lld%s%.*s%s: \"%.*s\" is not %s", c->path,
+               (long long)c->line, (long long)column + 1, end > name ? " \"" : "", (int)hpmli_min(end - name, 64), name,
+               end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
+}
+
+/* One line to one sample. */
+HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
+{
+    const char *text, *stop;
+    int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
+    bool        more = true, fits = s && s->d.count < c->room; /* what does not fit is no whole row, see below */
+    bool        first = !c->names && (!s || s->d.count == 0);  /* may have been meant as a header */
+    for (; more; column++) {
+        double v = 0;
+        more = hpmli_csv_field(c, &text, &stop);
+        if (hpmli_parse_number(text, stop, &v) != stop || stop == text)
+            hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, first ? "a number; a header has none in any field"
+                           : "a number");
+        else if (fabs(v) >= HPMLI_F32_END)
+            hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, "within what f32 holds");
+        else if (column == c->label && s && s->d.y_dtype == HPML_DTYPE_I32 &&
+                 (v < 0 || v >= INT32_MAX || v != floor(v)))
+            hpmli_csv_fail(c, HPML_ERR_LABEL, column, text, stop, "a whole number from 0, as labels are");
+        if (c->ctx->status != HPML_OK) return;
+        if (!fits || column >= c->columns) continue;
+        if (column != c->label) ((float *)(void *)s->x)[at++] = (float)v;
+        else if (s->d.y_dtype == HPML_DTYPE_F32) ((float *)(void *)s->y)[s->d.count] = (float)v;
+        else s->y[s->d.count] = (int32_t)v;
+    }
+    if (column != c->columns || !fits)
+        hpmli_fail(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %lld fields, expected %lld as on the first line",
+                   c->path, (long long)c->line, (long long)column, (long long)c->columns);
+    else s->d.count++;
+}
+
+/* Memory for as many samples as the rest can hold: each takes a line, and two bytes a field. NULL without an error: not
+   even one. */
+HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
+{
+    int64_t columns = c->columns, lines = 1;
+    c->label = given < 0 ? columns + given : given;
+    if (given == HPML_NO_LABEL) c->label = -1;
+    else if (c->label < 0 || c->label >= columns || columns < 2)
         return hpmli_null(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld", c->path,
                           (long long)columns, (long long)given);
-    for (const char *p = c->p; p < c->end; p++) lines += *p == '\n' || p == c->end - 1;
-    columns -= *label >= 0;
-    hpmli_samples *s = hpmli_samples_new(c->ctx, lines, HPML_DTYPE_F32, 1, &columns, y_dtype, *label >= 0);
+    for (const char *p = c->p; p < c->end; p++) lines += *p == '\n';
+    c->room = hpmli_min(lines, (c->end - c->p + 1) / (2 * columns));
+    columns -= c->label >= 0;
+    if (c->room == 0) return NULL;
+    hpmli_samples *s = hpmli_samples_new(c->ctx, c->room, HPML_DTYPE_F32, 1, &columns, y_dtype, c->label >= 0);
     if (s) s->d.count = 0;
     return s;
 }
@@ -8885,38 +10759,24 @@ HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int64_t columns, int64_t
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
 {
     hpmli_file     f;
-    hpmli_csv      c     = HPMLI_ZEROED;
-    hpmli_samples *s     = NULL;
-    int64_t        label = label_column, columns = 0, x = 0;
-    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
+    hpmli_csv      c = HPMLI_ZEROED;
+    hpmli_samples *s = NULL;
+    bool           begun = false;
+    if (hpmli_failed(ctx) || !hpmli_file_whole(ctx, &f, path, false)) return NULL;
     c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
     if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
     for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
     while (c.p < c.end && ctx->status == HPML_OK) {
         if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
-        int64_t n = hpmli_csv_line(&c);
-        if (n == -2 && c.line == 1 && c.p < c.end) continue; /* a header */
-        if (n > 0 && !s) s = hpmli_csv_samples(&c, columns = n, &label, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
-        if (!s) break;
-        if (n != columns)
-            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", path,
-                       (long long)c.line, n < 0 ? "not all fields are numbers, nor is it a header with a word in it"
-                                                : "another number of fields", (long long)columns);
-        for (int64_t i = 0; n == columns && i < n; i++) {
-            double v = c.values[i];
-            if (i != label) ((float *)(void *)s->x)[x++] = (float)v;
-            else if (regression) ((float *)(void *)s->y)[s->d.count] = (float)v;
-            else if (v >= 0 && v < INT32_MAX && v == floor(v)) s->y[s->d.count] = (int32_t)v;
-            else hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0", path,
-                            (long long)c.line, v);
-        }
-        s->d.count++;
+        c.line++;
+        if (c.columns == 0) { hpmli_csv_first(&c); continue; }
+        if (!begun) s = hpmli_csv_samples(&c, label_column, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
+        begun = true;
+        if (ctx->status == HPML_OK) hpmli_csv_row(&c, s);
     }
-    if (!s && ctx->status == HPML_OK)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: not all fields are numbers, separated by , ; or tabs", path,
-                   (long long)c.line);
-    hpmli_free(ctx, c.values);
+    if (!begun && ctx->status == HPML_OK)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no line of numbers, separated by , ; or tabs", path);
     hpmli_file_close(&f);
     return hpmli_dataset_done(s);
 }
@@ -8927,32 +10787,37 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
     hpmli_samples *s = NULL;
     hpmli_file     f;
     int32_t        of[256], *token;
-    int64_t        total     = 0;
+    size_t         total = 0, at = 0;
     bool           used[256] = { false };
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || context < 1)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
                           (long long)context);
-    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) { /* which characters occur */
-        for (size_t b = 0; b < f.size; b++) used[f.bytes[b]] = true;
-        total += (int64_t)f.size;
+    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        total += f.size;
         hpmli_file_close(&f);
     }
-    if (ctx->status == HPML_OK && total <= context)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %lld characters, expected more than the context of %lld",
-                   (long long)total, (long long)context);
-    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
+    if (ctx->status == HPML_OK && (int64_t)total <= context)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld", total,
+                   (long long)context);
+    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, (int64_t)total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
     if (!s) return NULL;
+    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x, made wider in place */
+    for (int i = 0; i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        if (f.size > total - at) f.size = total - at; /* it grew */
+        if (hpmli_file_read(&f, text + at, f.size)) at += f.size;
+        hpmli_file_close(&f);
+    }
+    if (ctx->status == HPML_OK && at < total)
+        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
+    for (size_t i = 0; i < at; i++) used[text[i]] = true;
     for (int c = 0; c < 256; c++) {
         of[c] = s->vocabulary_size;
         if (used[c] || bytes) s->vocabulary[s->vocabulary_size++] = (unsigned char)c;
     }
     token  = (int32_t *)(void *)s->x;
     s->d.y = token + 1;
-    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) { /* the tokens */
-        for (size_t b = 0; b < f.size && total > 0; b++, total--) *token++ = of[f.bytes[b]];
-        hpmli_file_close(&f);
-    }
+    for (size_t i = 0; i < at; i++) token[i] = of[text[i]];
     s->d.count -= context, s->d.x_ndim = 1, s->d.classes = s->vocabulary_size;
     s->d.x_shape[0] = s->d.y_size = context, s->d.x_step = s->d.y_step = 1; /* one begins at every place */
     return hpmli_dataset_done(s);
@@ -8969,7 +10834,7 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 // >>npy   numpy arrays and packed records
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* .npy: \x93NUMPY 1 0, length of the header u16, a Python dict as text, the data. */
+/* .npy: \x93NUMPY, version 1 0 (2 0, 3 0), length of the header u16 (u32), a Python dict as text, the data. */
 
 /* What comes after 'key': in the dict; "" when it is not there. */
 HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
@@ -8978,44 +10843,72 @@ HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
     return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
 }
 
+/* Makes f8 and i8 values f4 and i4, in place; false and an error where one does not fit. */
+HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        double  v;
+        int64_t w = (int64_t)hpmli_little((const unsigned char *)data + 8 * i, 8);
+        memcpy(&v, &w, 8);
+        float   x = (float)v;
+        int32_t n = (int32_t)w;
+        if (dtype == HPML_DTYPE_F32 && fabs(v) >= HPMLI_F32_END && v - v == 0)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %g, more than f32 holds; scale the array",
+                               path, (long long)i, v);
+        if (dtype == HPML_DTYPE_I32 && n != w)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %lld, more than i32 holds; save it as "
+                               "float32, or make the numbers smaller", path, (long long)i, (long long)w);
+        memcpy(data + 4 * i, dtype == HPML_DTYPE_F32 ? (void *)&x : (void *)&n, 4);
+    }
+    return true;
+}
+
+/* Reads the header, to `header`, zeroed; returns the bytes in front of the data, 0 when there is none to read. */
+HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t room)
+{
+    unsigned char start[12] = { 0 };
+    bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
+    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length; versions 2 and 3 have more */
+    good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
+    size_t length = (size_t)hpmli_little(start + 8, (int)field);
+    good = good && length > 0 && length < room && hpmli_file_next(f, header, length) == length;
+    return good ? 8 + field + length : 0;
+}
+
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 {
     static const struct { const char *code; hpml_dtype dtype; size_t size; } kinds[] = {
         { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 },
         { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
     hpmli_file   f;
-    char         header[1024] = "";
-    size_t       length = 0, known = sizeof kinds / sizeof kinds[0], kind = known;
+    char         header[1024] = "", *data = NULL;
+    size_t       known = sizeof kinds / sizeof kinds[0], kind = known;
     int64_t      shape[HPML_MAX_DIMS], count;
     int          ndim = 0;
     hpml_tensor *t = NULL;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    if (f.size >= 10 && memcmp(f.bytes, "\x93NUMPY\1", 7) == 0) length = (size_t)hpmli_little(f.bytes + 8, 2);
-    if (length > 0 && length < sizeof header && length <= f.size - 10) memcpy(header, f.bytes + 10, length);
+    size_t front = hpmli_npy_header(&f, header, sizeof header);
     for (size_t i = 0; i < known; i++)
         if (strncmp(hpmli_npy_key(header, "'descr'"), kinds[i].code, 5) == 0) kind = i;
     hpmli_json j = { hpmli_npy_key(header, "'shape'"), header + strlen(header), false };
-    ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS);
+    ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS, NULL);
     count = j.bad || ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(ndim, shape);
     if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
-        f.size - 10 - length != (size_t)count * kinds[kind].size)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a version 1 .npy file of <f4, <f2, <i4, |u1, <f8 or <i8 in "
-                   "C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s", path,
-                   HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
+        front == 0 || f.size - front != (size_t)count * kinds[kind].size)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a .npy file (version 1, 2 or 3) of <f4, <f2, <i4, |u1, <f8 "
+                   "or <i8 in C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s",
+                   path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    const unsigned char *data = f.bytes + (t ? 10 + length : 0);
-    char *host = t && kinds[kind].size == 8 ? (char *)hpmli_alloc(ctx, (size_t)count * 4) : NULL; /* made narrower */
-    for (int64_t i = 0; host && i < count; i++) {
-        double  v;
-        int64_t w = (int64_t)hpmli_little(data + 8 * i, 8);
-        memcpy(&v, &w, 8);
-        float   x = (float)v;
-        int32_t n = w > INT32_MAX ? INT32_MAX : w < INT32_MIN ? INT32_MIN : (int32_t)w;
-        memcpy(host + 4 * i, kinds[kind].dtype == HPML_DTYPE_F32 ? (void *)&x : (void *)&n, 4);
-    }
-    if (t) hpml_tensor_set(t, host ? (const void *)host : data, count);
-    hpmli_free(ctx, host);
+    if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
+    if (data && hpmli_file_read(&f, data, (size_t)count * kinds[kind].size) &&
+        (kinds[kind].size < 8 || hpmli_npy_narrow(ctx, path, kinds[kind].dtype, data, count)))
+        hpml_tensor_set(t, data, count);
+    hpmli_free(ctx, data);
     hpmli_file_close(&f);
+    if (t && ctx->status != HPML_OK) {
+        hpml_tensor_free(t);
+        return NULL;
+    }
     return t;
 }
 
@@ -9038,7 +10931,8 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
     header[n++] = '\n';
     void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
-    if (!host || hpml_tensor_get(t, host, hpml_tensor_count(t)) != HPML_OK || !hpmli_writer_open(t->ctx, &w, path)) {
+    if (!host || hpmli_transfer(t, "save", NULL, host, hpml_tensor_count(t), false) != HPML_OK ||
+        !hpmli_writer_open(t->ctx, &w, path, false)) {
         hpmli_free(t->ctx, host);
         return t->ctx->status;
     }
@@ -9075,7 +10969,7 @@ HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
 {
     if (hpmli_failed(ctx)) return NULL;
     hpml_record_writer *w = (hpml_record_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_record_writer_drop);
-    if (!w || !hpmli_writer_open(ctx, &w->w, path)) {
+    if (!w || !hpmli_writer_open(ctx, &w->w, path, true)) {
         hpmli_free(ctx, w);
         return NULL;
     }
@@ -9099,7 +10993,8 @@ HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
     uint64_t  index = w->w.size;
     for (int64_t i = 0; i < w->count; i++) hpmli_write_little(&w->w, w->offsets[i], 8);
     hpmli_write_little(&w->w, index, 8);
-    if (fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_record_head(w, index);
+    hpmli_write_start(&w->w);
+    hpmli_record_head(w, index);
     hpml_status status = hpmli_writer_close(&w->w, ctx->status == HPML_OK);
     hpmli_free(ctx, w);
     return ctx->status != HPML_OK ? ctx->status : status;
@@ -9113,12 +11008,12 @@ struct hpml_record_file {
     const unsigned char *index; /* (count + 1) u64 */
 };
 
-HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
+HPMLI_FN hpml_record_file *hpmli_record_open(hpml_ctx *ctx, const char *path, bool map)
 {
     uint64_t count = 0, index = 0, last = 24;
     if (hpmli_failed(ctx)) return NULL;
     hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
-    if (!f || !hpmli_file_open(ctx, &f->file, path)) {
+    if (!f || !hpmli_file_whole(ctx, &f->file, path, map)) {
         hpmli_free(ctx, f);
         return NULL;
     }
@@ -9137,6 +11032,11 @@ HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
     }
     f->count = (int64_t)count, f->index = in->bytes + index;
     return f;
+}
+
+HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
+{
+    return hpmli_record_open(ctx, path, true);
 }
 
 HPML_API int64_t hpml_record_count(const hpml_record_file *f) { return f ? f->count : 0; }
@@ -9173,7 +11073,7 @@ HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char
 
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path)
 {
-    hpml_record_file *f = hpml_record_open(ctx, path);
+    hpml_record_file *f = hpmli_record_open(ctx, path, false);
     hpmli_samples    *s = NULL;
     size_t            size = 0;
     const void       *first = hpml_record_get(f, 0, &size);
@@ -9276,6 +11176,22 @@ HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t ra
     return at < size ? at : size;
 }
 
+/* A hash of what says which samples make a batch, and of the targets of 64 samples from all over the data: equal for
+   the same data on several ranks, but not for two slices of it. */
+static uint64_t hpmli_loader_mark(const hpml_loader *l)
+{
+    const hpml_dataset *d    = l->data;
+    const int64_t       of[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
+                                 l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
+    const int64_t       size = d->y ? d->y_size * 4 : 0;
+    uint64_t            mark = hpmli_hash(HPMLI_HASH, of, sizeof of);
+    for (int64_t i = 0; i < 64 && size > 0; i++) {
+        int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
+        mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
+    }
+    return mark;
+}
+
 /* Makes the next batch. */
 HPMLI_FN void hpmli_load_batch(hpml_loader *l)
 {
@@ -9314,20 +11230,26 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
 
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 {
-    if (!l->threaded) return;
-    pthread_mutex_lock(&l->mutex);
-    l->stop = true;
-    pthread_cond_broadcast(&l->changed);
-    pthread_mutex_unlock(&l->mutex);
-    pthread_join(l->thread, NULL);
-    pthread_mutex_destroy(&l->mutex);
-    pthread_cond_destroy(&l->changed);
+    if (l->threaded && !hpmli_forked(l->ctx)) {
+        pthread_mutex_lock(&l->mutex);
+        l->stop = true;
+        pthread_cond_broadcast(&l->changed);
+        pthread_mutex_unlock(&l->mutex);
+        pthread_join(l->thread, NULL);
+        pthread_mutex_destroy(&l->mutex);
+        pthread_cond_destroy(&l->changed);
+    }
     l->threaded = l->stop = false;
 }
 
 /* Waits for the next batch of the thread, which it starts; false when there is none. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
+    if (l->threaded && hpmli_forked(l->ctx)) {
+        hpmli_loader_stop(l);
+        l->d.no_prefetch = true;
+        l->made = l->taken; /* what the thread had begun is made again */
+    }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
         pthread_cond_init(&l->changed, NULL);
@@ -9434,7 +11356,7 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
 HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>safetensors   safetensors files; parameters and whole trainings in them
+// >>safetensors   safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
@@ -9445,11 +11367,10 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 
 struct hpml_safetensors {
     hpmli_file       file;
-    char            *text;                 /* copy of the header; names point into it */
-    hpml_safetensor *entries;              /* (count) */
-    hpml_meta       *meta;                 /* (meta_count) */
+    char            *text;                 /* copy of a mapped header; names point into it, else into the file */
+    hpml_safetensor *entries;              /* (count), by name */
+    hpml_meta       *meta;                 /* (meta_count), by key */
     int              count, meta_count;
-    int64_t          capacity, meta_capacity;
 };
 
 HPML_API void hpml_safetensors_close(hpml_safetensors *f)
@@ -9462,45 +11383,97 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
+/* Entries and metadata begin with their name. Of two with one name the later in the text comes last. */
+HPMLI_FN int hpmli_name_order(const void *a, const void *b)
+{
+    const char *x = *(const char *const *)a, *y = *(const char *const *)b;
+    int         order = strcmp(x, y);
+    return order || x == y ? order : x < y ? -1 : 1;
+}
+
+HPMLI_FN int hpmli_name_find(const void *name, const void *b)
+{
+    return strcmp((const char *)name, *(const char *const *)b);
+}
+
+/* Sorts by name; of several with one name the last stays. Returns how many are left; *twice: a name of several. */
+HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **twice)
+{
+    char *p = (char *)things, *to = p;
+    if (count > 0) qsort(things, (size_t)count, size, hpmli_name_order);
+    for (int i = 0; i < count; i++, p += size, to += size) {
+        const char *name = *(const char *const *)(const void *)p;
+        if (i + 1 == count || hpmli_name_find(name, p + size) != 0) memmove(to, p, size);
+        else to -= size, *twice = name;
+    }
+    return (int)((size_t)(to - (char *)things) / size);
+}
+
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
-    for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
-        if (!hpmli_grow(f->file.ctx, &f->meta, f->meta_count, &f->meta_capacity, sizeof *f->meta)) return false;
+    int64_t     room = hpmli_json_length(*j);
+    const char *twice;
+    if (hpmli_json_word(j, "null")) return true;
+    f->meta = hpmli_new(f->file.ctx, hpml_meta, room);
+    if (!f->meta) return false;
+    for (int n = 0; hpmli_json_next(j, n, '{', '}') && n < room; n++) {
         f->meta[f->meta_count].key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         f->meta[f->meta_count++].value = hpmli_json_text(j);
     }
+    f->meta_count = hpmli_name_sort(f->meta, f->meta_count, sizeof *f->meta, &twice);
     return !j->bad;
 }
 
-/* One entry; data holds its offsets until the header is known to be whole. */
+/* The types of the format and their bits; those of hpml_dtype come first, in its order. */
+static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
+    { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
+    { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
+    { "F6_E2M3", 6 }, { "F6_E3M2", 6 }, { "F8_E5M2", 8 }, { "F8_E4M3", 8 }, { "F8_E8M0", 8 }, { "F8_E4M3FNUZ", 8 },
+    { "F8_E5M2FNUZ", 8 } };
+#define HPMLI_SAFE_TYPES ((int)(sizeof hpmli_safe_types / sizeof hpmli_safe_types[0]))
+
+/* ndim of an entry to be left out, because hpml cannot hold it; of a wrong one, unless a later one has its name. */
+enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
+
+/* One entry, an object or the list of its values. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
+    static const char *const keys[] = { "dtype", "shape", "data_offsets" };
     hpml_safetensor *e;
-    int64_t          at[2] = { 1, 0 };
-    int              offsets = 0;
-    bool             known = false;
-    if (!hpmli_grow(f->file.ctx, &f->entries, f->count, &f->capacity, sizeof *e)) return false;
-    e = &f->entries[f->count++], e->name = name, e->ndim = -1;
-    for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
-        const char *key = hpmli_json_text(j);
-        hpmli_json_want(j, ':');
-        if (strcmp(key, "dtype") == 0) {
-            const char *dtype = hpmli_json_text(j);
-            for (int i = 0; i < HPMLI_DTYPES; i++)
-                if (strcmp(dtype, hpmli_dtypes[i].safe) == 0) e->dtype = (hpml_dtype)i, known = true;
-        } else if (strcmp(key, "shape") == 0)
-            e->ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS);
-        else if (strcmp(key, "data_offsets") == 0) offsets = hpmli_json_numbers(j, '[', ']', at, 2);
-        else j->bad = true;
+    int64_t          at[2]   = { 1, 0 };
+    uint64_t         numbers = 1;
+    int              seen[4] = { 0 }, ndim = 0, offsets = 0, type = HPMLI_SAFE_TYPES, n = 0;
+    hpmli_json       ahead   = *j;
+    bool             list    = hpmli_json_is(&ahead, '[');
+    e = &f->entries[f->count++], e->name = name;
+    for (; hpmli_json_next(j, n, list ? '[' : '{', list ? ']' : '}'); n++) {
+        int key = n;
+        if (!list) {
+            const char *text = hpmli_json_text(j);
+            hpmli_json_want(j, ':');
+            for (key = 0; key < 3 && strcmp(text, keys[key]) != 0; key++) {}
+        }
+        if (key > 3 || (key < 3 && seen[key]++)) j->bad = true;
+        if (key == 0) {
+            const char *text = hpmli_json_text(j);
+            for (type = 0; type < HPMLI_SAFE_TYPES && strcmp(text, hpmli_safe_types[type].name) != 0; type++) {}
+        } else if (key == 1) ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS, &numbers);
+        else if (key == 2) offsets = hpmli_json_numbers(j, '[', ']', at, 2, NULL);
+        else hpmli_json_skip(j, 125); /* 128 deep with the brackets around it, as in the reference */
     }
-    if (j->bad || e->ndim < 0 || offsets != 2 || at[0] > at[1] || (size_t)at[1] > size) return false;
-    for (int i = e->ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
-    e->bytes = (size_t)(at[1] - at[0]);
-    e->data  = f->file.bytes + (f->file.size - size) + at[0];
-    int64_t count = e->ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(e->ndim, e->shape);
-    if (!known || e->ndim > HPML_MAX_DIMS || (count < 0 && e->bytes == 0)) e->ndim = -1; /* to be left out */
-    return e->ndim < 0 || (count > 0 && (size_t)count * hpml_dtype_size(e->dtype) == e->bytes);
+    if (j->bad || !seen[0] || !seen[1] || offsets != 2 || type == HPMLI_SAFE_TYPES || (list && n != 3)) return false;
+    for (int i = ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
+    e->dtype = (hpml_dtype)(type < HPMLI_DTYPES ? type : 0);
+    e->ndim  = ndim;
+    uint64_t bits = hpmli_safe_types[type].bits;
+    bool fits = at[0] <= at[1] && (uint64_t)at[1] <= size;
+    e->bytes = fits ? (size_t)(at[1] - at[0]) : 0;
+    e->data  = f->file.bytes + (f->file.size - size) + (fits ? at[0] : 0);
+    if (numbers == 0 || type >= HPMLI_DTYPES || ndim > HPML_MAX_DIMS) e->ndim = HPMLI_SAFE_FOREIGN;
+    if (!fits || numbers > UINT64_MAX / bits || numbers * bits % 8 != 0 || numbers * bits / 8 != e->bytes)
+        e->ndim = HPMLI_SAFE_WRONG;
+    return true;
 }
 
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
@@ -9510,60 +11483,62 @@ HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
     return (const char *)x->data < (const char *)y->data ? -1 : 1;
 }
 
-HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b)
-{
-    return strcmp(((const hpml_safetensor *)a)->name, ((const hpml_safetensor *)b)->name);
-}
-
-/* Sorts by name. Returns a name that is there twice, or is the metadata's; NULL: all may stand in one file. */
-HPMLI_FN const char *hpmli_safe_sort(hpml_safetensor *t, int count)
-{
-    if (count > 0) qsort(t, (size_t)count, sizeof *t, hpmli_safe_name_order);
-    for (int i = 0; i < count; i++)
-        if (strcmp(t[i].name, HPMLI_SAFE_META) == 0 || (i > 0 && strcmp(t[i].name, t[i - 1].name) == 0))
-            return t[i].name;
-    return NULL;
-}
-
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
-    uint64_t   length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
-    hpmli_json j;
+    uint64_t    length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
+    bool        meta = false;
+    int         kept = 0;
+    const char *twice;
+    hpmli_json  j;
     if (length < 2 || length > HPMLI_SAFE_HEADER || length > f->file.size - 8) return false;
     size_t data_bytes = f->file.size - 8 - (size_t)length;
-    f->text    = (char *)hpmli_alloc(f->file.ctx, (size_t)length + 1);
-    if (!f->text) return false;
-    memcpy(f->text, f->file.bytes + 8, (size_t)length);
-    j.p = f->text, j.end = f->text + length, j.bad = f->text[0] != '{';
-    for (int n = 0; hpmli_json_next(&j, n, '{', '}'); n++) {
-        const char *name = hpmli_json_text(&j);
-        bool        meta = strcmp(name, HPMLI_SAFE_META) == 0;
-        hpmli_json_want(&j, ':');
-        if (j.bad || !(meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
+    j.p = (char *)(uintptr_t)(f->file.bytes + 8);
+    if (f->file.mapped) {
+        f->text = (char *)hpmli_alloc(f->file.ctx, (size_t)length);
+        if (!f->text) return false;
+        j.p = (char *)memcpy(f->text, j.p, (size_t)length);
     }
-    while (j.p < j.end && *j.p == ' ') j.p++;
+    j.end = j.p + length, j.bad = !hpmli_utf8_all(j.p, (size_t)length);
+    int64_t room = hpmli_json_length(j);
+    if (j.bad || room > (int64_t)length / 24 + 1) return false; /* entries are longer */
+    f->entries = hpmli_new(f->file.ctx, hpml_safetensor, room);
+    if (!f->entries) return false;
+    for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < room; n++) {
+        const char *name = hpmli_json_text(&j);
+        bool        is_meta = strcmp(name, HPMLI_SAFE_META) == 0;
+        hpmli_json_want(&j, ':');
+        if (j.bad || (is_meta && meta)) return false;
+        if (!(is_meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
+        meta = meta || is_meta;
+    }
+    hpmli_json_is(&j, ' '); /* skips blanks */
     if (j.bad || j.p != j.end) return false;
+    f->count = hpmli_name_sort(f->entries, f->count, sizeof *f->entries, &twice);
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
     const unsigned char *next = f->file.bytes + 8 + length;
-    int                  kept = 0;
     for (int i = 0; i < f->count; i++) { /* no holes, no overlaps */
-        if ((const unsigned char *)f->entries[i].data != next) return false;
+        if (f->entries[i].ndim == HPMLI_SAFE_WRONG || (const unsigned char *)f->entries[i].data != next) return false;
         next += f->entries[i].bytes;
         if (f->entries[i].ndim >= 0) f->entries[kept++] = f->entries[i];
     }
-    f->count = kept;
-    return next == f->file.bytes + f->file.size && !hpmli_safe_sort(f->entries, f->count);
+    f->count = hpmli_name_sort(f->entries, kept, sizeof *f->entries, &twice);
+    return next == f->file.bytes + f->file.size;
 }
 
-HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path)
+HPMLI_FN hpml_safetensors *hpmli_safe_open(hpml_ctx *ctx, const char *path, bool map)
 {
     if (hpmli_failed(ctx)) return NULL;
     hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
-    if (f && hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f)) return f;
+    if (f && hpmli_file_whole(ctx, &f->file, path, map) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file", path);
     hpml_safetensors_close(f);
     return NULL;
+}
+
+HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path)
+{
+    return hpmli_safe_open(ctx, path, true);
 }
 
 HPML_API int hpml_safetensors_count(const hpml_safetensors *f) { return f ? f->count : 0; }
@@ -9577,19 +11552,19 @@ HPML_API bool hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_saf
 
 HPML_API bool hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out)
 {
-    hpml_safetensor key = HPMLI_ZEROED, *e = NULL;
-    key.name = name;
+    hpml_safetensor *e = NULL;
     if (f && f->count > 0 && name)
-        e = (hpml_safetensor *)bsearch(&key, f->entries, (size_t)f->count, sizeof key, hpmli_safe_name_order);
+        e = (hpml_safetensor *)bsearch(name, f->entries, (size_t)f->count, sizeof *e, hpmli_name_find);
     if (e) *out = *e;
     return e != NULL;
 }
 
 HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char *key)
 {
-    for (int i = 0; f && key && i < f->meta_count; i++)
-        if (strcmp(f->meta[i].key, key) == 0) return f->meta[i].value;
-    return NULL;
+    const hpml_meta *m = NULL;
+    if (f && key && f->meta_count > 0)
+        m = (const hpml_meta *)bsearch(key, f->meta, (size_t)f->meta_count, sizeof *m, hpmli_name_find);
+    return m ? m->value : NULL;
 }
 
 /* A string, behind what stands before it. */
@@ -9618,75 +11593,133 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_
     hpmli_write(w, text, (size_t)line.used);
 }
 
-HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpml_safetensor *t, int count, const hpml_meta *meta,
-                               int meta_count)
+/* What a safetensors file will hold. */
+typedef struct hpmli_safe_content {
+    const hpml_safetensor *t;    /* (count) */
+    const hpml_meta       *meta; /* (meta_count) */
+    int                    count, meta_count;
+    uint32_t              *sums; /* (count) checksums; NULL: the file has none */
+} hpmli_safe_content;
+
+/* All names are UTF-8, and there are no two of one name; `things` begin with theirs. */
+HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *things, int count, size_t size)
 {
-    for (int i = 0; i < count; i++) {
+    const char *wrong = NULL, *why = "there are two", *name;
+    char       *sorted = (char *)hpmli_alloc_array(ctx, count, size);
+    if (!sorted) return false;
+    if (count > 0) memcpy(sorted, things, (size_t)count * size);
+    hpmli_name_sort(sorted, count, size, &wrong);
+    for (int i = 0; i < count && !wrong; i++) {
+        name = *(const char *const *)(const void *)((const char *)things + (size_t)i * size);
+        if (!hpmli_utf8_all(name, strlen(name))) wrong = name, why = "it is not UTF-8";
+        if (strcmp(name, HPMLI_SAFE_META) == 0) wrong = name, why = "the format keeps that for itself";
+    }
+    if (wrong)
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", what,
+                   wrong, why);
+    hpmli_free(ctx, sorted);
+    return !wrong;
+}
+
+/* All of it may stand in a file; else an error. */
+HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
+{
+    const hpml_safetensor *t = c->t;
+    for (int i = 0; i < c->meta_count; i++) {
+        if (!c->meta[i].key || !c->meta[i].value)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
+        if (!hpmli_utf8_all(c->meta[i].value, strlen(c->meta[i].value)))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: the value of metadata \"%s\" is not UTF-8",
+                               c->meta[i].key);
+    }
+    for (int i = 0; i < c->count; i++) {
         int64_t n = t[i].ndim < 0 || t[i].ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t[i].ndim, t[i].shape);
         if (!t[i].name || !t[i].data || n < 0 || t[i].bytes == 0 ||
             (size_t)n * hpml_dtype_size(t[i].dtype) != t[i].bytes)
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
                                "shape, not %zu", i, t[i].bytes);
     }
-    for (int i = 0; i < meta_count; i++)
-        if (!meta[i].key || !meta[i].value)
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
-    hpml_safetensor *sorted = hpmli_new(ctx, hpml_safetensor, count);
-    if (sorted && count > 0) memcpy(sorted, t, (size_t)count * sizeof *t);
-    const char *wrong = sorted ? hpmli_safe_sort(sorted, count) : NULL;
-    if (wrong)
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: a tensor cannot be called \"%s\": %s; give it another name",
-                   wrong, strcmp(wrong, HPMLI_SAFE_META) == 0 ? "the format keeps that for itself" : "there are two");
-    hpmli_free(ctx, sorted);
-    return ctx->status == HPML_OK;
+    return hpmli_names_check(ctx, "a tensor", t, c->count, sizeof *t) &&
+           hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
+}
+
+#define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
+
+/* All that stands in front of the data; its size does not depend on `length`, the header's, and on the checksums. */
+HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
+{
+    const char *before = "\"" HPMLI_SAFE_META "\":{";
+    uint64_t    at = 0, start = w->size;
+    char        sum[9];
+    hpmli_write_little(w, length, 8);
+    hpmli_write(w, "{", 1);
+    for (int i = 0; i < c->meta_count; i++, before = ",") {
+        hpmli_write_json(w, before, c->meta[i].key);
+        hpmli_write_json(w, ":", c->meta[i].value);
+    }
+    for (int i = 0; i < c->count && c->sums; i++, before = ",") {
+        char key[sizeof HPMLI_SUM + HPMLI_NAME];
+        snprintf(key, sizeof key, HPMLI_SUM "%s", c->t[i].name);
+        snprintf(sum, sizeof sum, "%08x", (unsigned)c->sums[i]);
+        hpmli_write_json(w, before, key);
+        hpmli_write_json(w, ":", sum);
+    }
+    bool meta = before[0] == ',';
+    if (meta) hpmli_write(w, "}", 1);
+    for (int i = 0; i < c->count; at += c->t[i++].bytes)
+        hpmli_write_entry(w, i > 0 || meta ? "," : "", &c->t[i], at);
+    hpmli_write(w, "}", 1);
+    while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
 /* host NULL: the data are as they will stand in the file; else they are f32 on the device, and come through `host`,
-   which has room for each. */
-HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
-                                     const hpml_meta *meta, int meta_count, float *host)
+   which has room for each. The head is written again when length and checksums are known. */
+HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
     hpmli_writer w;
-    uint64_t     at = 0;
-    if (hpmli_failed(ctx) || !hpmli_safe_check(ctx, tensors, count, meta, meta_count) ||
-        !hpmli_writer_open(ctx, &w, path))
-        return hpml_ctx_status(ctx);
-    hpmli_write_little(&w, 0, 8); /* the length is known at the end */
-    hpmli_write(&w, "{", 1);
-    for (int i = 0; i < meta_count; i++) {
-        hpmli_write_json(&w, i ? "," : "\"" HPMLI_SAFE_META "\":{", meta[i].key);
-        hpmli_write_json(&w, ":", meta[i].value);
-    }
-    if (meta_count > 0) hpmli_write(&w, "}", 1);
-    for (int i = 0; i < count; at += tensors[i++].bytes)
-        hpmli_write_entry(&w, i > 0 || meta_count > 0 ? "," : "", &tensors[i], at);
-    hpmli_write(&w, "}", 1);
-    while (w.size % 8 != 0) hpmli_write(&w, " ", 1);
+    if (!hpmli_safe_check(ctx, c) || !hpmli_writer_open(ctx, &w, path, true)) return ctx->status;
+    hpmli_write_head(&w, c, 0);
     uint64_t length = w.size - 8;
-    for (int i = 0; i < count; i++) {
-        const hpml_safetensor *t = &tensors[i];
+    if (length > HPMLI_SAFE_HEADER)
+        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\": names, shapes and metadata take %llu bytes, the format allows "
+                   "%d", path, (unsigned long long)length, HPMLI_SAFE_HEADER);
+    for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) {
+        const hpml_safetensor *t = &c->t[i];
         size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
         if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
         if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* it gets no wider */
-        hpmli_write(&w, host ? host : t->data, t->bytes);
+        if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
+        hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
     }
-    if (fseek(w.f, 0, SEEK_SET) == 0) hpmli_write_little(&w, length, 8);
+    hpmli_write_start(&w);
+    hpmli_write_head(&w, c, length);
     return hpmli_writer_close(&w, ctx->status == HPML_OK);
 }
 
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count)
 {
-    return hpmli_safe_save(ctx, path, tensors, count, meta, meta_count, NULL);
+    hpmli_safe_content c = { tensors, meta, count, meta_count, NULL };
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (count < 0 || meta_count < 0 || (count > 0 && !tensors) || (meta_count > 0 && !meta))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors, %d pairs of metadata: expected 0 or "
+                          "more, in arrays that are not NULL", count, meta_count);
+    return hpmli_safe_save(ctx, path, &c, NULL);
 }
 
-/* Parameters, checkpoints: named arrays on the device become a file, and back. All are checked, then changed. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>checkpoint   parameters and whole trainings in safetensors files
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Named arrays on the device become a file, and back. All are checked, then changed. */
 
 typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
     float           *host;  /* room for the largest */
+    uint32_t        *sums;  /* (count) */
     char            *names; /* (count, HPMLI_NAME) */
     int              count;
+    int              squares, after; /* [squares, after) are second moments */
     hpml_dtype       dtype; /* in the file */
 } hpmli_arrays;
 
@@ -9714,16 +11747,20 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype d
     memset(a, 0, sizeof *a);
     a->dtype = dtype;
     if (hpml_param_init(ctx) == HPML_OK)
-        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + HPMLI_NAME) + (size_t)most * 4);
+        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + 4 + HPMLI_NAME) + (size_t)most * 4);
     if (!a->t) return false;
     a->host  = (float *)(void *)(a->t + room);
-    a->names = (char *)(a->host + most);
-    for (int kind = 0; kind < (t ? 3 : 1); kind++)
+    a->sums  = (uint32_t *)(void *)(a->host + most);
+    a->names = (char *)(a->sums + room);
+    for (int kind = 0; kind < (t ? 3 : 1); kind++) {
+        if (kind == 2) a->squares = a->count;
         for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
             const hpml_tensor *p = ctx->params[i];
             hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
                              : t->updates[i].v, p->ndim, p->shape);
         }
+    }
+    if (t) a->after = a->count;
     for (hpmli_named *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
     return true;
 }
@@ -9732,9 +11769,61 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, co
                                        const hpml_meta *meta, int meta_count)
 {
     hpmli_arrays a;
-    if (hpmli_arrays_of(ctx, of, dtype, &a)) hpmli_safe_save(ctx, path, a.t, a.count, meta, meta_count, a.host);
+    if (hpmli_arrays_of(ctx, of, dtype, &a)) {
+        hpmli_safe_content c = { a.t, meta, a.count, meta_count, a.sums };
+        hpmli_safe_save(ctx, path, &c, a.host);
+    }
     hpmli_free(ctx, a.t);
     return ctx->status;
+}
+
+/* Every tensor that has a checksum fits it. Files of other programs, and older ones of hpml, have none. */
+HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
+{
+    for (int i = 0; i < f->meta_count; i++) {
+        hpml_safetensor e;
+        char            sum[9];
+        const hpml_meta *m = &f->meta[i];
+        if (strncmp(m->key, HPMLI_SUM, strlen(HPMLI_SUM)) != 0) continue;
+        bool found = hpml_safetensors_find(f, m->key + strlen(HPMLI_SUM), &e);
+        snprintf(sum, sizeof sum, "%08x", found ? (unsigned)ctx->k->crc32c(0, e.data, e.bytes) : 0u);
+        if (!found || strcmp(sum, m->value) != 0)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is damaged: its CRC-32C is %s, the file says %s; "
+                               "take an older file", path, m->key + strlen(HPMLI_SUM), found ? sum : "missing",
+                               m->value);
+    }
+    return true;
+}
+
+/* The n numbers of a tensor in a file as f32: where they lie, or converted to a->host. */
+HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
+{
+    if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
+    hpmli_convert(ctx->k, HPML_DTYPE_F32, a->host, e->dtype, e->data, n);
+    return a->host;
+}
+
+/* Array i of a has its place in f, with numbers that make sense. */
+HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
+                                const char *path)
+{
+    const hpml_safetensor *t = &a->t[i];
+    hpml_safetensor        e;
+    int64_t                n = (int64_t)(t->bytes / sizeof(float));
+    float                  least = i >= a->squares && i < a->after ? 0 : -FLT_MAX;
+    if (!hpml_safetensors_find(f, t->name, &e))
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
+                           "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
+    if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
+        return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
+                           hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
+    const float *values = hpmli_array_values(ctx, a, &e, n);
+    for (int64_t at = 0; at < n; at++)
+        if (!(values[at] >= least && values[at] <= FLT_MAX))
+            return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
+                               "numbers%s", path, (long long)at, t->name, (double)values[at],
+                               least == 0 ? " from 0, as means of squares are" : "");
+    return true;
 }
 
 HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, const hpml_safetensors *f,
@@ -9742,20 +11831,12 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, co
 {
     hpmli_arrays    a;
     hpml_safetensor e;
-    hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a);
-    for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
-        const hpml_safetensor *t = &a.t[i];
-        if (!hpml_safetensors_find(f, t->name, &e))
-            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of hpml's types with at most %d dimensions; "
-                       "expected one", path, t->name, HPML_MAX_DIMS);
-        else if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
-            hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
-                       hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
-    }
-    for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
+    bool            good = hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a) && hpmli_sums_check(ctx, f, path);
+    for (int i = 0; i < a.count && good; i++) good = hpmli_array_check(ctx, &a, i, f, path);
+    for (int i = 0; i < a.count && good; i++) {
         hpml_safetensors_find(f, a.t[i].name, &e);
-        hpmli_convert(ctx->k, HPML_DTYPE_F32, a.host, e.dtype, e.data, (int64_t)(a.t[i].bytes / sizeof(float)));
-        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, a.host, a.t[i].bytes);
+        const float *values = hpmli_array_values(ctx, &a, &e, (int64_t)(a.t[i].bytes / sizeof(float)));
+        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, values, a.t[i].bytes);
     }
     hpmli_free(ctx, a.t);
     return ctx->status;
@@ -9771,7 +11852,7 @@ HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtyp
 
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
 {
-    hpml_safetensors *f = hpml_safetensors_open(ctx, path);
+    hpml_safetensors *f = hpmli_safe_open(ctx, path, false);
     if (f) hpmli_arrays_load(ctx, NULL, f, path);
     hpml_safetensors_close(f);
     return hpml_ctx_status(ctx);
@@ -9782,11 +11863,14 @@ enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, H
        HPMLI_NUMBERS };
 static const char *const hpmli_numbers[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
+#define HPMLI_NUMBERS_SUM "hpml.crc32c" /* the checksum of these texts, one behind the other */
+#define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
 
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    char      text[HPMLI_NUMBERS][24];
-    hpml_meta meta[HPMLI_NUMBERS];
+    char      text[HPMLI_NUMBERS][24], sum[9];
+    hpml_meta meta[HPMLI_NUMBERS + 1];
+    uint32_t  crc = 0;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
@@ -9796,32 +11880,55 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     for (int i = 0; i < HPMLI_NUMBERS; i++) {
         snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
         meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
+        crc = t->ctx->k->crc32c(crc, text[i], strlen(text[i]));
     }
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS);
+    snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
+    meta[HPMLI_NUMBERS].key = HPMLI_NUMBERS_SUM, meta[HPMLI_NUMBERS].value = sum;
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS + 1);
+}
+
+/* The numbers of a checkpoint, checked; else an error. */
+HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n)
+{
+    const char *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
+    char        is[9];
+    uint32_t    crc = 0;
+    for (int i = 0; i < HPMLI_NUMBERS; i++) {
+        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
+        char       *end  = NULL;
+        errno = 0;
+        n[i]  = text ? strtoll(text, &end, 10) : 0;
+        if (!text)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare "
+                               "parameters with hpml_params_load", path);
+        if (end == text || *end != 0 || errno == ERANGE)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
+                               path, hpmli_numbers[i], text);
+        if (i >= HPMLI_STEP && i <= HPMLI_EPOCH_STEP && (n[i] < 0 || n[i] > HPMLI_COUNT_END))
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected 0 to 2^53", path,
+                               hpmli_numbers[i], (long long)n[i]);
+        crc = ctx->k->crc32c(crc, text, strlen(text));
+    }
+    snprintf(is, sizeof is, "%08x", (unsigned)crc);
+    if (sum && strcmp(sum, is) != 0)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the position of the training is damaged: its CRC-32C is "
+                           "%s, the file says %s; take an older file", path, is, sum);
+    return true;
 }
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
     int64_t n[HPMLI_NUMBERS];
-    bool    good = true;
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx         *ctx = t->ctx;
-    hpml_safetensors *f   = hpml_safetensors_open(ctx, path);
+    hpml_safetensors *f   = hpmli_safe_open(ctx, path, false);
     if (!f) return ctx->status;
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
-        char       *end  = NULL;
-        n[i] = text ? strtoll(text, &end, 10) : 0;
-        good = good && text && end != text && *end == 0;
-    }
-    if (!good || n[HPMLI_STEP] < 0 || n[HPMLI_EPOCH] < 0 || n[HPMLI_EPOCH_STEP] < 0)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with "
-                   "hpml_params_load", path);
-    else if (n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
-             (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %d, this trainer's is %d; a "
-                   "LARS of 5 lacks the rates in its momentum); load bare parameters with hpml_params_load", path,
-                   (int)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
+    bool good = hpmli_numbers_read(ctx, f, path, n);
+    if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
+        (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; "
+                   "a LARS of 5 lacks the rates in its momentum); load bare parameters with hpml_params_load", path,
+                   (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
     if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)n[HPMLI_SEED];
         t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
@@ -9836,20 +11943,15 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Spans go into a ring of fixed size; writing one is an atomic increment and five stores. The file is Chrome's trace
-   format in its array form, one event a line. Times are microseconds from its start. */
-
-typedef struct hpmli_span {
-    const char *name;
-    double      start, end;
-    int         lane;
-} hpmli_span;
+/* Events go into a ring of fixed size; writing one is an atomic increment and a copy. The file is Chrome's trace format
+   in its array form, one event a line. Times are microseconds. */
 
 struct hpmli_trace {
-    hpml_trace_desc d;        /* resolved */
-    int64_t         count;    /* atomic: spans so far */
-    bool            paused;   /* outside the wanted steps */
-    hpmli_span      spans[1]; /* (capacity) ring */
+    hpml_trace_desc  d;         /* resolved */
+    bool             at_first;  /* time 0 is the first event's */
+    int64_t          count;     /* atomic: events so far */
+    bool             paused;    /* outside the wanted steps */
+    hpml_trace_event events[1]; /* (capacity) ring */
 };
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
@@ -9859,11 +11961,11 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
-    if (d.origin == 0) d.origin = hpmli_trace_time(ctx, hpml_now());
-    size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
+    size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpml_trace_event);
     hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
     if (!t) return ctx->status;
-    t->d = d, t->paused = d.first_step > 0;
+    t->d = d, t->paused = d.first_step > 0, t->at_first = d.origin == 0;
+    if (t->at_first) t->d.origin = hpmli_trace_time(ctx, hpml_now());
     hpmli_free(ctx, ctx->trace);
     ctx->trace = t;
     return HPML_OK;
@@ -9882,35 +11984,145 @@ HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
     if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* the loader's thread writes spans as well */
 }
 
+HPML_API bool hpml_trace_on(const hpml_ctx *ctx)
+{
+    return ctx && ctx->trace && !__atomic_load_n(&ctx->trace->paused, __ATOMIC_RELAXED);
+}
+
+HPML_API void hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event)
+{
+    if (!hpml_trace_on(ctx) || !event || !event->name) return;
+    hpmli_trace *t = ctx->trace;
+    if (event->kind >= HPML_TRACE_SEND && !t->d.arrows) return;
+    t->events[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->d.capacity] = *event;
+}
+
 HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end)
 {
-    hpmli_trace *t = ctx ? ctx->trace : NULL;
-    if (!t || __atomic_load_n(&t->paused, __ATOMIC_RELAXED)) return;
-    hpmli_span *s = &t->spans[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->d.capacity];
-    s->name = name, s->start = start, s->end = end, s->lane = lane;
+    hpml_trace_event e = HPMLI_ZEROED;
+    if (!hpml_trace_on(ctx)) return;
+    e.lane = lane, e.name = name, e.start = start, e.end = end;
+    hpml_trace_add(ctx, &e);
+}
+
+/* A step that ends now, and its loss. */
+HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
+{
+    hpml_trace_event e = HPMLI_ZEROED;
+    e.kind = HPML_TRACE_STEP, e.lane = HPML_LANE_STEP, e.name = "step", e.number = step;
+    e.start = since, e.end = hpmli_trace_time(ctx, hpml_now());
+    hpml_trace_add(ctx, &e);
+    e.kind = HPML_TRACE_COUNTER, e.name = "loss", e.start = e.end, e.value = (double)loss;
+    hpml_trace_add(ctx, &e);
+}
+
+/* The i-th event that is kept, the oldest first; NULL behind the last. */
+HPMLI_FN const hpml_trace_event *hpmli_trace_at(const hpmli_trace *t, int64_t i)
+{
+    int64_t count = __atomic_load_n(&t->count, __ATOMIC_RELAXED), lost = count - t->d.capacity;
+    return i < (lost > 0 ? t->d.capacity : count) ? &t->events[((lost > 0 ? lost : 0) + i) % t->d.capacity] : NULL;
+}
+
+HPML_API double hpml_trace_first(const hpml_ctx *ctx)
+{
+    const hpml_trace_event *e;
+    double                  first = 1e300;
+    for (int64_t i = 0; ctx && ctx->trace && (e = hpmli_trace_at(ctx->trace, i)) != NULL; i++)
+        if (e->start < first) first = e->start;
+    return first < 1e300 ? first - ctx->trace->d.origin : 0;
+}
+
+HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
+{
+    if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
+}
+
+/* A string without its quotes. */
+HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
+{
+    for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
+        n = hpmli_utf8(s, left);
+        if (n == 0) n = 1, fprintf(w->f, "\\ufffd");
+        else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
+        else hpmli_write(w, s, n);
+    }
+}
+
+/* Not by %f and %g, which write a comma in many a locale. */
+HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
+{
+    long long ns = (long long)(1e9 * seconds);
+    fprintf(w->f, "%s%s%lld.%03lld", before, ns < 0 ? "-" : "", llabs(ns) / 1000, llabs(ns) % 1000);
+}
+
+HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value)
+{
+    int e = value == 0 ? 0 : (int)fmax(floor(log10(fabs(value))) - 8, -300);
+    fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
+}
+
+HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
+{
+    const char *comma = "";
+    fprintf(w->f, ",\"args\":{");
+    if (e->bucket > 0) fprintf(w->f, "\"bucket\":%d", e->bucket), comma = ",";
+    if (e->first) {
+        fprintf(w->f, "%s\"tensors\":\"", comma), comma = ",";
+        hpmli_trace_text(w, e->first);
+        if (e->last && e->last != e->first) fprintf(w->f, " .. "), hpmli_trace_text(w, e->last);
+        fprintf(w->f, "\"");
+    }
+    if (e->number > 0) fprintf(w->f, "%s\"bytes\":%lld", comma, (long long)e->number);
+    fprintf(w->f, "}");
+}
+
+HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int rank, double origin)
+{
+    static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* by hpml_trace_kind */
+    bool                     spans    = e->kind == HPML_TRACE_SPAN || e->kind == HPML_TRACE_STEP;
+    fprintf(w->f, ",\n{\"name\":\"");
+    hpmli_trace_text(w, e->name);
+    if (e->kind == HPML_TRACE_STEP) fprintf(w->f, " %lld", (long long)e->number);
+    fprintf(w->f, "\",\"ph\":\"%s\",\"pid\":%d,\"tid\":%d", phases[e->kind], rank, e->lane);
+    hpmli_trace_time_at(w, ",\"ts\":", e->start - origin);
+    if (spans) hpmli_trace_time_at(w, ",\"dur\":", e->end - e->start);
+    if (e->kind == HPML_TRACE_SPAN && (e->first || e->bucket > 0 || e->number > 0)) hpmli_trace_args(w, e);
+    if (e->kind == HPML_TRACE_SEND || e->kind == HPML_TRACE_RECEIVE)
+        fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
+                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* ends at the span it is in */
+    if (e->kind == HPML_TRACE_COUNTER) {
+        fprintf(w->f, ",\"args\":{\"");
+        hpmli_trace_text(w, e->name);
+        fprintf(w->f, "\":");
+        hpmli_trace_value(w, e->value);
+        fprintf(w->f, "}");
+    }
+    fprintf(w->f, "}");
 }
 
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
 {
-    static const char *const lanes[] = { "compute", "communication", "input", "gpu" };
+    static const char *const lanes[] = { "compute", "communication", "input", "gpu", "steps" };
     hpmli_writer w;
+    unsigned     used = 0;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
     if (ctx->backend->look) ctx->backend->sync(ctx->device);
-    if (!hpmli_writer_open(ctx, &w, path)) return ctx->status;
+    if (!hpmli_writer_open(ctx, &w, path, false)) return ctx->status;
     fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
             t->d.rank);
-    for (int l = 0; l < 4; l++)
-        fprintf(w.f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
-                t->d.rank, l, lanes[l]);
-    for (int64_t i = t->count > t->d.capacity ? t->count - t->d.capacity : 0; i < t->count; i++) {
-        const hpmli_span *s = &t->spans[i % t->d.capacity];
-        hpmli_write_json(&w, ",\n{\"name\":", s->name);
-        /* not by %f, which writes a comma in many a locale */
-        long long at = (long long)(1e9 * (s->start - t->d.origin)), took = (long long)(1e9 * (s->end - s->start));
-        fprintf(w.f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%s%lld.%03lld,\"dur\":%lld.%03lld}", t->d.rank,
-                s->lane, at < 0 ? "-" : "", llabs(at) / 1000, llabs(at) % 1000, took / 1000, took % 1000);
+    const hpml_trace_event *e;
+    double                  origin = t->d.origin + (t->at_first ? hpml_trace_first(ctx) : 0);
+    for (int64_t i = 0; (e = hpmli_trace_at(t, i)) != NULL; i++)
+        if (e->lane >= 0 && e->lane <= HPML_LANE_STEP && e->kind != HPML_TRACE_COUNTER) used |= 1u << e->lane;
+    for (int l = 0; l <= HPML_LANE_STEP; l++)
+        if (used >> l & 1)
+            fprintf(w.f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
+                    t->d.rank, l, lanes[l]);
+    for (int64_t i = 0; (e = hpmli_trace_at(t, i)) != NULL; i++) {
+        bool odd = !e->name || (e->kind == HPML_TRACE_COUNTER && e->value - e->value != 0);
+        if (!odd) hpmli_trace_write(&w, e, t->d.rank, origin);
     }
     fprintf(w.f, "\n]\n");
     return hpmli_writer_close(&w, true);
@@ -9982,6 +12194,14 @@ HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capac
     return g->count;
 }
 
+/* An op's name, as the functions that record it are called. */
+HPMLI_FN const char *hpmli_kind(const hpml_node *n)
+{
+    if (n->op == HPML_OP_HUBER && n->attr.huber.squared) return "mse";
+    if (n->op == HPML_OP_SOFTMAX && n->attr.softmax.log) return "log_softmax";
+    return hpml_op_name(n->op);
+}
+
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 {
     hpmli_table t     = hpmli_table_of(buffer, size);
@@ -9993,7 +12213,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
+        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_kind(r->node),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
@@ -10013,7 +12233,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
+        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_kind(n),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
                        1e-6 * hpmli_node_flops(n, false));
     }

@@ -28,7 +28,8 @@
 // hpml_comm.h DOES NOT
 //     - need MPI: ranks are threads of one process unless you ask for mpiexec's
 //     - start processes, open sockets or choose a network: that is the launcher's and MPI's
-//     - hang: every wait has a deadline and ends in an error that names rank, peer, operation and step
+//     - hang: every wait has a deadline and ends in an error that names rank, peer, operation and step (but MPI_Init
+//       and MPI_Finalize, which hpml_launch calls)
 //     - choose between sum and mean, or change a learning rate, without being told
 //
 // OPTIONS, defined before the include that has HPML_IMPLEMENTATION
@@ -52,7 +53,8 @@
 //     world   ranks as threads: inboxes, links, deadlock
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
-//     mpi-words   who has failed, who has left; creating and closing
+//     mpi-words   words between ranks: who has failed, left, waits or works; waits of all ranks
+//     mpi-create   creating, splitting, closing over MPI; exit
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators; running a function on every rank
 //     moves   the algorithms, as moves; adding up elements
@@ -129,10 +131,15 @@ typedef struct hpml_comm_desc {
     uint32_t            _end;
 } hpml_comm_desc;
 
-/* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher of another MPI, ... It goes
-   with its context. A rank whose context has an error tells the others; all have then failed, cleared or not. */
+/* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher of another MPI, a rank that
+   has not called this within the deadline, ... It goes with its context. A rank whose context has an error tells the
+   others; all have then failed, cleared or not. With MPI, while this call lasts, no receive of yours from any rank with
+   any tag may be open on .mpi_comm, because the ranks find each other there with its highest tag. */
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
-HPML_API void       hpml_comm_free(hpml_comm *c); /* optional, collective */
+/* Optional, collective: with MPI it waits, within the deadline, until all ranks have called it, or have freed their
+   contexts. Free communicators, or their contexts, before MPI_Finalize: later it does no harm, but the other ranks have
+   had no goodbye. A process that calls exit while it has one tells the other ranks so first. */
+HPML_API void       hpml_comm_free(hpml_comm *c);
 
 /* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone.
    NULL: neither THREADS nor CLOCK, not 1 to 65536 ranks, a node that there is not, or no memory. */
@@ -141,7 +148,8 @@ HPML_API void        hpml_world_free(hpml_world *w);
 
 /* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time
    and mpiexec (where it runs `fn` on this process's rank, and starts and ends MPI unless you have: once, then). Every
-   rank gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL). */
+   rank gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL); each
+   rank's errors, and what is wrong with the desc, go to .ctx.log as well. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
@@ -155,11 +163,17 @@ typedef struct hpml_launch_desc {
     bool                check;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores shared out among the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes it for a rank: a GPU of its own */
+    bool                alone;     /* THREADS, CLOCK in each of several processes of mpiexec or srun: an error, because
+                                      each would train by itself, unless this or HPML_RUN says that it is meant */
     uint32_t            _end;
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size);
-/* How many processes mpiexec or srun says it has started, and which one this is, before MPI starts. 0: says nothing. */
+/* How many processes mpiexec or srun has started, and the number of this one, known before MPI starts; 0: neither has
+   started this process. The first of these pairs that is in the environment counts: PMI_SIZE and PMI_RANK (MPICH, Intel
+   MPI), PMIX_SIZE and PMIX_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK (Open MPI), MPI_LOCALNRANKS and
+   MPI_LOCALRANKID (Hydra), SLURM_STEP_NUM_TASKS and SLURM_PROCID (srun). SLURM_NTASKS alone, with or without
+   SLURM_PROCID, is a batch script, which is one process. */
 HPML_API int         hpml_launched(int *rank);
 
 HPML_API int       hpml_comm_rank(const hpml_comm *c); /* 0 to size - 1 */
@@ -171,9 +185,18 @@ HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or 
 /* CLOCK: time passes, as for nothing else that is computed; else sleeps as long. On the timeline: "compute". */
 HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 
-/* Ranks of the same color form a new communicator, ordered by key, then rank. Negative color: none for me (NULL). */
+/* Ranks of the same color form a new communicator, ordered by key, then rank. Negative color: none for me (NULL). With
+   MPI it has no MPI communicator of its own, because MPI makes one of some ranks only by a call without a deadline: its
+   messages have tags of their own on the first one's. So a part has no HPML_NATIVE, unless all ranks are in it in their
+   old order; and at most 127 parts of a communicator (15 where MPI has no tag above 32,767) live at the same time. */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
+
+/* This rank is at work that may take longer than a deadline: it comes back, or calls this again, within `seconds`, and
+   ranks that wait for it, or for one that waits for it, wait until then. Call it as often as the work advances (most
+   calls cost nothing), and with 0 at its end: a deadline begins. hpml_distribute_save gives the rank that writes a
+   minute each time that bytes are on the disk. */
+HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
 /* What this rank has sent since the last reset. Background work is included: reading waits until it is done. */
 typedef struct hpml_counters {
@@ -205,7 +228,7 @@ typedef struct hpml_message {
     size_t               bytes, moved;
     size_t               posted;       /* MPI: pieces given to MPI; else the sender's rank */
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
-    double               arrival;      /* THREADS, CLOCK: not before; MPI: not 0: the others know of this wait */
+    double               arrival;      /* THREADS, CLOCK: not before; MPI: when the others last heard of this wait */
     struct hpml_message *next;         /* private, as all below */
     struct hpml_comm    *owner;
     void                *native[2];
@@ -229,6 +252,10 @@ typedef struct hpml_transport {
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int dtype, int op); /* optional: native */
     size_t piece; /* AUTO sums large arrays in pieces of as many bytes, which stay in the caches; 0: whole */
     double alpha, beta; /* typical seconds a message, seconds a byte: what AUTO starts from */
+    /* optional: the rank at the end of a chain of ranks that wait for one another, which begins with m's peer, and
+       until when that rank is busy; -1: a test of m says that another rank has failed. NULL: m's peer */
+    int  (*lost)(hpml_comm *c, const hpml_message *m, double *busy);
+    void (*busy)(hpml_comm *c, double seconds); /* optional: see hpml_comm_busy */
 } hpml_transport;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -243,7 +270,8 @@ typedef struct hpml_transport {
      HALVING    recursive halving and doubling, Rabenseifner 2004         2 log2 p alpha + 2 n (p-1)/p beta
      HIERARCHICAL  reduce-scatter inside each node, allreduce between nodes of each share, allgather inside: only
                 1/ranks_per_node of the bytes leave a node
-     NATIVE     the transport's own (MPI_Iallreduce; what it does about other counts on another rank is up to the MPI)
+     NATIVE     the transport's own (MPI_Iallreduce; what it does about other counts on another rank is up to the MPI);
+                not on parts of a communicator, see hpml_comm_split
    BUTTERFLY and HALVING fold the ranks beyond a power of two into partners first. Every algorithm gives all ranks the
    same bits: an element is added up along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...; RING: block b starts behind
    rank b and goes round; the others pair ranks as their name says. */
@@ -275,10 +303,12 @@ typedef struct hpml_allreduce_desc {
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
 /* Measures alpha and beta of this communicator once (some milliseconds), for AUTO. Collective. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c);
-HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes); /* what AUTO takes; NONE: no memory */
+HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes); /* what AUTO takes; NONE: no memory, or c
+                                                                                  is NULL */
 
 /* Block r of an array of n elements is [n r / p, n (r+1) / p). */
-HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n index / parts: where block `index` begins */
+HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n index / parts: where block `index` begins;
+                                                                       0 where there are no parts */
 
 /* In place. reduce_scatter: then my block holds the result, the rest is scratch. allgather: at first my block is mine,
    then all are there. reduce_to: the result is at the root; elsewhere data is scratch. */
@@ -321,7 +351,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 
 /* One array of a model, yours: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
 typedef struct hpml_gradient {
-    const char *name; /* for errors and saved residuals; NULL: its number */
+    const char *name; /* for errors, saved residuals and the timeline, as long as that lives; NULL: its number */
     float      *data; /* (rows, cols) */
     int64_t     rows, cols;
 } hpml_gradient;
@@ -376,7 +406,9 @@ HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background
    not depend on the order; packed tensors go last. Gives the job with the last tensor, NULL before, or on an error. The
    deadline names a tensor that makes all wait, and its rank. */
 HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
-HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x); /* that this rank sends in one run */
+/* Bytes that this rank sends in one run: by messages exactly (AUTO: as hpml_comm_choose chooses now), by NATIVE or a link
+   as a ring would; what ranks ask one another for hpml_exchange_ready is not in it. */
+HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x);
 /* Residuals: tensor by tensor, (leaves, rows, cols) of this rank, and its stripe. NULL when the codec keeps none. */
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
@@ -413,10 +445,13 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 /* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters
    start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
-   code does not change. The short last batch is weighted right, and a rank without samples takes part. Batchnorm sees a
-   rank's share alone unless sync_batchnorm is set. A trainer on a device is served, too: by the communicator's link,
-   where it has one (codecs and plain sums, neither exact nor delayed), else what is exchanged goes through the host. A
-   link that ends at the node adds up plain floats inside; the codec packs what goes from node to node. */
+   code does not change: hpml_trainer_fit gets the whole data set on all ranks, and each takes its share of every batch
+   (disjoint, complete, shuffled with one seed); hpml_trainer_step gets this rank's samples; hpml_trainer_evaluate goes
+   through all of its data on each rank that calls it. The short last batch is weighted right, and a rank without
+   samples takes part. Batchnorm sees a rank's share alone unless sync_batchnorm is set. A trainer on a device is
+   served, too: by the communicator's link, where it has one (codecs and plain sums, neither exact nor delayed), else
+   what is exchanged goes through the host. A link that ends at the node adds up plain floats inside; the codec packs
+   what goes from node to node. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
     hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
@@ -460,8 +495,9 @@ typedef struct hpml_distribute_report {
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
     double  plain_bytes;       /* what a ring allreduce of f32 would have sent */
-    double  loss;              /* of the last step, mean over all ranks' samples */
-    int64_t samples;           /* of the last step, on all ranks */
+    double  loss;              /* of the last step, mean over all ranks' samples. With `delayed` it travels with the
+                                  gradients: of the step before. NaN: of none yet */
+    int64_t samples;           /* of the same step, on all ranks */
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
@@ -598,7 +634,8 @@ HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t 
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
 /* hpml_trace_start on every rank, with the ranks' clocks aligned (by the quickest of some messages to and from rank 0),
-   and one file with all of them: a process for each rank, its lanes below. Both collective. */
+   and one file with all of them: a process for each rank, its lanes below, time 0 at the first event of any rank. The
+   spans of an exchange name tensors, bucket and bytes. Both collective. */
 HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc);
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path);
 
@@ -671,6 +708,11 @@ typedef struct hpmlc_agent      hpmlc_agent;      /* a thread in virtual time: s
 
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>moves */
 
+typedef struct hpmlc_text { /* where the reason of an error goes that no context keeps; may be NULL */
+    char  *text;
+    size_t size;
+} hpmlc_text;
+
 struct hpml_comm {
     hpml_ctx             *ctx;
     hpml_ctx             *trace;    /* where spans go: for a twin, its parent's context */
@@ -683,11 +725,17 @@ struct hpml_comm {
     double                timeout;
     bool                  check;
     int                   spin;     /* tests before a wait yields the core, and as many before it sleeps */
+    double                crowded;  /* until this time of hpml_now a wait does not yield: it would cost too much */
     uint32_t              sequence; /* collectives so far: each has tags of its own */
     int64_t               step;     /* of the trainer, for messages; 0: of none */
     const char           *doing;
     int                   round;
-    double                since;    /* when it began */
+    double                since;    /* when the collective began */
+    int64_t               bytes;    /* of the collective's array */
+    bool                  within;   /* a collective, whose messages are arrows on the timeline */
+    hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
+    uint64_t              key;      /* of this communicator, the same on all its ranks */
+    uint32_t            (*arrows)[2]; /* (size) messages to each rank, and from each, in rounds of collectives */
     hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
@@ -696,7 +744,8 @@ struct hpml_comm {
     hpmlc_room           *room;     /* THREADS, CLOCK */
     hpmlc_mpi            *mpi;
     unsigned              seen;     /* changes of the inbox that have been looked at; MPI: turns of waiting */
-    int                   lost;     /* MPI: 1 + the rank at whom those end who wait for one another; 0: not known */
+    double                busy;     /* until when it has said that it is busy */
+    hpmlc_text            farewell; /* MPI: for an error of closing, which comes when the context ends */
     hpmlc_agent          *agent;    /* CLOCK */
     hpmlc_background     *background;
     hpml_comm            *first;    /* the communicator this one was split from, or itself */
@@ -712,11 +761,6 @@ struct hpml_comm {
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
-
-typedef struct hpmlc_text { /* where the reason of an error goes that no context keeps; may be NULL */
-    char  *text;
-    size_t size;
-} hpmlc_text;
 
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_say_no(const hpmlc_text *to, hpml_status status, const char *format, ...)
@@ -784,7 +828,8 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     c->origin = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->origin * (size_t)size, NULL);
     c->node   = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
     c->to     = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->to * (size_t)size, NULL);
-    if (!c->to) return NULL;
+    c->arrows = (uint32_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->arrows * (size_t)size, NULL);
+    if (!c->arrows) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->t = t; /* last: without it there is nothing to close */
     c->timeout = 60, c->doing = "start";
@@ -861,7 +906,9 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
    for ever: with more ranks than cores its own waiting was measured 40 times slower than this.) */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
-#define HPMLC_TAGS           30000 /* an MPI may stop at 32,767 */
+#define HPMLC_TAGS           1023 /* of collectives, which take them in turn: messages of one tag stay in order */
+#define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* MPI: of words; THREADS: of splits */
+#define HPMLC_TAG_SPAN       (HPMLC_TAG_EXTRA + 1)
 
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
                                  hpmlc_reduce_fn *reduce, hpml_message *m)
@@ -911,19 +958,51 @@ HPMLC_FN void hpmlc_pause(bool yield)
     (void)yield;
 }
 
+#define HPMLC_COSTLY 100e-6 /* seconds: a yield that takes longer has given the core to another program */
+#define HPMLC_EARLY  60e-6  /* seconds before a message arrives at which a sleep ends, because the system wakes late */
+
+/* One turn of a wait for m on this core: keeps it, then offers it to others. False: sleep instead, because there have been
+   enough turns, or the message is on its way and known to take longer, or yielding has cost a program's time slice; then
+   it is not tried again for a hundred times as long. */
+HPMLC_FN bool hpmlc_linger(hpml_comm *c, const hpml_message *m, int turn)
+{
+    const int spin = hpmlc_spin(c);
+    if (c->room && m->arrival > 0) {
+        if (spin < HPMLC_ROOMY || m->arrival > hpml_now() + HPMLC_EARLY) return false;
+        hpmlc_pause(false);
+        return true;
+    }
+    if (turn >= 2 * spin) return false;
+    if (turn <= spin) {
+        hpmlc_pause(false);
+        return true;
+    }
+    double since = hpml_now();
+    if (since < c->crowded) return false;
+    hpmlc_pause(true);
+    double took = hpml_now() - since;
+    if (took > HPMLC_COSTLY) c->crowded = since + 100 * took;
+    return true;
+}
+
 HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
 HPMLC_FN int  hpmlc_cores(int ranks);
 
 /* A sender learns from the receiver's thread that its message is done. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Of two receives of the same tag and rank, the older one (further on in the list) gets the first message. */
+/* Of the receives of m's rank and tag that are under way, the oldest (furthest on in the list) gets the next message. */
+HPMLC_FN const hpml_message *hpmlc_next(const hpml_message *m)
+{
+    const hpml_message *next = m;
+    for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
+        if (!older->done && older->peer == m->peer && older->tag == m->tag) next = older;
+    return next;
+}
+
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
-    if (m->receiving)
-        for (const hpml_message *older = m->next; older; older = older->next)
-            if (!older->done && older->peer == m->peer && older->tag == m->tag) return;
-    c->t->test(c, m);
+    if (hpmlc_next(m) == m) c->t->test(c, m);
 }
 
 /* A receive has met a message of another length. */
@@ -932,6 +1011,35 @@ HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
     m->done   = true;
     m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
                            "the same counts", c->doing, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
+}
+
+HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer); /* THREADS: for this rank, -1: no more */
+
+/* The deadline of m has passed. A rank at work, which others wait for, gets a new one; else the wait is over, with an
+   error that names the rank that holds up all. Returns the time until which to wait. */
+HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
+{
+    const int peer = c->origin[m->peer];
+    double    busy = 0;
+    char      chain[48] = "";
+    int       lost = c->t->lost ? c->t->lost(c, m, &busy) : peer;
+    if (lost < 0) return hpml_now();
+    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* it may be done earlier */
+    if (lost != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", lost);
+    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
+               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->doing, c->round,
+               (long long)c->step);
+    c->t->abandon(c, m);
+    m->status = hpml_ctx_status(c->ctx);
+    return hpml_now();
+}
+
+HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
+{
+    double until = seconds > 0 ? hpml_now() + seconds : 0;
+    if (!c || !c->t->busy || c->timeout < 0 || (seconds > 0 && until <= c->busy + seconds / 8)) return;
+    c->busy = until;
+    c->t->busy(c, seconds > 0 ? seconds : c->timeout);
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
@@ -946,25 +1054,42 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
             if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
         if (hpmlc_done(m)) break;
         if (turn == 0) beside = hpmlc_beside(c, m->peer);
-        if (moved || (turn < 2 * hpmlc_spin(c) && !beside)) { hpmlc_pause(turn > hpmlc_spin(c)); continue; }
+        if (moved || (!beside && hpmlc_linger(c, m, turn))) continue;
         if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
             c->t->abandon(c, m);
             m->status = hpml_ctx_status(c->ctx);
             break;
         }
         if (limit == 0) limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
-        if (hpml_now() < limit) { c->t->block(c, m, limit); continue; }
-        char chain[48] = "";
-        if (c->lost > 0 && c->lost != c->origin[m->peer] + 1)
-            snprintf(chain, sizeof chain, ", which waits for rank %d,", c->lost - 1);
-        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and "
-                   "in the same operation? (.timeout sets the limit)", c->timeout, c->origin[m->peer], chain, c->doing,
-                   c->round, (long long)c->step);
-        c->t->abandon(c, m);
-        m->status = hpml_ctx_status(c->ctx);
+        if (hpml_now() < limit) c->t->block(c, m, limit);
+        else limit = hpmlc_overdue(c, m);
     }
+    if (limit != 0) hpmlc_waits(c, -1);
     if (m->receiving) hpmlc_unlist(&c->pending, m);
     return m->status;
+}
+
+/* A span of communication, about what the communicator works on. */
+HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
+{
+    if (!hpml_trace_on(c->trace)) return;
+    hpml_trace_event e = c->about;
+    e.lane = HPML_LANE_COMM, e.name = name, e.start = start, e.end = end, e.number = bytes;
+    hpml_trace_add(c->trace, &e);
+}
+
+/* One end of an arrow on the timeline. Both ranks count the messages between them, so both know a message's number. */
+HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
+{
+    uint32_t count = c->arrows[peer][receives]++;
+    if (!c->within || !hpml_trace_on(c->trace)) return;
+    HPMLC_ZERO(hpml_trace_event, e);
+    int      me = c->origin[c->rank], other = c->origin[peer];
+    uint64_t ends = (uint64_t)(receives ? other : me) << 32 | (uint64_t)(receives ? me : other);
+    uint64_t id   = ((c->key * 0x9e3779b97f4a7c15u + ends) * 0x9e3779b97f4a7c15u + count) * 0x9e3779b97f4a7c15u;
+    e.kind = receives ? HPML_TRACE_RECEIVE : HPML_TRACE_SEND, e.lane = HPML_LANE_COMM, e.name = "message";
+    e.start = hpml_comm_now(c), e.number = (int64_t)(id >> 12); /* what a double can hold */
+    hpml_trace_add(c->trace, &e);
 }
 
 /* One round of a collective: sends to one rank and receives from one at the same time; -1: none. */
@@ -975,9 +1100,11 @@ HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out,
     hpml_status  got = HPML_OK, sent = HPML_OK;
     if (to < 0 && from < 0) return HPML_OK;
     c->counters.rounds++;
+    if (to >= 0) hpmlc_arrow(c, false, to);
     if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &i);
     if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &o);
     if (from >= 0) got = hpml_wait(c, &i);
+    if (from >= 0) hpmlc_arrow(c, true, from);
     if (to >= 0) sent = hpml_wait(c, &o); /* both, or one would outlive its place on the stack */
     return got != HPML_OK ? got : sent;
 }
@@ -1044,7 +1171,7 @@ typedef struct hpmlc_inbox {
     hpmlc_gate    gate;
     hpml_message *posted, **last; /* sends, in order of arrival */
     hpml_comm    *owner;          /* while it is open */
-    int           peer;           /* what the sleeper waits for: rank of the world, -1: nothing */
+    int           peer;           /* whom its owner waits for: rank of the world, -1: nobody */
     const char   *doing;
     int           core;           /* 1 + that of its owner's last wait */
     char          pad[64];
@@ -1067,9 +1194,11 @@ struct hpml_world {
     bool               *left;     /* (ranks) have closed their first communicator */
     int                 failed;   /* 1 + the rank that failed first; 0: none. Written once, under the mutex */
     char                text[512];
+    bool                buffered; /* sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_agent        *agents, *turn; /* CLOCK: all threads, and the one that runs */
     int                 agent_count;
     double             *card;     /* (2 (ranks + nodes)) when each sender's and receiver's card is free again */
+    double             *busy;     /* (ranks) until when each has said that it is at work */
 };
 
 /* Deadlines count by a clock that nobody sets, where condition variables can have one (not under -std=c99). */
@@ -1207,15 +1336,17 @@ HPMLC_FN hpmlc_room *hpmlc_room_new(hpml_world *w, int size)
 HPMLC_FN void hpmlc_room_free(hpmlc_room *r)
 {
     for (int i = 0; i < r->size; i++) {
-        for (hpml_message *m = r->world->kind == HPML_TRANSPORT_CLOCK ? r->inbox[i].posted : NULL, *next; m; m = next) {
+        for (hpml_message *m = r->world->buffered ? r->inbox[i].posted : NULL, *next; m; m = next) {
             next = m->next;
-            free(m); /* sent in virtual time, never received */
+            free(m); /* a copy that was never received */
         }
         hpmlc_gate_close(&r->inbox[i].gate);
     }
     free(r->inbox);
     free(r);
 }
+
+HPMLC_FN bool hpmlc_link_takes_time(const hpml_link *link) { return link->latency > 0 || link->bandwidth > 0; }
 
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network)
 {
@@ -1224,12 +1355,14 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     if (!w) return NULL;
     w->kind = transport, w->ranks = w->running = ranks;
     if (network) w->network = *network;
+    w->buffered = clock || hpmlc_link_takes_time(&w->network.inside) || hpmlc_link_takes_time(&w->network.between);
     w->nodes = hpmlc_network_nodes(&w->network, ranks);
     w->left  = (bool *)calloc((size_t)ranks, sizeof *w->left);
     w->card  = (double *)calloc((size_t)(2 * (ranks + w->nodes)), sizeof *w->card);
+    w->busy  = (double *)calloc((size_t)ranks, sizeof *w->busy);
     pthread_mutex_init(&w->mutex, NULL);
     bool good = hpmlc_network_check("", &w->network, ranks, clock, NULL) == HPML_OK;
-    if (good && w->left && w->card && hpmlc_room_new(w, ranks)) return w;
+    if (good && w->left && w->card && w->busy && hpmlc_room_new(w, ranks)) return w;
     hpml_world_free(w);
     return NULL;
 }
@@ -1244,6 +1377,7 @@ HPML_API void hpml_world_free(hpml_world *w)
     pthread_mutex_destroy(&w->mutex);
     free(w->left);
     free(w->card);
+    free(w->busy);
     free(w);
 }
 
@@ -1256,6 +1390,48 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
         hpmlc_world_wake(w);
     }
     pthread_mutex_unlock(&w->mutex);
+}
+
+/* Whom rank `at` of the world waits for, -1: nobody: it works, or hangs. Its thread that serves `room` is asked first,
+   then its others, because a thread may itself wait for the one in the background. w->mutex held. */
+HPMLC_FN int hpmlc_world_waits(hpml_world *w, hpmlc_room **room, int at)
+{
+    hpmlc_room *first = *room;
+    for (hpmlc_room *r = first, *next = w->rooms; r; r = next, next = next ? next->next : NULL)
+        for (int i = 0; i < r->size; i++) {
+            int peer = __atomic_load_n(&r->inbox[i].peer, __ATOMIC_ACQUIRE);
+            if (peer < 0 || !r->inbox[i].owner || r->inbox[i].owner->origin[i] != at) continue;
+            *room = r;
+            return peer;
+        }
+    return -1;
+}
+
+HPMLC_FN int hpmlc_threads_lost(hpml_comm *c, const hpml_message *m, double *busy)
+{
+    hpml_world *w    = c->room->world;
+    hpmlc_room *room = c->room;
+    int         peer = c->origin[m->peer], at = peer;
+    pthread_mutex_lock(&w->mutex);
+    for (int hops = 0, next; hops < w->ranks; hops++, at = next)
+        if ((next = hpmlc_world_waits(w, &room, at)) < 0) break;
+    *busy = w->busy[at];
+    if (w->failed) at = -1; /* who has told of it waits no more: the chain may be broken */
+    pthread_mutex_unlock(&w->mutex);
+    return at == c->origin[c->rank] ? peer : at; /* in a circle nobody is the one */
+}
+
+HPMLC_FN void hpmlc_threads_busy(hpml_comm *c, double seconds)
+{
+    hpml_world *w = c->room->world;
+    pthread_mutex_lock(&w->mutex);
+    w->busy[c->origin[c->rank]] = hpml_now() + seconds;
+    pthread_mutex_unlock(&w->mutex);
+}
+
+HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer)
+{
+    if (c->room) __atomic_store_n(&c->room->inbox[c->rank].peer, peer, __ATOMIC_RELEASE);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1291,6 +1467,21 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_unlock(&in->gate.mutex);
 }
 
+/* Posts a copy of the send m, which is then done, as behind the buffer of a network card: the sender goes on. */
+HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m)
+{
+    hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
+    m->done = true;
+    if (!copy) {
+        m->status = hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a message of %zu bytes", m->bytes);
+        return;
+    }
+    *copy      = *m;
+    copy->data = (char *)(copy + 1);
+    if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
+    hpmlc_inbox_post(c, &c->room->inbox[m->peer], copy);
+}
+
 /* Takes what the receive m waits for out of the inbox, or the send m itself; NULL when it is not there. What is on its
    way is not there, either: then m->arrival says until when. */
 HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
@@ -1300,7 +1491,7 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_lock(&in->gate.mutex);
     for (at = &in->posted; (sent = *at) != NULL; at = &sent->next)
         if (m->receiving ? sent->tag == m->tag && (int)sent->posted == m->peer : sent == m) break;
-    if (sent && m->receiving && !m->owner->agent && sent->arrival > 0 && sent->arrival > hpml_now()) {
+    if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) {
         m->arrival = sent->arrival;
         sent       = NULL;
     }
@@ -1316,7 +1507,8 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
     if (m->receiving) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
-    hpmlc_inbox_post(c, &c->room->inbox[m->peer], m);
+    if (c->room->world->buffered) hpmlc_inbox_post_copy(c, m);
+    else hpmlc_inbox_post(c, &c->room->inbox[m->peer], m);
 }
 
 #ifdef __linux__
@@ -1357,13 +1549,22 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
 }
 #endif
 
-/* A receive meets its send: one pass over the data. */
-HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, const hpml_message *sent)
+/* A receive meets its send: one pass over the data. The sender may go on, if it has not yet. */
+HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
+    hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
     if (sent->bytes != m->bytes) hpmlc_mismatch(c, m, sent->bytes);
     else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
     else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
     m->done = true;
+    if (c->room->world->buffered) {
+        free(sent);
+        return;
+    }
+    pthread_mutex_lock(&gate->mutex);
+    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* from now on the sender's struct may be gone */
+    hpmlc_gate_wake_held(c->room->world, gate);
+    pthread_mutex_unlock(&gate->mutex);
 }
 
 /* A message that will not be, after the world has failed. */
@@ -1384,14 +1585,7 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
         if (m->moved != look || m->arrival > 0) sent = hpmlc_inbox_take(in, m); /* something new since the last look */
         m->moved = look;
     }
-    if (sent) { /* the sender may go on; its message is gone the moment it is done */
-        hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
-        hpmlc_meet(c, m, sent);
-        pthread_mutex_lock(&gate->mutex);
-        __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE);
-        hpmlc_gate_wake_held(c->room->world, gate);
-        pthread_mutex_unlock(&gate->mutex);
-    }
+    if (sent) hpmlc_meet(c, m, sent);
     if (hpmlc_done(m) || !__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) return;
     if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_give_up(c, m); /* a send may be in somebody's hands */
 }
@@ -1400,12 +1594,13 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_inbox *in      = &c->room->inbox[c->rank];
     bool         counted = true;
+    double       early   = hpmlc_spin(c) < HPMLC_ROOMY ? 0 : HPMLC_EARLY;
     for (const hpml_message *p = c->pending; p; p = p->next) /* something is on its way: not a deadlock */
         if (p->arrival > 0) {
             counted = false;
-            if (p->arrival < until) until = p->arrival;
+            if (p->arrival - early < until) until = p->arrival - early;
         }
-    in->peer  = c->origin[m->peer];
+    hpmlc_waits(c, c->origin[m->peer]);
     in->doing = c->doing;
     hpmlc_gate_sleep(c->room->world, &in->gate, &c->seen, until, counted);
 }
@@ -1432,7 +1627,7 @@ HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
 {
-    const int   tag    = HPMLC_TAG_COLLECTIVE + HPMLC_TAGS;
+    const int   tag    = HPMLC_TAG_EXTRA;
     hpml_status status = HPML_OK;
     hpmlc_room *room   = NULL;
     if (part->rank == 0) {
@@ -1463,7 +1658,8 @@ HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
 
 static const hpml_transport hpmlc_threads = {
     "threads", hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block, hpmlc_threads_abandon,
-    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL, (size_t)512 << 10, 2e-6, 0.25e-9
+    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL, (size_t)512 << 10, 2e-6, 0.25e-9,
+    hpmlc_threads_lost, hpmlc_threads_busy
 };
 
 HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
@@ -1496,6 +1692,9 @@ HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
 typedef struct hpmlc_gate { unsigned changes; } hpmlc_gate; /* jobs are done at once: nobody sleeps */
 #endif /* HPML_NO_THREADS */
 
+#ifdef HPML_NO_THREADS
+HPMLC_FN void hpmlc_waits(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) {}
+#endif
 #if defined(HPML_NO_THREADS) || !defined(__linux__)
 HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
 #endif
@@ -1504,48 +1703,72 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 // >>mpi   messages between processes, by MPI
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Only MPI_Isend, MPI_Irecv, MPI_Iallreduce and MPI_Test are used, so waiting is ours. Messages travel in pieces of
-   HPMLC_PIECE bytes, two under way at a time: counts beyond 2^31 are no matter, and one piece is added while the next
-   arrives. One lock serves all communicators of a process, which lets a background thread work under
-   MPI_THREAD_SERIALIZED.
+/* Of MPI's calls only MPI_Init and MPI_Finalize wait for another rank: sends, receives, MPI_Iallreduce and
+   MPI_Comm_idup are begun, then tested, so that waiting is ours. (The probe for words, and the calls that ask, set and
+   free are local; MPI_Comm_free sends nothing in MPICH and Open MPI either.) Messages travel in pieces of HPMLC_PIECE
+   bytes, two in flight at a time: counts beyond 2^31 are no matter, and one piece is added while the next arrives. One
+   lock serves all communicators of a process, which lets a background thread work under MPI_THREAD_SERIALIZED.
 
-   A second communicator carries words: "I have failed, because ...", "I have left", "I wait for ..., and have done so
-   for half the deadline". They are looked for while a rank sleeps, so a wait for a lost rank ends at once; the deadline
-   ends those for a rank that was killed without a word, and who waits for whom tells which one that is. */
+   Words are short messages from each rank to each: "I have failed, because ...", "I have left", "I wait for rank 3, and
+   have done so for half the deadline", "I am at work". A rank that waits polls for words, so a wait for a rank that has
+   failed or left ends at once; the deadline ends a wait for a rank that was killed without a word, and the chain of who
+   waits for whom names that rank. */
 
 #ifdef HPML_USE_MPI
 
 #define HPMLC_PIECE ((size_t)4 << 20)
-#define HPMLC_WORD  256 /* bytes of a word: 'L', 'F' or 'W', then text */
+#define HPMLC_WORD  256  /* bytes of 'L' (left) or 'F' (failed) and a text; what else is said is shorter */
+#define HPMLC_BUSY  25   /* words for it */
+#define HPMLC_PARTS 128  /* at most, with the first communicator */
 
+typedef struct hpmlc_shared hpmlc_shared;
 struct hpmlc_mpi {
-    MPI_Comm       comm;
-    hpml_message  *sending; /* sends of many pieces, and those behind them; oldest first */
-    /* The first communicator's, for all that were split from it: */
+    hpmlc_shared *shared;
+    MPI_Comm      comm;    /* the first communicator's, on which all its parts send, too */
+    MPI_Comm      native;  /* for MPI_Iallreduce; MPI_COMM_NULL: none */
+    int           part;    /* its number; its tags are HPMLC_TAG_SPAN of their own */
+    hpml_message *sending; /* sends of many pieces, and those behind them; oldest first */
+};
+
+struct hpmlc_shared { /* by a first communicator with all that were split from it */
+    int            rank, size;
+    double         timeout;
+    hpml_comm     *owner;   /* the first communicator */
+    hpmlc_shared  *next;    /* see hpmlc_mpi_living */
     MPI_Errhandler before;  /* the world's, given back in the end */
-    MPI_Comm       words;
-    char          *heard;   /* (world size) 0, 'L' left, 'F' failed */
-    double        *awaits;  /* (world size, 2) whom each has said it waits for, and when; 0: never */
+    MPI_Comm       comm;    /* of words, ... */
+    int            tag;     /* ... and their tag */
+    int            from;    /* whose word arrives, -1: nobody's */
+    MPI_Request    hearing; /* its receive */
+    char           word[HPMLC_WORD];
+    char          *heard;   /* (size) the first letter of what each has said last; 0: nothing */
+    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., words themselves: a rank's is "I wait for it", size
+                               "I wait for all", size + 1 + k "I am at work, for up to 2^k / 256 s" */
+    double        *awaits;  /* (size, 2) the number that each has said last, and until when it counts */
     int            failed;  /* 1 + the first rank that said it has failed */
     char           text[HPMLC_WORD];
-    char           mine[2][HPMLC_WORD]; /* my words, while they are being sent: the last one, before it 'W' */
+    char           mine[HPMLC_WORD]; /* my last word, */
+    MPI_Request   *saying;           /* (size) while it is being sent */
     bool           told;
     bool           roomy;   /* a core for each rank of this node */
     int            level;   /* of thread support */
+    int            parts;   /* numbers that MPI's tags suffice for */
+    int64_t        newest;  /* the last part's number, before it is taken modulo `parts` */
+    bool           taken[HPMLC_PARTS]; /* by a living part of this rank */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
 };
 
 #ifndef HPML_NO_THREADS
-HPMLC_FN void hpmlc_mpi_lock(hpml_comm *c) { pthread_mutex_lock(&c->first->mpi->lock); }
-HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c) { pthread_mutex_unlock(&c->first->mpi->lock); }
+HPMLC_FN void hpmlc_mpi_lock(hpmlc_shared *x) { pthread_mutex_lock(&x->lock); }
+HPMLC_FN void hpmlc_mpi_unlock(hpmlc_shared *x) { pthread_mutex_unlock(&x->lock); }
 #else
-HPMLC_FN void hpmlc_mpi_lock(hpml_comm *c HPMLC_UNUSED) {}
-HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_mpi_lock(hpmlc_shared *x HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_mpi_unlock(hpmlc_shared *x HPMLC_UNUSED) {}
 #endif
 
-/* m NULL: of an allreduce. */
+/* m NULL: of what all ranks do. */
 HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
     char text[MPI_MAX_ERROR_STRING];
@@ -1553,8 +1776,8 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
     MPI_Error_string(code, text, &length);
     MPI_Error_class(code, &kind);
     if (!m)
-        return hpmlc_fail(c, HPML_ERR_COMM, "allreduce (native): MPI says: %.*s; all ranks must pass the same counts",
-                          length, text);
+        return hpmlc_fail(c, HPML_ERR_COMM, "%s: MPI says: %.*s; all ranks must pass the same counts", c->doing, length,
+                          text);
     m->done = true;
     if (kind != MPI_ERR_TRUNCATE)
         return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->doing,
@@ -1588,17 +1811,18 @@ HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
         if (older->done || older->peer != m->peer || older->tag != m->tag) continue;
         if (older->posted < hpmlc_mpi_pieces(older)) return;
     }
-    hpmlc_mpi_lock(c);
+    const int peer = c->origin[m->peer], tag = c->mpi->part * HPMLC_TAG_SPAN + m->tag;
+    hpmlc_mpi_lock(c->mpi->shared);
     for (; m->posted < end && code == MPI_SUCCESS; m->posted++) {
         size_t      at = m->posted * HPMLC_PIECE;
         int         n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
         char       *data = hpmlc_mpi_place(m, at);
         MPI_Request request;
-        code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request)
-                            : MPI_Isend(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request);
+        code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, peer, tag, c->mpi->comm, &request)
+                            : MPI_Isend(data, n, MPI_BYTE, peer, tag, c->mpi->comm, &request);
         memcpy(&m->native[m->posted % 2], &request, sizeof request);
     }
-    hpmlc_mpi_unlock(c);
+    hpmlc_mpi_unlock(c->mpi->shared);
     if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
 }
 
@@ -1628,10 +1852,10 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     hpmlc_mpi_feed(c, m);
     if (m->done || m->posted <= m->moved / HPMLC_PIECE) return; /* nothing under way */
     memcpy(&request, slot, sizeof request);
-    hpmlc_mpi_lock(c);
+    hpmlc_mpi_lock(c->mpi->shared);
     code = MPI_Test(&request, &there, &status);
     if (code == MPI_SUCCESS && there && m->receiving) MPI_Get_count(&status, MPI_BYTE, &count);
-    hpmlc_mpi_unlock(c);
+    hpmlc_mpi_unlock(c->mpi->shared);
     memcpy(slot, &request, sizeof request);
     if (code != MPI_SUCCESS) { hpmlc_mpi_error(c, m, code); return; }
     if (!there) return;
@@ -1657,59 +1881,150 @@ HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>mpi-words   who has failed, who has left; creating and closing
+// >>mpi-words   words between ranks: who has failed, left, waits or works; waits of all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Listens for words. */
-HPMLC_FN void hpmlc_mpi_listen(hpml_comm *c)
+HPMLC_FN bool hpmlc_mpi_over(void)
 {
-    hpmlc_mpi *x = c->first->mpi;
-    hpmlc_mpi_lock(c);
-    for (int there = 1; there;) {
-        char       word[HPMLC_WORD];
-        MPI_Status status;
-        if (MPI_Iprobe(MPI_ANY_SOURCE, 0, x->words, &there, &status) != MPI_SUCCESS || !there) break;
-        MPI_Recv(word, HPMLC_WORD, MPI_BYTE, status.MPI_SOURCE, 0, x->words, MPI_STATUS_IGNORE);
-        word[HPMLC_WORD - 1] = 0;
-        if (word[0] == 'W') {
-            x->awaits[2 * status.MPI_SOURCE] = atoi(word + 1), x->awaits[2 * status.MPI_SOURCE + 1] = hpml_now();
+    int over = 0;
+    MPI_Finalized(&over);
+    return over;
+}
+
+/* Sends `word`, which must stay as it is until it has arrived, to all others. requests NULL: that is never tested,
+   because the word stays for ever. x is locked. */
+HPMLC_FN void hpmlc_mpi_send(hpmlc_shared *x, const void *word, int bytes, MPI_Request *requests)
+{
+    for (int i = 0; i < x->size && !hpmlc_mpi_over(); i++) {
+        MPI_Request request;
+        if (i == x->rank || MPI_Isend(word, bytes, MPI_BYTE, i, x->tag, x->comm, &request) != MPI_SUCCESS) continue;
+        if (requests) requests[i] = request;
+        else MPI_Request_free(&request);
+    }
+}
+
+HPMLC_FN void hpmlc_mpi_send_number(hpmlc_shared *x, int number)
+{
+    hpmlc_mpi_lock(x);
+    hpmlc_mpi_send(x, &x->number[number], (int)sizeof *x->number, NULL);
+    hpmlc_mpi_unlock(x);
+}
+
+/* The last word. */
+HPMLC_FN void hpmlc_mpi_say(hpmlc_shared *x, char kind, const char *text)
+{
+    hpmlc_mpi_lock(x);
+    if (!x->told) {
+        x->told = true;
+        snprintf(x->mine, HPMLC_WORD, "%c%s", kind, text);
+        hpmlc_mpi_send(x, x->mine, HPMLC_WORD, x->saying);
+    }
+    hpmlc_mpi_unlock(x);
+}
+
+HPMLC_FN void hpmlc_mpi_tell(hpml_comm *c, const char *text) { hpmlc_mpi_say(c->mpi->shared, 'F', text); }
+
+/* The next word that has arrived, in x->word: who sends it, or -1. */
+HPMLC_FN int hpmlc_mpi_hear(hpmlc_shared *x, int *bytes)
+{
+    MPI_Status status;
+    int        there = 0, from = x->from;
+    if (from < 0) {
+        if (MPI_Iprobe(MPI_ANY_SOURCE, x->tag, x->comm, &there, &status) != MPI_SUCCESS || !there) return -1;
+        from = status.MPI_SOURCE;
+        if (MPI_Irecv(x->word, HPMLC_WORD, MPI_BYTE, from, x->tag, x->comm, &x->hearing) != MPI_SUCCESS) return -1;
+        x->from = from;
+    }
+    int code = MPI_Test(&x->hearing, &there, &status);
+    if (code == MPI_SUCCESS && !there) return -1;
+    x->from = -1;
+    if (code != MPI_SUCCESS) return -1;
+    MPI_Get_count(&status, MPI_BYTE, bytes);
+    return from;
+}
+
+/* Listens for words. */
+HPMLC_FN void hpmlc_mpi_listen(hpmlc_shared *x)
+{
+    int bytes = 0;
+    hpmlc_mpi_lock(x);
+    for (int from; (from = hpmlc_mpi_hear(x, &bytes)) >= 0;) {
+        int32_t number;
+        memcpy(&number, x->word, sizeof number);
+        if (bytes == (int)sizeof number) {
+            double lasts = number > x->size ? ldexp(1, number - x->size - 9) : x->timeout;
+            x->awaits[2 * from] = number, x->awaits[2 * from + 1] = hpml_now() + lasts;
             continue;
         }
-        x->heard[status.MPI_SOURCE] = word[0];
-        if (word[0] == 'F' && !x->failed) {
-            memcpy(x->text, word + 1, HPMLC_WORD - 1);
-            x->failed = status.MPI_SOURCE + 1;
-        }
+        x->heard[from] = x->word[0];
+        if (x->word[0] != 'F' || x->failed) continue;
+        x->word[HPMLC_WORD - 1] = 0;
+        memcpy(x->text, x->word + 1, HPMLC_WORD - 1);
+        x->failed = from + 1;
     }
-    hpmlc_mpi_unlock(c);
+    hpmlc_mpi_unlock(x);
 }
 
-HPMLC_FN void hpmlc_mpi_say(hpml_comm *c, char kind, const char *text)
+/* The number that a rank has said, as long as it counts: for a deadline, or as long as it is busy; -1: none. */
+HPMLC_FN int hpmlc_mpi_said(const hpmlc_shared *x, int rank)
 {
-    hpml_comm *first = c->first;
-    hpmlc_mpi *x     = first->mpi;
-    hpmlc_mpi_lock(c);
-    if (!x->told) {
-        char *word = x->mine[kind == 'W'];
-        x->told    = kind != 'W';
-        snprintf(word, HPMLC_WORD, "%c%s", kind, text);
-        for (int i = 0; i < first->size; i++) {
-            MPI_Request request;
-            if (i == first->rank) continue;
-            if (MPI_Isend(word, HPMLC_WORD, MPI_BYTE, i, 0, x->words, &request) == MPI_SUCCESS)
-                MPI_Request_free(&request);
-        }
-    }
-    hpmlc_mpi_unlock(c);
+    return hpml_now() < x->awaits[2 * rank + 1] ? (int)x->awaits[2 * rank] : -1;
 }
 
-HPMLC_FN void hpmlc_mpi_tell(hpml_comm *c, const char *text) { hpmlc_mpi_say(c, 'F', text); }
+/* Says whom this rank waits for, size: for all, when half the deadline is over, and then in each half of one. */
+HPMLC_FN void hpmlc_mpi_worry(hpmlc_shared *x, int number, double until, double *said)
+{
+    double now = hpml_now();
+    if ((*said <= 0 && now < until - 0.5 * x->timeout) || now < *said + 0.5 * x->timeout) return;
+    *said = now;
+    hpmlc_mpi_send_number(x, number);
+}
+
+/* When all are waited for: the first rank without a word, or else the first that is at work. -1: all wait. */
+HPMLC_FN int hpmlc_mpi_absent(const hpmlc_shared *x)
+{
+    int absent = -1;
+    for (int i = x->size - 1; i >= 0; i--)
+        if (i != x->rank && hpmlc_mpi_said(x, i) > x->size) absent = i;
+    for (int i = x->size - 1; i >= 0; i--)
+        if (i != x->rank && hpmlc_mpi_said(x, i) < 0) absent = i;
+    return absent;
+}
+
+/* The end of those who wait for one another, from `at` on; -1: from all on, and back there. *busy: until when it is at
+   work, if it says so. */
+HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
+{
+    if (at < 0) at = hpmlc_mpi_absent(x);
+    for (int hops = 0; at >= 0 && hops < x->size; hops++) {
+        int next = hpmlc_mpi_said(x, at);
+        if (next == x->size) next = hpmlc_mpi_absent(x);
+        if (next < 0 || next > x->size) break;
+        at = next;
+    }
+    *busy = at >= 0 && hpmlc_mpi_said(x, at) > x->size ? x->awaits[2 * at + 1] : 0;
+    return at;
+}
+
+HPMLC_FN int hpmlc_mpi_lost(hpml_comm *c, const hpml_message *m, double *busy)
+{
+    const hpmlc_shared *x  = c->mpi->shared;
+    int              at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
+    return at == x->rank ? c->origin[m->peer] : at;
+}
+
+HPMLC_FN void hpmlc_mpi_busy(hpml_comm *c, double seconds)
+{
+    int k = 0;
+    while (k < HPMLC_BUSY - 1 && ldexp(1, k - 8) < seconds) k++;
+    hpmlc_mpi_send_number(c->mpi->shared, c->first->size + 1 + k);
+}
 
 /* A receive can be called off, unless half of it is here; such a one, and a send, cannot, and its data must live as
    long as the process, which ends soon. */
 HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_mpi_lock(c);
+    hpmlc_mpi_lock(c->mpi->shared);
     for (size_t k = m->moved / HPMLC_PIECE; m->receiving && k < m->posted; k++) {
         MPI_Request request;
         int         over = 0;
@@ -1718,110 +2033,75 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
         for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait would wait for a half that may never come */
             if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
-    hpmlc_mpi_unlock(c);
+    hpmlc_mpi_unlock(c->mpi->shared);
     hpmlc_unlist(&c->mpi->sending, m);
     m->done = true;
 }
 
-/* Half the deadline is over: says so, and finds out whom the one it waits for waits for itself, and so on. */
-HPMLC_FN void hpmlc_mpi_worry(hpml_comm *c, hpml_message *m, int peer)
+HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
 {
-    const hpmlc_mpi *x = c->first->mpi;
-    char             text[16];
-    snprintf(text, sizeof text, "%d", peer);
-    if (m->arrival <= 0) hpmlc_mpi_say(c, 'W', text);
-    m->arrival = 1;
-    for (int i = 0; i < c->first->size; i++) {
-        double when = x->awaits[2 * peer + 1];
-        if (when > 0 && hpml_now() - when < c->timeout) peer = (int)x->awaits[2 * peer];
-    }
-    c->lost = peer + 1;
+    const hpmlc_shared *x = c->mpi->shared;
+    return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
 /* Gives the core away for a moment, now by yielding, now by a nap, which costs a large message more than it frees: with
    a core for each rank not in the first milliseconds. A lost peer ends the wait. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
-    hpmlc_mpi *x    = c->first->mpi;
+    hpmlc_shared *x    = c->mpi->shared;
     int        peer = c->origin[m->peer];
-    hpmlc_mpi_listen(c);
+    hpmlc_mpi_listen(x);
     if (x->failed || x->heard[peer] == 'L') {
         if (!x->failed) hpmlc_mpi_test(c, m); /* it may have sent this before it left */
         if (m->done) return;
         hpmlc_mpi_abandon(c, m);
-        if (x->failed) m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
+        if (x->failed) m->status = hpmlc_mpi_peer_failed(c);
         else m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
                                     c->doing);
         return;
     }
-    if (hpml_now() > until - 0.5 * c->timeout) hpmlc_mpi_worry(c, m, peer);
+    hpmlc_mpi_worry(x, peer, until, &m->arrival);
     if (c->seen++ % 64 < 16 || (x->roomy && hpmlc_spin(c) > 0 && c->seen < 5000)) hpmlc_pause(true);
     else hpmlc_nap(30e-6);
 }
 
-/* Says goodbye and waits to hear it from the others, so that nobody ends MPI under a message. */
-HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
+/* The deadline of hpmlc_mpi_all has passed. Returns a later one where a rank says that it is busy. */
+HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
 {
-    hpmlc_mpi *x = c->mpi;
-    if (c == c->first) {
-        bool   failed = hpml_ctx_status(c->ctx) != HPML_OK, all = false;
-        double limit  = hpml_now() + (failed ? 5 : c->timeout < 0 ? 60 : c->timeout);
-        hpmlc_mpi_say(c, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
-        while (!all && hpml_now() < limit) {
-            all = true;
-            hpmlc_mpi_listen(c);
-            for (int i = 0; i < c->size; i++) all = all && (i == c->rank || x->heard[i]);
-            if (!all) hpmlc_nap(100e-6);
-        }
-        if (all) MPI_Comm_free(&x->words);
-        MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
-        MPI_Errhandler_free(&x->before);
-    }
-    hpmlc_mpi_lock(c);
-    if (hpml_ctx_status(c->ctx) == HPML_OK) MPI_Comm_free(&x->comm);
-    hpmlc_mpi_unlock(c);
-#ifndef HPML_NO_THREADS
-    if (c == c->first) pthread_mutex_destroy(&x->lock);
-#endif
+    const hpmlc_shared *x = c->mpi->shared;
+    char                who[48] = "all ranks";
+    double              busy;
+    int                 at = hpmlc_mpi_end(x, -1, &busy);
+    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout);
+    if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->heard[at] == 'L' ? ", which has left," : "");
+    if (at < 0 && code != MPI_SUCCESS) hpmlc_mpi_error(c, NULL, code);
+    else hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for %s in %s, step %lld; are all ranks alive and in the same "
+                    "operation? (.timeout sets the limit)", c->timeout, who, c->doing, (long long)c->step);
+    return hpml_now();
 }
 
-HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks HPMLC_UNUSED,
-                                     int count HPMLC_UNUSED, int color)
+/* Until a request is done in which all ranks take part: as fast as MPI's blocking call, but with a deadline and an ear
+   for ranks that have failed. An error of MPI's names no rank, so the deadline is waited for to know who is silent. */
+HPMLC_FN hpml_status hpmlc_mpi_all(hpml_comm *c, int code, MPI_Request *request)
 {
-    MPI_Comm comm;
-    hpmlc_mpi_lock(c);
-    int code = MPI_Comm_split(c->mpi->comm, part ? color : MPI_UNDEFINED, part ? part->rank : 0, &comm);
-    if (part && code == MPI_SUCCESS) MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
-    hpmlc_mpi_unlock(c);
-    if (!part) return HPML_OK;
-    /* Memory after what all ranks must take part in. */
-    part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL);
-    if (!part->mpi) return hpml_ctx_status(c->ctx);
-    part->mpi->comm = comm;
-    return code == MPI_SUCCESS ? HPML_OK : hpmlc_fail(c, HPML_ERR_COMM, "MPI_Comm_split gave error %d", code);
-}
-
-/* As fast as MPI's blocking call, but with a deadline and an ear for ranks that have failed. */
-HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *request)
-{
-    hpmlc_mpi *x     = c->first->mpi;
-    double     limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
-    int        there = 0;
-    while (code == MPI_SUCCESS && !there) {
-        hpmlc_mpi_lock(c);
+    hpmlc_shared *x     = c->mpi->shared;
+    double        limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout, said = 0;
+    int           there = 0, kind = MPI_SUCCESS;
+    while (hpml_ctx_status(c->ctx) == HPML_OK) {
+        hpmlc_mpi_lock(x);
         for (int turn = 0; turn < 64 && code == MPI_SUCCESS && !there; turn++)
             code = MPI_Test(request, &there, MPI_STATUS_IGNORE);
-        hpmlc_mpi_unlock(c);
-        hpmlc_mpi_listen(c);
-        if (there || code != MPI_SUCCESS) break;
-        if (x->failed) return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
-        if (hpml_now() > limit)
-            return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for all ranks in allreduce (native), step %lld; are "
-                              "they alive and in the same operation? (.timeout sets the limit)", c->timeout,
-                              (long long)c->step);
+        if (code != MPI_SUCCESS) MPI_Error_class(code, &kind);
+        hpmlc_mpi_unlock(x);
+        hpmlc_mpi_listen(x);
+        if (code == MPI_SUCCESS && there) return HPML_OK;
+        if (kind == MPI_ERR_TRUNCATE) return hpmlc_mpi_error(c, NULL, code);
+        if (x->failed) return hpmlc_mpi_peer_failed(c);
+        hpmlc_mpi_worry(x, x->size, limit, &said);
         hpmlc_pause(true);
+        if (hpml_now() > limit) limit = hpmlc_mpi_all_late(c, code);
     }
-    return code == MPI_SUCCESS ? HPML_OK : hpmlc_mpi_error(c, NULL, code);
+    return hpml_ctx_status(c->ctx);
 }
 
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
@@ -1833,88 +2113,341 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
     hpml_status        status  = HPML_OK;
     if (types[element] == none)
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): MPI has no bf16; choose another algorithm");
+    if (c->mpi->native == MPI_COMM_NULL)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): a part of a communicator has no MPI "
+                          "communicator, because MPI makes one only by a call without a deadline; choose another "
+                          "algorithm, or split with MPI and give hpml_comm_create the part as .mpi_comm");
+    c->doing = "allreduce (native)";
     for (int64_t at = 0, part; at < n && status == HPML_OK; at += part) {
         MPI_Request request;
         part = hpmlc_min(n - at, (int64_t)1 << 30);
-        hpmlc_mpi_lock(c);
+        hpmlc_mpi_lock(c->mpi->shared);
         int code = MPI_Iallreduce(MPI_IN_PLACE, (char *)data + (size_t)at * size, (int)part, types[element], how,
-                                  c->mpi->comm, &request);
-        hpmlc_mpi_unlock(c);
-        status = hpmlc_mpi_native_wait(c, code, &request);
+                                  c->mpi->native, &request);
+        hpmlc_mpi_unlock(c->mpi->shared);
+        status = hpmlc_mpi_all(c, code, &request);
     }
+    if (status == HPML_OK) c->doing = "allreduce";
     return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>mpi-create   creating, splitting, closing over MPI; exit
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A duplicate, asked for by all ranks. After an error its place is never freed, because MPI may still write there. */
+HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
+{
+    hpmlc_shared *x     = c->mpi->shared;
+    MPI_Comm   *place = (MPI_Comm *)malloc(sizeof *place);
+    MPI_Request request;
+    if (!place) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for an MPI communicator");
+    hpmlc_mpi_lock(x);
+    int code = MPI_Comm_idup(from, place, &request);
+    hpmlc_mpi_unlock(x);
+    hpml_status status = hpmlc_mpi_all(c, code, &request);
+    if (status != HPML_OK) return status;
+    *out = *place;
+    free(place);
+    MPI_Comm_set_errhandler(*out, MPI_ERRORS_RETURN);
+    return HPML_OK;
+}
+
+HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
+{
+    hpmlc_mpi_lock(x);
+    x->taken[number] = false;
+    hpmlc_mpi_unlock(x);
+}
+
+/* The number of a part, for its tags: above all that its ranks have had, until MPI's tags run out; then the next that
+   no living part has on any rank. All ranks of c agree on it. 0: none is free, or an error. */
+HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
+HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
+{
+    hpmlc_shared *x       = c->mpi->shared;
+    int64_t       ask[2] = { x->newest + 1, 0 }; /* a number; parts that live on one rank */
+    for (int i = 0; i < x->parts; i++) ask[1] += x->taken[i];
+    for (int turn = 0; turn < x->parts; turn++, ask[0]++) {
+        if (hpmlc_agree(c, "split", ask, 2) != HPML_OK) return 0;
+        if (ask[1] == x->parts) break;
+        int64_t number = ask[0], at = number % x->parts, taken;
+        hpmlc_mpi_lock(x);
+        taken = x->taken[at];
+        x->taken[at] = true, x->newest = hpmlc_max(x->newest, number);
+        hpmlc_mpi_unlock(x);
+        const bool mine = !taken;
+        if (hpmlc_agree(c, "split", &taken, 1) != HPML_OK) return 0;
+        if (!taken) return (int)at;
+        if (mine) hpmlc_mpi_release(x, at);
+    }
+    hpmlc_fail(c, HPML_ERR_STATE, "split: %d communicators live on a rank; free those that are not needed", x->parts);
+    return 0;
+}
+
+HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
+                                     int color HPMLC_UNUSED)
+{
+    int  number = hpmlc_mpi_number(c);
+    bool all    = count == c->size && c->mpi->native != MPI_COMM_NULL;
+    if (number == 0) return hpml_ctx_status(c->ctx);
+    if (!part) {
+        hpmlc_mpi_release(c->mpi->shared, number);
+        return HPML_OK;
+    }
+    part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL);
+    if (!part->mpi) {
+        hpmlc_failed(c);
+        return hpml_ctx_status(c->ctx);
+    }
+    part->mpi->shared = c->mpi->shared, part->mpi->comm = c->mpi->comm, part->mpi->part = number;
+    part->mpi->native = MPI_COMM_NULL;
+    for (int i = 0; i < count; i++) all = all && ranks[i] == i;
+    return all ? hpmlc_mpi_duplicate(c, c->mpi->native, &part->mpi->native) : HPML_OK;
+}
+
+/* The one mutable static of this header, because exit passes nothing to its handlers: what the communicators share that
+   hpml_comm_create has made and that live in this process. Its lock is held for moments. */
+static struct { bool locked, handled; pid_t process; hpmlc_shared *first; } hpmlc_mpi_living;
+
+/* Waits to hear from all others, too, that they have left or failed, so that nobody ends MPI under a message. Returns
+   -1, or the rank that keeps one of them from saying so. */
+HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
+{
+    double limit = hpml_now() + patience, busy = 0;
+    for (;; hpmlc_nap(100e-6)) {
+        int absent = -1;
+        hpmlc_mpi_listen(x);
+        hpmlc_mpi_lock(x);
+        for (int i = x->size - 1; i >= 0; i--) {
+            int gone = 0, code = MPI_Test(&x->saying[i], &gone, MPI_STATUS_IGNORE);
+            bool left = i == x->rank || x->heard[i] == 'L' || x->heard[i] == 'F';
+            if (!left || (code == MPI_SUCCESS && !gone)) absent = i;
+        }
+        hpmlc_mpi_unlock(x);
+        if (absent < 0) return -1;
+        if (hpml_now() < limit) continue;
+        int at = hpmlc_mpi_end(x, absent, &busy);
+        if (hpml_now() > busy) return at < 0 ? absent : at;
+    }
+}
+
+/* exit was called: the others hear of it. A launcher may end them when this process ends, so they get a moment. */
+HPMLC_FN void hpmlc_mpi_exit(void)
+{
+    bool said = false;
+    if (hpmlc_mpi_over() || hpmlc_mpi_living.process != getpid()) return;
+    for (hpmlc_shared *x = hpmlc_mpi_living.first; x; x = x->next) {
+        char text[64];
+        if (x->told) continue;
+        snprintf(text, sizeof text, "called exit in step %lld", (long long)x->owner->step);
+        hpmlc_mpi_say(x, 'F', text);
+        hpmlc_mpi_goodbye(x, 5);
+        said = true;
+    }
+    if (said) hpmlc_nap(0.3);
+}
+
+HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
+{
+    hpmlc_shared **at = &hpmlc_mpi_living.first;
+    while (__atomic_test_and_set(&hpmlc_mpi_living.locked, __ATOMIC_ACQUIRE)) hpmlc_pause(true);
+    while (*at && *at != x) at = &(*at)->next;
+    if (living) *at = x;
+    else if (*at) *at = x->next;
+    hpmlc_mpi_living.process = getpid(); /* a child of fork has no other ranks */
+    if (!hpmlc_mpi_living.handled) hpmlc_mpi_living.handled = atexit(hpmlc_mpi_exit) == 0;
+    __atomic_clear(&hpmlc_mpi_living.locked, __ATOMIC_RELEASE);
+}
+
+HPMLC_FN void hpmlc_shared_free(hpmlc_shared *x)
+{
+#ifndef HPML_NO_THREADS
+    pthread_mutex_destroy(&x->lock);
+#endif
+    free(x);
+}
+
+HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
+{
+    if (hpml_ctx_status(c->ctx) != HPML_OK) return; /* messages of its tags may still be on their way */
+    hpmlc_mpi_lock(c->mpi->shared);
+    if (c->mpi->native != MPI_COMM_NULL && !hpmlc_mpi_over()) MPI_Comm_free(&c->mpi->native);
+    hpmlc_mpi_unlock(c->mpi->shared);
+    hpmlc_mpi_release(c->mpi->shared, c->mpi->part);
+}
+
+HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
+{
+    hpmlc_shared *x      = c->mpi->shared;
+    bool          failed = hpml_ctx_status(c->ctx) != HPML_OK;
+    if (c != c->first) {
+        hpmlc_mpi_close_part(c);
+        return;
+    }
+    hpmlc_mpi_list(x, false);
+    if (hpmlc_mpi_over()) return; /* what MPI still had to send was in x */
+    hpmlc_mpi_say(x, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
+    int absent = hpmlc_mpi_goodbye(x, failed ? 5 : c->timeout < 0 ? 60 : c->timeout);
+    if (absent >= 0 && !failed)
+        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank "
+                   "alive? (hpml_comm_busy says that it is at work)", c->timeout, absent, (long long)c->step);
+    if (absent >= 0 && !failed) hpmlc_say_no(&c->farewell, HPML_ERR_TIMEOUT, "%s", hpml_ctx_error(c->ctx));
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
+    MPI_Errhandler_free(&x->before);
+    if (absent < 0 && !failed) MPI_Comm_free(&c->mpi->comm);
+    if (absent < 0) hpmlc_shared_free(x); /* else what is being sent stays until the process ends */
 }
 
 static const hpml_transport hpmlc_mpi_transport = {
     "mpi", hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_abandon,
-    hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 0, 5e-6, 0.3e-9
+    hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 0, 5e-6, 0.3e-9,
+    hpmlc_mpi_lost, hpmlc_mpi_busy
 };
 
-/* Which ranks share memory, as node numbers by first appearance. */
+/* Which ranks have hosts of one name, as node numbers by first appearance. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
 {
-    MPI_Comm node;
-    int      lowest = c->rank, count = 0;
-    if (ranks_per_node > 0) {
-        for (int i = 0; i < c->size; i++) c->node[i] = i / ranks_per_node;
-        return;
+    char     name[MPI_MAX_PROCESSOR_NAME + 1] = { 0 };
+    int      length = 0, count = 0;
+    uint64_t hash   = 1469598103934665603u;
+    for (int i = 0; i < c->size && ranks_per_node > 0; i++) c->node[i] = i / ranks_per_node;
+    if (ranks_per_node > 0) return;
+    int64_t *host = (int64_t *)hpml_ctx_alloc(c->ctx, sizeof *host * (size_t)c->size, NULL);
+    if (!host) { hpmlc_failed(c); return; }
+    MPI_Get_processor_name(name, &length);
+    for (int i = 0; i < length; i++) hash = (hash ^ (unsigned char)name[i]) * 1099511628211u;
+    host[c->rank] = (int64_t)(hash >> 1);
+    if (hpmlc_agree(c, "hpml_comm_create", host, c->size) == HPML_OK)
+        for (int i = 0; i < c->size; i++) {
+            int same = i - 1; /* mostly the one before */
+            while (same >= 0 && host[same] != host[i]) same--;
+            c->node[i] = same >= 0 ? c->node[same] : count++;
+        }
+    hpml_ctx_release(c->ctx, host);
+    hpml_comm_counters_reset(c);
+}
+
+/* Everything in one block, so that sends which nobody waits for have their data as long as it is there. */
+HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
+{
+    int rank, size, found = 0, *most = NULL;
+    MPI_Comm_rank(given, &rank);
+    MPI_Comm_size(given, &size);
+    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &found);
+    const size_t  n    = (size_t)size + 1 + HPMLC_BUSY;
+    const size_t  each = 2 * sizeof(double) + sizeof(MPI_Request) + sizeof(int32_t) + 1;
+    hpmlc_shared *x = (hpmlc_shared *)calloc(1, sizeof *x + each * n);
+    if (!x) return NULL;
+    x->awaits = (double *)(void *)(x + 1);
+    x->saying = (MPI_Request *)(void *)(x->awaits + 2 * n);
+    x->number = (int32_t *)(void *)(x->saying + n);
+    x->heard  = (char *)(x->number + n);
+    for (int i = 0; i < (int)n; i++) x->number[i] = i, x->saying[i] = MPI_REQUEST_NULL;
+    x->rank = rank, x->size = size, x->comm = given, x->tag = found ? *most : 32767, x->from = -1;
+    x->parts = (int)hpmlc_min(((int64_t)x->tag + 1) / HPMLC_TAG_SPAN, HPMLC_PARTS), x->taken[0] = true;
+    x->timeout = timeout;
+    MPI_Query_thread(&x->level);
+#ifndef HPML_NO_THREADS
+    pthread_mutex_init(&x->lock, NULL);
+#endif
+    return x;
+}
+
+/* The deadline of hpmlc_mpi_meet has passed: the error names those that do not even say that they wait. */
+HPMLC_FN bool hpmlc_mpi_late(hpml_ctx *ctx, hpmlc_shared *x, char word)
+{
+    char text[160], names[64] = "";
+    int  used = 0;
+    for (int i = 0; i < x->size && used < 48; i++)
+        if (i != x->rank && x->heard[i] != word && hpmlc_mpi_said(x, i) < 0)
+            used += snprintf(names + used, sizeof names - (size_t)used, "%s rank %d", used ? "," : "", i);
+    snprintf(text, sizeof text, "waited %g s for%s %s hpml_comm_create", x->timeout, used ? names : " all ranks",
+             word == 'Y' ? "to call" : "in");
+    hpmlc_mpi_say(x, 'F', text);
+    hpml_ctx_fail(ctx, HPML_ERR_TIMEOUT, "rank %d: %s; is that rank alive? (.timeout sets the limit)", x->rank, text);
+    return false;
+}
+
+/* Says `word` to all and waits until all have said it, or 'N': such a rank could not start, and none goes on. */
+HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *word)
+{
+    char   theirs = *word == 'N' ? 'Y' : *word;
+    double limit = x->timeout < 0 ? 1e300 : hpml_now() + x->timeout, said = 0;
+    hpmlc_mpi_lock(x);
+    hpmlc_mpi_send(x, word, 1, NULL);
+    hpmlc_mpi_unlock(x);
+    for (int turn = 0;; turn++) {
+        int absent = 0, unready = -1;
+        hpmlc_mpi_listen(x);
+        for (int i = 0; i < x->size; i++) {
+            if (x->heard[i] == 'N') unready = i;
+            else absent += i != x->rank && x->heard[i] != theirs;
+        }
+        if (x->failed)
+            hpml_ctx_fail(ctx, HPML_ERR_PEER, "rank %d: rank %d failed: %s", x->rank, x->failed - 1, x->text);
+        else if (absent == 0 && unready >= 0)
+            hpml_ctx_fail(ctx, HPML_ERR_PEER, "rank %d: rank %d could not start", x->rank, unready);
+        if (x->failed || absent == 0) return hpml_ctx_status(ctx) == HPML_OK;
+        if (hpml_now() > limit) return hpmlc_mpi_late(ctx, x, theirs);
+        hpmlc_mpi_worry(x, x->size, limit, &said);
+        if (turn < 1000) hpmlc_pause(true);
+        else hpmlc_nap(100e-6);
     }
-    MPI_Comm_split_type(c->mpi->comm, MPI_COMM_TYPE_SHARED, c->rank, MPI_INFO_NULL, &node);
-    MPI_Bcast(&lowest, 1, MPI_INT, 0, node);
-    MPI_Comm_free(&node);
-    MPI_Allgather(&lowest, 1, MPI_INT, c->node, 1, MPI_INT32_T, c->mpi->comm);
-    for (int i = 0; i < c->size; i++) { /* the lowest rank of a node stands before the others */
-        if (c->node[i] == i) c->node[i] = count++;
-        else c->node[i] = c->node[c->node[i]];
-    }
+}
+
+/* All ranks come, then all duplicate the caller's communicator, then all have: a rank that is lost on the way is known
+   by what it has not said. A rank without memory comes, too, to say so. */
+HPMLC_FN bool hpmlc_mpi_gather(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
+{
+    static const char words[] = { 'N', 'Y', 'D' };
+    MPI_Errhandler    own;
+    MPI_Comm_get_errhandler(given, &own);
+    MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
+    bool good = hpmlc_mpi_meet(ctx, x, &words[hpml_ctx_status(ctx) == HPML_OK]) &&
+                hpmlc_mpi_duplicate(c, given, &c->mpi->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &words[2]);
+    MPI_Comm_set_errhandler(given, own);
+    MPI_Errhandler_free(&own);
+    return good;
 }
 
 HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
-    int      on = 0, over = 0, rank, size, level = 0, launched = hpml_launched(NULL);
+    int      on = 0, near = 0, launched = hpml_launched(NULL);
     MPI_Comm given;
     MPI_Initialized(&on);
-    MPI_Finalized(&over);
-    if (!on || over)
+    if (!on || hpmlc_mpi_over())
         return hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free "
                              "the context before MPI_Finalize, or use hpml_launch once",
-                             over ? "over" : "not initialized"), (hpml_comm *)NULL;
+                             on ? "over" : "not initialized"), (hpml_comm *)NULL;
     given = d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
-    MPI_Comm_rank(given, &rank);
-    MPI_Comm_size(given, &size);
-    MPI_Query_thread(&level);
-    if (!d->mpi_comm && size == 1 && launched > 1)
+    hpmlc_shared *x = hpmlc_shared_new(given, d->timeout != 0 ? d->timeout : 60);
+    if (!x) return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for words"), (hpml_comm *)NULL;
+    if (!d->mpi_comm && x->size == 1 && launched > 1) {
+        hpmlc_shared_free(x);
         return hpml_ctx_fail(ctx, HPML_ERR_COMM, "comm: the launcher started %d processes but MPI says each is alone: "
                              "mpiexec and libmpi are of different MPIs, or this is the MPICH of Ubuntu 24.04. Use the "
                              "mpiexec that belongs to your mpicc", launched), (hpml_comm *)NULL;
-    hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, rank, size);
-    hpmlc_mpi *x = (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *x, NULL);
-    if (x) x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL);
-    if (x) x->awaits = (double *)hpml_ctx_alloc(ctx, 2 * sizeof(double) * (size_t)size, NULL);
-    int        ready = hpml_ctx_status(ctx) == HPML_OK;
-    MPI_Comm   pair[2];
-    MPI_Comm_dup(given, &pair[0]);
-    MPI_Comm_dup(given, &pair[1]);
-    MPI_Allreduce(MPI_IN_PLACE, &ready, 1, MPI_INT, MPI_MIN, pair[0]);
-    if (!ready) { /* on any rank: no rank goes on alone */
-        MPI_Comm_free(&pair[0]), MPI_Comm_free(&pair[1]);
-        hpml_ctx_fail(ctx, HPML_ERR_PEER, "comm: another rank could not start"); /* the first error is kept */
+    }
+    hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, x->rank, x->size);
+    hpmlc_mpi *m = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *m, NULL) : NULL;
+    if (m) c->mpi = m, m->shared = x, c->timeout = x->timeout, c->doing = "hpml_comm_create", c->spin = 200;
+    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* where MPICH raises errors of MPI_Test */
+    if (!hpmlc_mpi_gather(ctx, c, x, given)) {
+        MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
+        MPI_Errhandler_free(&x->before);
+        if (!x->told) hpmlc_shared_free(x); /* else what is being sent stays until the process ends */
         if (c) c->t = NULL;
         return NULL;
     }
-#ifndef HPML_NO_THREADS
-    pthread_mutex_init(&x->lock, NULL);
-#endif
-    x->level = level, x->comm = pair[0], x->words = pair[1];
-    MPI_Comm_set_errhandler(x->comm, MPI_ERRORS_RETURN);
-    MPI_Comm_set_errhandler(x->words, MPI_ERRORS_RETURN);
-    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
-    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* where MPICH raises errors of MPI_Test */
-    c->mpi  = x;
-    c->spin = 200;
+    x->comm = m->native = m->comm, x->tag = HPMLC_TAG_EXTRA, x->owner = c;
+    memset(x->heard, 0, (size_t)x->size);
+    memset(x->awaits, 0, 2 * sizeof(double) * (size_t)x->size);
+    hpmlc_mpi_list(x, true);
     hpmlc_mpi_nodes(c, d->ranks_per_node);
-    for (int i = ready = 0; i < size; i++) ready += c->node[i] == c->node[rank];
-    x->roomy = ready <= hpmlc_cores(1);
+    for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
+    x->roomy = near <= hpmlc_cores(1);
     return c;
 }
 
@@ -1926,7 +2459,9 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 
 /* Every thread has a clock of its own, moved by hpml_comm_compute and by the arrival of messages; real time does not
    count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
-   of their time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. */
+   of their time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. A
+   receive is over when its message has arrived: who waits for it moves its clock there and lets the others run that are
+   still behind, before it takes the message. */
 
 #ifndef HPML_NO_THREADS
 
@@ -2000,10 +2535,13 @@ HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Virtual time passes until `time`, if it is not there yet. */
+/* Virtual time passes until `time`, if it is not there yet. The threads behind it run first: what this one does next
+   must not come before what they do earlier. */
 HPMLC_FN void hpmlc_agent_until(hpml_comm *c, double time)
 {
-    if (c->agent && c->agent->clock < time) c->agent->clock = time;
+    if (!c->agent || c->agent->clock >= time) return;
+    c->agent->clock = time;
+    hpmlc_agent_yield(c, false);
 }
 
 HPMLC_FN hpmlc_agent *hpmlc_agent_new(hpml_world *w, int rank, double clock)
@@ -2036,39 +2574,33 @@ HPMLC_FN void hpmlc_agent_free(hpml_world *w, hpmlc_agent *me)
 
 HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_inbox  *in = &c->room->inbox[m->peer];
-    hpml_message *copy;
+    hpmlc_inbox *in = &c->room->inbox[m->peer];
     if (m->receiving) return;
     hpmlc_agent_yield(c, false);
-    m->done = true;
-    copy    = (hpml_message *)malloc(sizeof *copy + m->bytes);
-    if (!copy) {
-        m->status = hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a message of %zu bytes", m->bytes);
-        return;
-    }
-    *copy         = *m;
-    copy->data    = (char *)(copy + 1);
-    copy->arrival = hpmlc_arrival(c, m->peer, m->bytes, c->agent->clock);
-    if (copy->arrival <= 0) copy->arrival = c->agent->clock;
-    if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
-    hpmlc_inbox_post(c, in, copy); /* where the sender may be gone when it is read */
+    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, c->agent->clock);
+    if (m->arrival <= 0) m->arrival = c->agent->clock;
+    hpmlc_inbox_post_copy(c, m);
     if (in->owner) hpmlc_agent_rouse(c, in->owner->agent);
 }
 
 HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
     hpml_message *sent = hpmlc_inbox_take(&c->room->inbox[c->rank], m);
-    if (sent) {
-        hpmlc_agent_until(c, sent->arrival);
-        hpmlc_meet(c, m, sent);
-        free(sent);
-    } else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
+    if (sent) hpmlc_meet(c, m, sent);
+    else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
 }
 
+/* Until m's message arrives (an older receive of the same rank and tag gets the next one), or until something is sent to
+   this rank; never until another receive's arrival, because m may be over before. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
-    hpmlc_inbox *in = &c->room->inbox[c->rank];
-    in->peer  = c->origin[m->peer];
+    hpmlc_inbox *in      = &c->room->inbox[c->rank];
+    double       arrival = hpmlc_next(m)->arrival;
+    if (arrival > c->agent->clock) {
+        hpmlc_agent_until(c, arrival);
+        return;
+    }
+    hpmlc_waits(c, c->origin[m->peer]);
     in->doing = c->doing;
     hpmlc_agent_yield(c, true);
 }
@@ -2095,7 +2627,7 @@ HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { 
 
 static const hpml_transport hpmlc_clock = {
     "clock", hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_clock_abandon,
-    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9
+    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9, NULL, NULL
 };
 
 HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
@@ -2108,7 +2640,8 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
         c->t = NULL, c->room->inbox[c->rank].owner = NULL;
         return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
     }
-    c->t = &hpmlc_clock;
+    c->t    = &hpmlc_clock;
+    c->spin = 0; /* one thread runs at a time: nothing comes while this one looks */
     /* What layers compute takes no time, but has its place in it. */
     c->agent->under = (hpmlc_agent *)(uintptr_t)hpml_trace_clock(ctx, &c->agent->clock);
     hpmlc_agent_enter(c);
@@ -2157,7 +2690,8 @@ HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifdef HPML_NO_THREADS /* one rank alone: nothing is ever sent */
-static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 1e-7, 1e-10 };
+static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 1e-7, 1e-10, NULL,
+                                           NULL };
 #endif
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 {
@@ -2228,6 +2762,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     else hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or none goes on */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
+    part->key   = (c->key * 31 + c->sequence) * 31 + (uint64_t)color + 1;
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
     part->inside = c->inside, part->between = c->between, part->agent = c->agent; /* until a twin gets its own */
     hpmlc_comm_layout(part);
@@ -2291,13 +2826,16 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
         hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
     s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
+    if (comm) comm->farewell.text = s->error, comm->farewell.size = sizeof s->error;
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
     if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
-        hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
+        if (hpml_ctx_status(ctx) == HPML_OK)
+            hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
         hpmlc_start_says(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
     }
     if (!ctx) hpmlc_start_says(s, s->comm.rank, "no memory for a context");
     hpml_ctx_free(ctx);
+    if (s->status == HPML_OK && s->error[0]) s->status = HPML_ERR_TIMEOUT;
     return NULL;
 }
 
@@ -2305,7 +2843,7 @@ HPML_API int hpml_launched(int *rank)
 {
     static const char *const names[][2] = { { "PMI_SIZE", "PMI_RANK" }, { "PMIX_SIZE", "PMIX_RANK" },
         { "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK" }, { "MPI_LOCALNRANKS", "MPI_LOCALRANKID" },
-        { "SLURM_STEP_NUM_TASKS", "SLURM_PROCID" } }; /* of srun; a batch script has SLURM_NTASKS, too */
+        { "SLURM_STEP_NUM_TASKS", "SLURM_PROCID" } };
     if (rank) *rank = 0;
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         const char *size = getenv(names[i][0]), *at = getenv(names[i][1]);
@@ -2344,6 +2882,19 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
     if (ranks == 0 && kind != 1) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
     d->transport = kind == 3 ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind, d->ranks = (int32_t)ranks;
     return true;
+}
+
+/* Threads in each of mpiexec's processes are separate runs that look like one: refused unless they are meant. */
+HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_text *to)
+{
+    const char *run       = getenv("HPML_RUN"), *kind = d->transport == HPML_TRANSPORT_CLOCK ? "clock" : "threads";
+    int         processes = hpml_launched(NULL), ranks = d->ranks > 0 ? d->ranks : 1;
+    bool        meant     = run && *run && strncmp(run, "auto", 4) != 0 && strncmp(run, "mpi", 3) != 0;
+    if (processes < 2 || d->alone || meant) return HPML_OK;
+    return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: \"%s:%d\" in each of the %d processes that mpiexec or srun has "
+                        "started would be %d separate runs. For one run on all of them set .run to \"auto\" or "
+                        "\"mpi\"; if separate runs are meant, set .alone, or HPML_RUN=%s:%d in the environment",
+                        kind, ranks, processes, processes, kind, ranks);
 }
 
 /* The first failure by cause: a rank that only heard of another's comes second. */
@@ -2400,21 +2951,34 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 #endif
 }
 
+/* Reads desc.run, and refuses what cannot be run or meant. */
+HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
+{
+    if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
+        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
+                            "not cleared", d->ranks, (int)d->transport);
+    if (!hpmlc_run_read(d))
+        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
+                            "clock[:N], mpi[:N], auto[:N]", d->run);
+    if (d->transport == HPML_TRANSPORT_MPI) return HPML_OK;
+    hpml_status status = hpmlc_launch_alone(d, to);
+    if (status != HPML_OK) return status;
+    if (d->ranks == 0) d->ranks = 1;
+    return hpmlc_network_check("launch", &d->network, d->ranks, d->transport == HPML_TRANSPORT_CLOCK, to);
+}
+
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
 {
     HPMLC_DESC(hpml_launch_desc, d, desc);
-    const hpmlc_text to = { error, size };
-    hpmlc_say_no(&to, HPML_OK, "%s", "");
-    if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK)
-        return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or no function, or "
-                            "a desc that is not cleared", d.ranks, (int)d.transport);
-    if (!hpmlc_run_read(&d))
-        return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], "
-                            "mpi[:N], auto[:N]", d.run);
+    char              text[512] = "launch: no function for the ranks";
+    const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
+    hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
+    hpmlc_say_no(&to, refused, "%s", refused == HPML_OK ? "" : text);
+    bool cleared = !d._begin && !d._end; /* else .log may be any address */
+    if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
+    if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
-    int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
-    bool clock = d.transport == HPML_TRANSPORT_CLOCK;
-    if (!mpi && hpmlc_network_check("launch", &d.network, ranks, clock, &to) != HPML_OK) return HPML_ERR_ARGUMENT;
+    int  ranks = mpi ? 1 : d.ranks;
     hpmlc_start *s = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     if (!s) return HPML_ERR_MEMORY;
     for (int i = 0; i < ranks; i++) {
@@ -2470,7 +3034,10 @@ typedef struct hpmlc_plan {
     const char *level; /* of the phases to come */
 } hpmlc_plan;
 
-HPML_API int64_t hpml_block(int64_t n, int parts, int index) { return n / parts * index + n % parts * index / parts; }
+HPML_API int64_t hpml_block(int64_t n, int parts, int index)
+{
+    return parts > 0 ? n / parts * index + n % parts * index / parts : 0;
+}
 
 HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /* rounded down */
 
@@ -2775,7 +3342,8 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
         }
         if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, plan, i, data, e);
         if (!f->level || status != HPML_OK || (i + 1 < plan->count && f[1].level == f->level)) continue;
-        hpml_trace_span(c->trace, HPML_LANE_COMM, f->level, since, end = hpml_comm_now(c));
+        end = hpml_comm_now(c);
+        hpmlc_span(c, f->level, since, end, f->count * (int64_t)size);
         since = end;
     }
     return status;
@@ -2801,9 +3369,13 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
 }
 
-/* Every collective begins here: a tag of its own, the name for messages, the check. Returns the tag, or -1. */
-HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element, int op, int algorithm)
+/* Every collective begins here: a tag of its own, the name for messages, the check of what all ranks must pass, with
+   `how` and `which` for what is this collective's own ("root" 3; which -1: no number). Returns the tag, or -1. */
+HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element element, int op, const char *how,
+                         int which)
 {
+    static const char *const elements[] = { "f32", "bf16", "i32", "i64", "f64", "bytes" }; /* as hpml_element */
+    static const char *const ops[]      = { "", ", sum", ", mean", ", max" }; /* none, then as hpml_reduce */
     int tag;
     if (hpmlc_failed(c)) return -1;
     if (n < 0) return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s of %lld elements", name, (long long)n), -1;
@@ -2811,12 +3383,15 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
     c->doing = name;
     if (c->check && c->size > 1) {
         char words[96] = { 0 };
-        snprintf(words, sizeof words, "%s of %lld (element %d, op %d, algorithm %d)", name, (long long)n, element, op,
-                 algorithm);
+        int  used = snprintf(words, sizeof words, "%s of %lld %s%s%s%s", name, (long long)n, elements[element],
+                             ops[op + 1], how ? ", " : "", how ? how : "");
+        if (how && which >= 0) snprintf(words + used, sizeof words - (size_t)used, " %d", which);
         if (hpmlc_check(c, words, tag) != HPML_OK) return -1;
     }
     c->round = 0;
-    c->since = hpml_comm_now(c);
+    c->bytes  = (int64_t)((uint64_t)n * hpml_element_size((hpml_element)element));
+    c->within = true;
+    c->since  = hpml_comm_now(c);
     return tag;
 }
 
@@ -2824,8 +3399,19 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
     c->counters.seconds += end - c->since;
-    hpml_trace_span(c->trace, HPML_LANE_COMM, c->doing, c->since, end);
+    c->within = false;
+    hpmlc_span(c, c->doing, c->since, end, c->bytes);
     return status;
+}
+
+/* The largest of all ranks' values, on all of them. */
+HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n)
+{
+    hpmlc_plan plan;
+    int        tag = hpmlc_enter(c, name, n, HPML_ELEMENT_I64, HPML_MAX, NULL, -1);
+    if (tag < 0) return hpml_ctx_status(c->ctx);
+    hpmlc_plan_make(&plan, HPML_BUTTERFLY, c->size, 0, false, c->rank, n);
+    return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)most, HPML_ELEMENT_I64, HPML_MAX, tag));
 }
 
 /* One phase of all ranks as one team, rooted at `root`. */
@@ -2837,7 +3423,8 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
               (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
-    int tag = hpmlc_enter(c, name, n, (int)e, op, root);
+    bool rooted = kind == HPMLC_TREE_UP || kind == HPMLC_TREE_DOWN;
+    int  tag    = hpmlc_enter(c, name, n, e, op, rooted ? "root" : NULL, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     plan.count = 0, plan.level = NULL;
     hpmlc_plan_add(&plan, kind, hpmlc_everyone(c->size, c->rank, root), 0, n);
@@ -2871,7 +3458,7 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
     bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0, barrier = *name == 'b';
     if (c && (gather || scatter) && (root < 0 || root >= c->size))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks", name, root, c->size);
-    int tag = hpmlc_enter(c, name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root);
+    int tag = hpmlc_enter(c, name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root < 0 ? NULL : "root", root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     if (in && out && bytes > 0 && (root < 0 || root == c->rank))
         memmove(in + (scatter ? 0 : (size_t)c->rank * bytes), out + (gather ? 0 : (size_t)c->rank * bytes), bytes);
@@ -2926,13 +3513,16 @@ HPMLC_FN double hpmlc_forecast(const hpml_comm *c, hpml_algorithm a, int k)
     double *kept = (double *)&c->forecast[k][a];
     if (*kept > 0) return *kept;
     HPMLC_ZERO(hpml_network, net);
-    int32_t *node = (int32_t *)malloc((size_t)c->size * sizeof *node), nodes = 0;
-    for (int r = 0, i; node && r < c->size; r++) { /* a part's nodes are numbered anew */
-        for (i = c->per_node == 1 ? r : 0; c->node[i] != c->node[r]; i++) continue;
-        node[r] = i < r ? node[i] : nodes++;
+    int p = c->size, known = 0, nodes = 0;
+    for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
+    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p), then (known) 1 + the new number */
+    for (int r = 0; node && r < p; r++) { /* a part's nodes are numbered anew */
+        int32_t *number = &node[p + c->node[r]];
+        if (*number == 0) *number = ++nodes;
+        node[r] = *number - 1;
     }
     net.node = node, net.between = c->between, net.inside = nodes > 1 ? c->inside : c->between;
-    *kept = node ? hpml_simulate_allreduce(a, c->size, &net, (int64_t)1 << k) : -1;
+    *kept = node ? hpml_simulate_allreduce(a, p, &net, (int64_t)1 << k) : -1;
     free(node);
     return *kept;
 }
@@ -2941,6 +3531,7 @@ HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
 {
     static const hpml_algorithm order[] = { HPML_BUTTERFLY, HPML_HALVING, HPML_RING, HPML_HIERARCHICAL, HPML_TREE,
                                             HPML_CENTRAL };
+    if (!c) return HPML_ALGORITHM_NONE;
     hpml_algorithm a = HPML_RING;
     double         best = 1e300, n = (double)bytes;
     int            p = c->size, k = hpmlc_log2(bytes < 64 ? 64 : bytes >> 29 ? 1 << 29 : (int)bytes);
@@ -2957,6 +3548,33 @@ HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
     return a;
 }
 
+/* Chooses the algorithm where it is AUTO. Returns the elements of one piece, see hpml_transport; 0: no memory. */
+HPMLC_FN int64_t hpmlc_allreduce_piece(const hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
+{
+    if (*a != HPML_AUTO) return hpmlc_max(n, 1);
+    *a = hpml_comm_choose(c, n * size);
+    if (*a == HPML_ALGORITHM_NONE) return 0;
+    return c->t->piece > 0 && n > 1 << 21 ? (int64_t)c->t->piece / size : hpmlc_max(n, 1);
+}
+
+/* Bytes that this rank sends in an allreduce of n elements. NATIVE and links do not say: as a ring. */
+HPMLC_FN int64_t hpmlc_allreduce_bytes(const hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
+{
+    if (a == HPML_NATIVE || c->link.begin) return 2 * size * (n - hpml_block(n, c->size, 1));
+    int64_t step = hpmlc_allreduce_piece(c, n, size, &a), elements = 0;
+    for (int64_t at = 0; at < n && step > 0; at += step) {
+        hpmlc_plan plan;
+        hpml_move  m;
+        hpmlc_plan_make(&plan, a, c->size, c->per_node, c->spread, c->rank, hpmlc_min(n - at, step));
+        for (const hpmlc_phase *f = plan.phase; f < plan.phase + plan.count; f++)
+            for (int k = 0; k < f->rounds; k++) {
+                hpmlc_move_of(f, k, &m);
+                elements += m.out_count;
+            }
+    }
+    return elements * size;
+}
+
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
     hpmlc_plan  plan;
@@ -2966,14 +3584,10 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
               (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, op %d, element %d, data %p: the desc is not "
                           "cleared, or out of range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
-    int tag = hpmlc_enter(c, "allreduce", n, (int)d.element, (int)d.reduce, (int)d.algorithm);
+    int tag = hpmlc_enter(c, "allreduce", n, d.element, (int)d.reduce, hpml_algorithm_name(d.algorithm), -1);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    int64_t size = (int64_t)hpml_element_size(d.element), step = n;
-    if (d.algorithm == HPML_AUTO) {
-        if (c->t->piece > 0 && n > 1 << 21) step = (int64_t)c->t->piece / size;
-        d.algorithm = hpml_comm_choose(c, n * size);
-        if (d.algorithm == HPML_ALGORITHM_NONE) return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory");
-    }
+    int64_t size = (int64_t)hpml_element_size(d.element), step = hpmlc_allreduce_piece(c, n, size, &d.algorithm);
+    if (step == 0) return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory");
     if (d.algorithm == HPML_NATIVE) {
         if (!c->t->allreduce)
             return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another "
@@ -3085,7 +3699,7 @@ HPMLC_FN hpml_world *hpmlc_world_of(const hpml_comm *c) { return c->room ? c->ro
 HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double until)
 {
     if (c->agent) {
-        c->room->inbox[c->rank].peer = -1;
+        hpmlc_waits(c, -1);
         if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_agent_yield(c, true);
         *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
     } else hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
@@ -3137,7 +3751,7 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     hpml_world *w = hpmlc_world_of(b->c);
 #ifdef HPML_USE_MPI
-    if (b->c->mpi && b->c->first->mpi->level < MPI_THREAD_SERIALIZED) return;
+    if (b->c->mpi && b->c->mpi->shared->level < MPI_THREAD_SERIALIZED) return;
 #endif
     hpmlc_agent *own = b->c->agent ? hpmlc_agent_new(w, b->c->agent->rank, b->c->agent->clock) : NULL;
     if (b->c->agent && !own) return;
@@ -3369,6 +3983,7 @@ struct hpml_exchange {
     char              *out, *in, *sums;
     int64_t            bytes;     /* sent in one run */
     hpmlc_reach        reach;     /* linked: the device, where tensors, residuals and messages are */
+    int                bucket;    /* its number for the timeline, from 1; 0: none */
     int64_t            bad;       /* of the last run: 1 + a rank that had a NaN + the tensor times 2^20. 0: none */
 };
 
@@ -3448,18 +4063,36 @@ HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc
     return HPML_OK;
 }
 
+/* The maximum over all ranks, for the library's own needs: it is not on the timeline. */
+HPMLC_FN hpml_status hpmlc_reduce_unseen(hpml_comm *c, void *data, int64_t n, hpml_element element)
+{
+    hpml_ctx *trace = c->trace;
+    c->trace = NULL;
+    hpml_status status = hpmlc_reduce_all(c, data, n, element, HPML_MAX, HPML_AUTO);
+    c->trace = trace;
+    return status;
+}
+
+/* Have all ranks the same hash? */
+HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
+{
+    int64_t     both[2] = { (int64_t)(hash >> 2), -(int64_t)(hash >> 2) };
+    hpml_status status = hpmlc_reduce_unseen(c, both, 2, HPML_ELEMENT_I64);
+    *same = both[0] == -both[1];
+    return status;
+}
+
 /* All ranks must have the same tensors: counts and shapes, folded into a number that is compared. */
 HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
 {
-    int64_t  hash[2];
+    bool     same;
     uint64_t h = 14695981039346656037u;
     for (int i = 0; i < x->d.count; i++) {
         uint64_t parts[3] = { (uint64_t)x->item[i].g.rows, (uint64_t)x->item[i].g.cols, x->item[i].packing.row_size };
         for (int k = 0; k < 3; k++) h = (h ^ parts[k]) * 1099511628211u;
     }
-    hash[0] = (int64_t)(h >> 2), hash[1] = -hash[0];
-    hpml_status status = hpmlc_reduce_all(x->c, hash, 2, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    if (status == HPML_OK && hash[0] != -hash[1])
+    hpml_status status = hpmlc_same(x->c, h, &same);
+    if (status == HPML_OK && !same)
         status = hpmlc_fail(x->c, HPML_ERR_SHAPE, "exchange: the ranks have different tensors or codecs (%d here); all "
                             "ranks must record the same model", x->d.count);
     return status;
@@ -3546,7 +4179,6 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     if (x->plain > 0 && !x->span && !d.linked)
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
     if (x->d.method == HPML_METHOD_CODEC && x->packed > 0 && !hpmlc_exchange_layout(x)) return NULL;
-    if (x->plain > 0) x->bytes += 8 * (x->plain - hpml_block(x->plain, c->size, 1)); /* of a ring */
     return hpmlc_exchange_parts(x) ? x : NULL;
 }
 
@@ -3583,6 +4215,20 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     const hpml_backend *b = x->reach.device;
     if (b) b->decode(x->reach.at, x->c->ctx, &it->packing, out, packed, rows, add);
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
+}
+
+/* What follows on the timeline is about x: its plain tensors from `at` to `end`, or all others; NULL: about nothing. */
+HPMLC_FN void hpmlc_about(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
+{
+    memset(&c->about, 0, sizeof c->about);
+    if (!x || !hpml_trace_on(c->trace)) return;
+    c->about.bucket = x->bucket;
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        bool within = !plain || (it->at < end && it->at + it->g.rows * it->g.cols > at);
+        if (it->plain != plain || !within) continue;
+        if (!c->about.first) c->about.first = it->g.name;
+        c->about.last = it->g.name;
+    }
 }
 
 /* 1. Packs all rows, stripe by stripe, into messages; `back`: the end of 5., from sums. Returns hpml_exchange.bad. */
@@ -3655,7 +4301,7 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *out, const size_t *out_at,
                                          bool same, char *in, const size_t *in_at)
 {
-    int         tag = hpmlc_enter(c, name, (int64_t)in_at[c->size], HPML_ELEMENT_BYTE, -1, -1);
+    int         tag = hpmlc_enter(c, name, (int64_t)in_at[c->size], HPML_ELEMENT_BYTE, -1, NULL, -1);
     hpml_status status = HPML_OK;
     if (tag < 0) return hpml_ctx_status(c->ctx);
     for (int k = 1; k < c->size && status == HPML_OK; k++) {
@@ -3673,7 +4319,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     double  start = hpml_comm_now(c);
     int64_t bad = hpmlc_exchange_pack(c, x, false), sum;
     for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
-    hpml_trace_span(c->trace, HPML_LANE_COMM, "pack", start, hpml_comm_now(c));
+    hpmlc_span(c, "pack", start, hpml_comm_now(c), (int64_t)x->out_at[p]);
     hpml_status status = hpmlc_exchange_move(c, "stripes", x->out, x->out_at, false, x->in, x->in_at);
     if (status != HPML_OK) return status;
     bad = 0, sum = hpmlc_exchange_add(c, x);
@@ -3701,16 +4347,18 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
         float *mine = it->g.data + (from - it->at), *fused = x->fused + from;
         memcpy(back ? mine : fused, back ? fused : mine, (size_t)(to - from) * sizeof(float));
     }
-    hpml_trace_span(c->trace, HPML_LANE_COMM, back ? "unfuse" : "fuse", start, hpml_comm_now(c));
+    hpmlc_span(c, back ? "unfuse" : "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
+    hpmlc_about(c, x, true, at, end);
     hpmlc_exchange_fuse(c, x, at, end, false);
     float *data = (x->fused ? x->fused : x->span) + at;
     hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
     if (status == HPML_OK) hpmlc_exchange_fuse(c, x, at, end, true);
+    hpmlc_about(c, NULL, true, 0, 0);
     return status;
 }
 
@@ -3721,7 +4369,10 @@ HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
     if (x->packed == 0) return HPML_OK;
-    return x->d.method == HPML_METHOD_CODEC ? hpmlc_exchange_packed(c, x) : hpmlc_methods_run(c, x);
+    hpmlc_about(c, x, false, 0, 0);
+    hpml_status status = x->d.method == HPML_METHOD_CODEC ? hpmlc_exchange_packed(c, x) : hpmlc_methods_run(c, x);
+    hpmlc_about(c, NULL, false, 0, 0);
+    return status;
 }
 
 /* One exchange, on the exchange's communicator or, in the background, on its twin. */
@@ -3777,7 +4428,7 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
         for (i = 0; i < n; i++)
             x->late[i] = __atomic_load_n(&x->ready[i], __ATOMIC_ACQUIRE) ? 0 : c->origin[c->rank] + 1;
         status = hpmlc_reduce_all(c, x->late, n, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
-        hpml_trace_span(c->trace, HPML_LANE_COMM, "negotiate", start, hpml_comm_now(c));
+        hpmlc_span(c, "negotiate", start, hpml_comm_now(c), 0);
         for (i = 0; i < n && status == HPML_OK; i++) {
             if (x->late[i]) late = i;
             if (x->late[i] || __atomic_load_n(&x->ready[i], __ATOMIC_RELAXED) == 2) continue;
@@ -3799,7 +4450,6 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
 }
 
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x) { return x ? hpmlc_exchange_on(x->c, x) : HPML_ERR_ARGUMENT; }
-HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x) { return x && x->c->size > 1 ? x->bytes : 0; }
 
 HPML_API hpml_job *hpml_exchange_start(hpml_exchange *x)
 {
@@ -3924,7 +4574,7 @@ HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
     it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(2 * n + first + second) * sizeof(float));
     if (!it->residual) return false;
     it->work = it->residual + n, it->p = it->work + n, it->q = it->p + first;
-    x->bytes += top ? 8 * k * (p - 1) : 8 * r * (it->g.rows + it->g.cols) * (p - 1) / p;
+    x->bytes += top ? 8 * k * (p - 1) : 0;
     hpml_rng rng;
     rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
     if (!top) hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
@@ -4039,6 +4689,24 @@ HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x)
     return status == HPML_OK && x->bad ? HPML_ERR_NONFINITE : status;
 }
 
+HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
+{
+    if (!x || x->c->size == 1) return 0;
+    const hpml_algorithm a = x->d.algorithm;
+    int64_t              bytes = x->bytes;
+    for (int64_t at = 0; at < x->plain; at += x->part)
+        bytes += hpmlc_allreduce_bytes(x->c, hpmlc_min(x->part, x->plain - at), sizeof(float), a);
+    if (x->d.method == HPML_METHOD_CODEC || x->packed == 0) return bytes;
+    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* whether all was finite */
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        int64_t r = hpmlc_lowrank_of(x, it);
+        if (it->plain || x->d.method != HPML_METHOD_LOWRANK) continue;
+        bytes += hpmlc_allreduce_bytes(x->c, it->g.rows * r, sizeof(float), a);
+        bytes += hpmlc_allreduce_bytes(x->c, it->g.cols * r, sizeof(float), a);
+    }
+    return bytes;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute   synchronous data parallelism: buckets, overlap
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4069,6 +4737,7 @@ struct hpml_distributed {
     hpml_comm           *c;
     hpml_ctx            *ctx;
     hpml_distribute_desc d;
+    hpml_progress        progress;  /* of the caller, while a checkpoint is written */
     int                  params;
     int                 *bucket_of; /* (params) -1: not trained */
     int                 *by_name;   /* (params) their numbers in the order of their names, as checkpoints have them */
@@ -4239,13 +4908,22 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
     return pays != 0;
 }
 
+/* In f16 without a fixed loss scale gradients overflow now and then. */
+HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
+{
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    bool                f16 = b->store && b->store(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
+    return f16 && hpml_trainer_settings(t)->loss_scale == 0;
+}
+
 /* Nothing is packed, nobody chose an algorithm, and no norm of the sum is wanted before the step. */
 HPMLC_FN bool hpmlc_pair_fits(const hpml_distributed *d)
 {
     const hpml_trainer_desc    *t = hpml_trainer_settings(d->t);
     const hpml_distribute_desc *s = &d->d;
     bool plain = s->codec.kind == HPML_CODEC_NONE && !s->codec.custom && s->method == HPML_METHOD_CODEC;
-    bool norm  = t->clip_norm > 0 || t->optimizer == HPML_OPT_LARS || t->optimizer == HPML_OPT_LAMB;
+    bool norm  = t->clip_norm > 0 || t->optimizer == HPML_OPT_LARS || t->optimizer == HPML_OPT_LAMB ||
+                 hpmlc_overflows(d->t, d->ctx);
     return d->direct && d->c->size == 2 && d->c->room && plain && s->algorithm == HPML_AUTO && !s->delayed && !norm &&
            hpml_ctx_backend(d->ctx) == hpml_backend_cpu();
 }
@@ -4274,6 +4952,8 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
             b->x = hpmlc_bucket_exchange(d, b, g, false);
             if (b->x && d->d.warm_steps > 0) b->warm = hpmlc_bucket_exchange(d, b, g, true);
             if (!b->x || (d->d.warm_steps > 0 && !b->warm)) return false;
+            b->x->bucket = d->buckets;
+            if (b->warm) b->warm->bucket = d->buckets;
             count = 0, bytes = 0;
         }
         if (i < 0) break;
@@ -4372,13 +5052,21 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
     for (int64_t k = 0; k < d->buffer_total; k++) s[HPMLC_STATS + k] = d->samples * (double)x[k];
 }
 
+HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    c->about.first = d->buffer_total > 0 ? "loss, samples, running statistics" : "loss, samples";
+    hpml_status status = hpmlc_reduce_all(c, d->stats, HPMLC_STATS + d->buffer_total, HPML_ELEMENT_F64, HPML_SUM,
+                                          HPML_AUTO);
+    c->about.first = NULL;
+    return status;
+}
+
 HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
 {
-    HPMLC_ZERO(hpml_allreduce_desc, f64);
-    f64.element = HPML_ELEMENT_F64;
     hpmlc_stats_fill(d);
-    if (d->direct) return d->stats_status = hpml_allreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
-    d->stats_job = hpml_iallreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
+    if (d->direct) return d->stats_status = hpmlc_stats_sum(d->c, d);
+    d->stats_job = hpml_background(d->c, hpmlc_stats_sum, d);
     return d->stats_job ? HPML_OK : hpml_ctx_status(d->ctx);
 }
 
@@ -4544,6 +5232,9 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     row->step_s    = d->row_time - then;
     row->bytes     = (double)(d->row_sent.bytes - sent.bytes);
     row->overlap_s = fmax(0, d->row_sent.seconds - sent.seconds - row->exposed_s);
+    HPMLC_ZERO(hpml_trace_event, e);
+    e.kind = HPML_TRACE_COUNTER, e.name = "bytes sent", e.start = d->row_time, e.value = row->bytes;
+    hpml_trace_add(d->ctx, &e);
 }
 
 /* Gradients under way and the trainer's change places. */
@@ -4592,14 +5283,16 @@ HPMLC_FN void hpmlc_pair_step(void *into, const void *from, size_t bytes HPMLC_U
 HPMLC_FN hpml_status hpmlc_dist_pair(hpml_distributed *d, double scale)
 {
     hpml_comm *c   = d->c;
-    int        tag = hpmlc_enter(c, "gradients", d->span, HPML_ELEMENT_F32, d->d.sum, -1);
+    int        tag = hpmlc_enter(c, "gradients", d->span, HPML_ELEMENT_F32, d->d.sum ? HPML_SUM : HPML_MEAN, NULL, -1);
     size_t     bytes = (size_t)d->span * sizeof(float);
     if (tag < 0) return hpml_ctx_status(d->ctx);
+    hpmlc_about(c, d->bucket[0].x, true, 0, d->span);
     d->scale = (float)scale, d->since = c->since, d->stepped = HPML_OK;
     hpml_status status = hpmlc_round(c, tag, !c->rank, (const char *)d->first, bytes, !c->rank, (char *)d, bytes,
                                      hpmlc_pair_step);
     hpmlc_dist_waited(d, d->since);
     hpmlc_leave(c, status);
+    hpmlc_about(c, NULL, true, 0, 0);
     hpmlc_steps_note(d);
     d->r.steps++;
     return status == HPML_OK ? d->stepped : status;
@@ -4703,7 +5396,11 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
         }
         at += n, used += d->bucket_of[i] < 0 ? n : 0;
     }
-    return status == HPML_OK ? hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a) : status;
+    if (status != HPML_OK) return status;
+    d->c->about.first = hpmlc_param(d, 0)->name, d->c->about.last = hpmlc_param(d, d->params - 1)->name;
+    status = hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a);
+    hpmlc_about(d->c, NULL, true, 0, 0);
+    return status;
 }
 
 /* Integers back to gradients and buffers; packed tensors come from leaf 0, where the exchange has left their sum. */
@@ -4811,14 +5508,6 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     return status;
 }
 
-/* In f16 without a fixed loss scale gradients overflow now and then. */
-HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
-{
-    const hpml_backend *b = hpml_ctx_backend(ctx);
-    bool                f16 = b->store && b->store(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
-    return f16 && hpml_trainer_settings(t)->loss_scale == 0;
-}
-
 HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
 {
     if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
@@ -4841,9 +5530,12 @@ HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distri
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
                           "step; not with sum, delayed, warm_steps, top-k, low rank, accumulate or sync_batchnorm");
     bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
-    if ((d->exact || lossy) && hpml_ctx_backend(c->ctx) != hpml_backend_cpu() && hpmlc_overflows(t, c->ctx))
+    if ((d->exact || lossy) && hpmlc_overflows(t, c->ctx))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "
                           "them cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
+    if (d->delayed && hpmlc_overflows(t, c->ctx))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: with delayed a gradient is applied in the step after "
+                          "its own, in f16 under another loss scale perhaps; take bf16 or a fixed loss_scale");
     if (d->exact && !hpml_graph_batchable(hpml_trainer_graph(t)))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
                           "cannot be computed apart");
@@ -4858,6 +5550,42 @@ HPMLC_FN bool hpmlc_dist_linkable(hpml_distributed *d)
     d->looks = (d->clips && !hpml_trainer_settings(d->t)->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
     return d->c->link.begin && d->d.method == HPML_METHOD_CODEC && !d->d.codec.custom && !d->d.exact && !d->d.delayed &&
            (d->d.codec.kind == HPML_CODEC_NONE || (b->encode && b->decode));
+}
+
+/* Ranks take their shares of a batch by position, so that all must have the same data in the same order: shares made by
+   hand would be divided once more. The report is of steps, and leaves this sum out. */
+HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
+{
+    hpml_distributed   *d = (hpml_distributed *)user;
+    const hpml_counters before = d->c->counters;
+    const double        start = hpml_comm_now(d->c);
+    bool                same;
+    hpml_status status = hpmlc_same(d->c, mark, &same);
+    int64_t     bytes = d->c->counters.bytes - before.bytes;
+    double      seconds = d->c->counters.seconds - before.seconds;
+    d->at_reset.bytes += bytes, d->at_reset.seconds += seconds;
+    d->row_sent.bytes += bytes, d->row_sent.seconds += seconds;
+    d->began += hpml_comm_now(d->c) - start, d->row_time += hpml_comm_now(d->c) - start;
+    if (status != HPML_OK || same) return status;
+    return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
+                      "other ranks'. Pass the same data set and settings on all ranks, because fit takes each rank's "
+                      "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
+}
+
+HPMLC_FN int hpmlc_name_order(const void *a, const void *b)
+{
+    return strcmp((*(hpml_tensor *const *)a)->name, (*(hpml_tensor *const *)b)->name);
+}
+
+/* Fills d->by_name. */
+HPMLC_FN bool hpmlc_dist_names(hpml_distributed *d)
+{
+    hpml_tensor **p = (hpml_tensor **)hpml_ctx_alloc(d->ctx, sizeof *p * (size_t)(d->params + 1), NULL);
+    for (int i = 0; p && i < d->params; i++) p[i] = hpmlc_param(d, i);
+    if (p && d->params > 0) qsort(p, (size_t)d->params, sizeof *p, hpmlc_name_order);
+    for (int i = 0; p && i < d->params; i++) d->by_name[i] = p[i]->param->index;
+    hpml_ctx_release(d->ctx, p);
+    return p != NULL;
 }
 
 HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
@@ -4882,10 +5610,7 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
     d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
     if (d->d.delayed) d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL);
     if (device && !d->link && !d->d.exact) d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL);
-    if (hpml_ctx_status(ctx) != HPML_OK) return false;
-    for (int i = 0, k; i < d->params; d->by_name[k] = i++)
-        for (k = i; k > 0 && strcmp(hpmlc_param(d, d->by_name[k - 1])->name, hpmlc_param(d, i)->name) > 0; k--)
-            d->by_name[k] = d->by_name[k - 1];
+    if (hpml_ctx_status(ctx) != HPML_OK || !hpmlc_dist_names(d)) return false;
     d->now = d->before + d->buffer_total;
     return !device || hpmlc_reach_create(&d->reach, ctx, most);
 }
@@ -4910,9 +5635,11 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.grad   = settings.exact ? NULL : hpmlc_dist_grad;
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
+    hooks.data   = hpmlc_dist_data;
     hpml_trainer_set_hooks(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, settings.global_batch, settings.exact ? settings.leaf : 0);
     hpml_distribute_get(d, NULL, true);
+    d->r.loss = NAN; /* of no step yet */
     return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
 }
 
@@ -5127,6 +5854,16 @@ HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetens
     return HPML_OK;
 }
 
+#define HPMLC_DISK 60 /* seconds in which some more bytes of a checkpoint are on the disk, or it is broken */
+
+/* Other ranks, which wait for the one that writes, hear that it is at work. */
+HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
+{
+    const hpml_distributed *d = (const hpml_distributed *)user;
+    hpml_comm_busy(d->c, HPMLC_DISK);
+    if (d->progress.fn) d->progress.fn(d->progress.user, bytes);
+}
+
 /* The checkpoint, with what is carried in it: three arrays side by side, which on a device have a copy meanwhile. */
 HPMLC_FN void hpmlc_carried_write(hpml_distributed *d, const char *path, float *rows, const int64_t counts[3])
 {
@@ -5141,7 +5878,13 @@ HPMLC_FN void hpmlc_carried_write(hpml_distributed *d, const char *path, float *
     }
     for (int i = 0; i < 3 && at; at += counts[i++])
         if (counts[i] > 0) hpml_trainer_add_state(d->t, names[i], at, counts[i]);
+    HPMLC_ZERO(hpml_progress, tell);
+    tell.fn = hpmlc_dist_progress, tell.user = d;
+    hpml_comm_busy(d->c, HPMLC_DISK);
+    d->progress = hpml_ctx_progress(d->ctx, tell);
     hpml_checkpoint_save(d->t, path);
+    hpml_ctx_progress(d->ctx, d->progress);
+    hpml_comm_busy(d->c, 0);
     for (int i = 2; i >= 0; i--) hpml_trainer_add_state(d->t, names[i], NULL, counts[i]);
     if (copy) r->device->free(r->at, copy, bytes);
 }
@@ -5365,7 +6108,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
 {
     if (c && ((unsigned)topology > HPML_TOPOLOGY_ALL || (n > 0 && !data)))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
-    int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, (int)topology);
+    int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, "topology", (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     int     p = c->size, me = c->rank;
     size_t  bytes = (size_t)n * sizeof(float);
@@ -5436,6 +6179,15 @@ HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
     return text;
 }
 
+/* Time 0 of all ranks becomes that of the first event of any. */
+HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
+{
+    double      first  = -hpml_trace_first(c->ctx);
+    hpml_status status = hpmlc_reduce_unseen(c, &first, 1, HPML_ELEMENT_F64);
+    if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
+    return status;
+}
+
 /* Each rank writes its own file beside `path`; rank 0 strings the events together, with commas between. */
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 {
@@ -5444,6 +6196,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
     FILE   *f = NULL;
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     hpmlc_background_drain(c);
+    if (hpmlc_trace_begin(c) != HPML_OK) return hpml_ctx_status(c->ctx);
     snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
     if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failed(c), hpml_ctx_status(c->ctx);
     char *text = hpmlc_slurp(c->ctx, own, &size);
@@ -5477,8 +6230,8 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Every rank has a clock. Ranks that want to send wait in a queue by (clock, rank), as threads do in >>clock, so
-   messages enter the cards in the same order and the times are the same. That costs some 150 ns a message. Two shapes
-   have p^2 messages and need less, because nobody's turn matters in them:
+   messages enter the cards in the same order and the times are the same. That costs some 50 to 100 ns a message. Two
+   shapes have p^2 messages and need less, because nobody's turn matters in them:
      ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
                   alike, what happens on one happens on all: the ranks of one node stand for all
      all to all   the ranks of one node stand for all likewise
@@ -5487,12 +6240,22 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 typedef struct hpmlc_sim_event {
     double time;
     int    rank;
+    int    run;  /* in the heap: of which this event is the first */
 } hpmlc_sim_event;
 
 typedef struct hpmlc_sim_letter { /* has been sent to a rank that waits for something else */
     int    from, next;
     double arrival;
 } hpmlc_sim_letter;
+
+typedef struct hpmlc_sim_rank { /* what the queue keeps of a rank, side by side because turns come in any order */
+    int     phase, round;
+    int     to, from;    /* of its move, -1: none */
+    int64_t bytes;       /* that the move sends */
+    int     want;        /* the rank whose message is awaited, or -1 */
+    int     first, last; /* letters, -1: none */
+    int     next;        /* the rank behind it in its run, -1: none */
+} hpmlc_sim_rank;
 
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
@@ -5512,11 +6275,12 @@ typedef struct hpmlc_sim {
     hpmlc_sim_kind    kind;
     int64_t           n;
     size_t            size;               /* of an element */
-    hpmlc_plan       *plan;               /* (p) */
-    int              *phase, *round, *want; /* (p) want: the rank whose message is awaited, or -1 */
-    int              *first, *last;       /* (p) letters of a rank, -1: none */
-    hpmlc_sim_event  *queue;              /* (p) a heap, the earliest at its top */
-    int               queued;
+    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) */
+    int32_t          *phases;             /* (p) how many of them a rank has; in an all to all: scratch */
+    hpmlc_sim_rank   *rank;               /* (p) */
+    hpmlc_sim_event  *run;                /* (p) the last event of each run, the latest first */
+    hpmlc_sim_event  *heap;               /* (p) the first event of each run, the earliest at the top */
+    int               runs;
     hpmlc_sim_letter *letter;
     int               letters, free_letter; /* room, first of the unused */
     bool              failed;             /* out of memory */
@@ -5524,7 +6288,7 @@ typedef struct hpmlc_sim {
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
 {
-    free(s->node), free(s->clock), free(s->bytes), free(s->plan), free(s->phase), free(s->queue), free(s->letter);
+    free(s->node), free(s->clock), free(s->bytes), free(s->phase), free(s->rank), free(s->run), free(s->letter);
 }
 
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
@@ -5539,16 +6303,16 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
-    s->node        = (int32_t *)calloc(n, sizeof(int32_t));
+    s->node        = (int32_t *)calloc(2 * n, sizeof(int32_t)); /* with phases */
     s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* with out, in, work */
     s->bytes       = (int64_t *)calloc(2 * n, sizeof(int64_t));
-    s->plan        = (hpmlc_plan *)calloc(n, sizeof(hpmlc_plan));
-    s->phase       = (int *)calloc(5 * n, sizeof(int));
-    s->queue       = (hpmlc_sim_event *)calloc(n, sizeof(hpmlc_sim_event));
-    s->failed      = !s->node || !s->clock || !s->bytes || !s->plan || !s->phase || !s->queue;
+    s->phase       = (hpmlc_phase *)calloc(HPMLC_PHASES * n, sizeof(hpmlc_phase));
+    s->rank        = (hpmlc_sim_rank *)calloc(n, sizeof(hpmlc_sim_rank));
+    s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* with heap */
+    s->failed      = !s->node || !s->clock || !s->bytes || !s->phase || !s->rank || !s->run;
     if (s->failed) return false;
     s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
-    s->round = s->phase + n, s->want = s->round + n, s->first = s->want + n, s->last = s->first + n;
+    s->phases = s->node + n, s->heap = s->run + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
     c->size = p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
     hpmlc_comm_links(c, net, s->nodes);
@@ -5592,26 +6356,44 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
     return a.time < b.time || (a.time <= b.time && a.rank < b.rank);
 }
 
+/* The queue is made of runs: lists of ranks in the order of their turns. A rank goes behind the latest of the runs' ends
+   that is before it, else it begins a run; so the ends stay sorted, and a run that gets empty is the one that ends
+   earliest, the last. Ranks that do the same at the same time need few runs, whose ends stay in the cache; a heap of all
+   ranks misses it at every step. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
-    int             i = s->queued++;
+    int             low = 0, high = s->runs;
     e.time = s->clock[rank], e.rank = rank;
-    for (; i > 0 && hpmlc_sim_before(e, s->queue[(i - 1) / 2]); i = (i - 1) / 2) s->queue[i] = s->queue[(i - 1) / 2];
-    s->queue[i] = e;
+    s->rank[rank].next = -1;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (hpmlc_sim_before(e, s->run[middle])) low = middle + 1;
+        else high = middle;
+    }
+    e.run = low;
+    if (low < s->runs) s->rank[s->run[low].rank].next = rank;
+    else {
+        int i = s->runs++;
+        for (; i > 0 && hpmlc_sim_before(e, s->heap[(i - 1) / 2]); i = (i - 1) / 2) s->heap[i] = s->heap[(i - 1) / 2];
+        s->heap[i] = e;
+    }
+    s->run[low] = e;
 }
 
 HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
 {
-    int             top = s->queue[0].rank, i = 0, child;
-    hpmlc_sim_event e = s->queue[--s->queued];
-    while ((child = 2 * i + 1) < s->queued) {
-        if (child + 1 < s->queued && hpmlc_sim_before(s->queue[child + 1], s->queue[child])) child++;
-        if (!hpmlc_sim_before(s->queue[child], e)) break;
-        s->queue[i] = s->queue[child];
-        i           = child;
+    hpmlc_sim_event e = s->heap[0];
+    int             top = e.rank, next = s->rank[top].next, i = 0, child;
+    if (next < 0) e = s->heap[--s->runs];
+    else e.time = s->clock[next], e.rank = next;
+    while ((child = 2 * i + 1) < s->runs) {
+        if (child + 1 < s->runs && hpmlc_sim_before(s->heap[child + 1], s->heap[child])) child++;
+        if (!hpmlc_sim_before(s->heap[child], e)) break;
+        s->heap[i] = s->heap[child];
+        i          = child;
     }
-    s->queue[i] = e;
+    s->heap[i] = e;
     return top;
 }
 
@@ -5620,23 +6402,25 @@ HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
 }
 
-/* The move that rank r is at; false when it is through. */
-HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r, hpml_move *m)
+/* Finds the move that rank r is at; false when it is through. */
+HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
+    hpmlc_sim_rank *q = &s->rank[r];
     if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* in round k with the rank k further on, as hpmlc_blocks */
-        int k = s->round[r] + 1;
+        int k = q->round + 1;
         if (k >= s->p) return false;
-        m->to = (r + k) % s->p, m->from = (r + s->p - k) % s->p;
-        m->out_count = hpmlc_sim_block(s, m->to);
+        q->to = (r + k) % s->p, q->from = (r + s->p - k) % s->p;
+        q->bytes = hpmlc_sim_block(s, q->to) * (int64_t)s->size;
         return true;
     }
-    hpmlc_plan *plan = &s->plan[r];
-    for (; s->phase[r] < plan->count; s->phase[r]++, s->round[r] = 0) {
-        const hpmlc_phase *f = &plan->phase[s->phase[r]];
+    for (; q->phase < s->phases[r]; q->phase++, q->round = 0) {
+        const hpmlc_phase *f = &s->phase[(size_t)q->phase * (size_t)s->p + (size_t)r];
         bool               star = (f->kind == HPMLC_STAR_UP || f->kind == HPMLC_STAR_DOWN) && f->team.me > 0;
-        if (star && s->round[r] < f->team.me - 1) s->round[r] = f->team.me - 1; /* its only turn, of p - 1 rounds */
-        if (s->round[r] >= (star ? f->team.me : f->rounds)) continue;
-        hpmlc_move_of(f, s->round[r], m);
+        hpml_move          m;
+        if (star && q->round < f->team.me - 1) q->round = f->team.me - 1; /* its only turn, of p - 1 rounds */
+        if (q->round >= (star ? f->team.me : f->rounds)) continue;
+        hpmlc_move_of(f, q->round, &m);
+        q->to = m.to, q->from = m.from, q->bytes = m.out_count * (int64_t)s->size;
         return true;
     }
     return false;
@@ -5645,13 +6429,14 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r, hpml_move *m)
 /* Takes the letter from this rank out of r's box. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
-    for (int i = s->first[r], before = -1; i >= 0; before = i, i = s->letter[i].next) {
+    hpmlc_sim_rank *q = &s->rank[r];
+    for (int i = q->first, before = -1; i >= 0; before = i, i = s->letter[i].next) {
         hpmlc_sim_letter *l = &s->letter[i];
         if (l->from != from) continue;
         if (s->clock[r] < l->arrival) s->clock[r] = l->arrival;
-        if (before < 0) s->first[r] = l->next;
+        if (before < 0) q->first = l->next;
         else s->letter[before].next = l->next;
-        if (s->last[r] == i) s->last[r] = before;
+        if (q->last == i) q->last = before;
         l->next        = s->free_letter;
         s->free_letter = i;
         return true;
@@ -5669,25 +6454,27 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
         for (int i = room - 1; i >= s->letters; i--) more[i].next = s->free_letter, s->free_letter = i;
         s->letters = room;
     }
-    int i          = s->free_letter;
+    hpmlc_sim_rank *q = &s->rank[r];
+    int             i = s->free_letter;
     s->free_letter = s->letter[i].next;
     s->letter[i].from = from, s->letter[i].arrival = arrival, s->letter[i].next = -1;
-    if (s->first[r] < 0) s->first[r] = i;
-    else s->letter[s->last[r]].next = i;
-    s->last[r] = i;
+    if (q->first < 0) q->first = i;
+    else s->letter[q->last].next = i;
+    q->last = i;
 }
 
 /* Receives what is there, round by round, until rank r wants to send (then it queues), must wait, or is through. sent:
-   m is this round's move, and its message on its way; else m is scratch. */
-HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, hpml_move *m, bool sent)
+   the message of this round is on its way. */
+HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, bool sent)
 {
-    for (; sent || hpmlc_sim_move(s, r, m); s->round[r]++, sent = false) {
-        if (m->to >= 0 && !sent) {
+    hpmlc_sim_rank *q = &s->rank[r];
+    for (; sent || hpmlc_sim_move(s, r); q->round++, sent = false) {
+        if (q->to >= 0 && !sent) {
             hpmlc_sim_push(s, r);
             return;
         }
-        if (m->from >= 0 && !hpmlc_sim_take(s, r, m->from)) {
-            s->want[r] = m->from;
+        if (q->from >= 0 && !hpmlc_sim_take(s, r, q->from)) {
+            q->want = q->from;
             return;
         }
     }
@@ -5695,24 +6482,24 @@ HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, hpml_move *m, bool sent)
 
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
-    hpml_move m, other;
-    s->queued = 0;
+    s->runs = 0;
     for (int r = 0; r < s->p; r++) {
-        s->phase[r] = s->round[r] = 0;
-        s->want[r] = s->first[r] = s->last[r] = -1;
+        hpmlc_sim_rank *q = &s->rank[r];
+        q->phase = q->round = 0;
+        q->want = q->first = q->last = -1;
     }
-    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r, &m, false);
-    while (s->queued > 0 && !s->failed) {
-        int r = hpmlc_sim_pop(s);
-        hpmlc_sim_move(s, r, &m);
-        double arrival = hpmlc_sim_send(s, r, m.to, m.out_count * (int64_t)s->size);
-        if (s->want[m.to] == r) { /* is waiting for just this */
-            if (s->clock[m.to] < arrival) s->clock[m.to] = arrival;
-            s->want[m.to] = -1;
-            s->round[m.to]++;
-            hpmlc_sim_go_on(s, m.to, &other, false);
-        } else hpmlc_sim_keep(s, m.to, r, arrival);
-        hpmlc_sim_go_on(s, r, &m, true);
+    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r, false);
+    while (s->runs > 0 && !s->failed) {
+        int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
+        double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
+        hpmlc_sim_rank *q = &s->rank[to];
+        if (q->want == r) { /* is waiting for just this */
+            if (s->clock[to] < arrival) s->clock[to] = arrival;
+            q->want = -1;
+            q->round++;
+            hpmlc_sim_go_on(s, to, false);
+        } else hpmlc_sim_keep(s, to, r, arrival);
+        hpmlc_sim_go_on(s, r, true);
     }
 }
 
@@ -5783,7 +6570,7 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
     double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (p) */
     double  card = s->out[p];
-    int    *order = s->want; /* (m) those who stand for others, by clock */
+    int32_t *order = s->phases; /* (m) those who stand for others, by clock */
     for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
         for (int j = 1; j < m; j++) { /* by insertion: there is little to move */
@@ -5827,11 +6614,14 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     s->kind = kind, s->n = n, s->size = size;
     if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
-        s->plan[r].count = 0;
-        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->layout.per_node, s->layout.spread, r, n);
-        else hpmlc_plan_add(&s->plan[r], HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
+        hpmlc_plan plan;
+        plan.count = 0, plan.level = NULL;
+        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&plan, a, p, s->layout.per_node, s->layout.spread, r, n);
+        else hpmlc_plan_add(&plan, HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
+        s->phases[r] = plan.count;
+        for (int i = 0; i < plan.count; i++) s->phase[(size_t)i * (size_t)p + (size_t)r] = plan.phase[i];
     }
-    const hpmlc_phase *f = &s->plan[0].phase[0];
+    const hpmlc_phase *f = &s->phase[0];
     bool ring = f->team.size == p && (f->kind == HPMLC_RING_SCATTER || f->kind == HPMLC_RING_GATHER);
     if (kind == HPMLC_SIM_ALL_TO_ALL && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
     else if (kind != HPMLC_SIM_ALL_TO_ALL && !s->plain && ring && !s->mixed)

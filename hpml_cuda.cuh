@@ -1732,10 +1732,10 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
             for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - most);
         }
         sum = hpmlg_group(sum, space, TEAM, false);
-        float shift = log ? most + logf(sum) : most, scale = 1 / sum;
+        float less = logf(sum), scale = 1 / sum; /* most + less would be rounded at the size of most */
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
-            for (int j = 0; j < 8; j++) e[k].v[j] = log ? e[k].v[j] - shift : expf(e[k].v[j] - shift) * scale;
+            for (int j = 0; j < 8; j++) e[k].v[j] = log ? e[k].v[j] - most - less : expf(e[k].v[j] - most) * scale;
             hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
@@ -1777,8 +1777,9 @@ HPMLG_OP(softmax)
                n->accumulate[0]);
 }
 
-/* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
-   right before a norm, x = p + q, is made by the same kernel: x is written and not read again. */
+/* xhat = (x - mean - rest) rstd, y = xhat gamma + beta. The mean is the sum of two floats, so that numbers far from 0
+   lose no digits; saved: mean and rstd of each row, then, behind all of them, rest of each. rmsnorm: both 0. A residual
+   sum right before a norm, x = p + q, is made by the same kernel: x is written and not read again. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, const float *gamma,
                                     const float *beta, float2 *saved, int64_t rows, int64_t cols, float eps,
@@ -1788,7 +1789,7 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
     const bool       many = cols > 8 * TEAM * G;
     hpmlg_eight      e[G];
     HPMLG_EACH_ROW {
-        float mean = 0, sum = 0;
+        float mean = 0, sum = 0, rest = 0;
         HPMLG_EACH_EIGHT {
             e[k] = hpmlg_row_get(p.p ? p : x, row, cols, c, 0);
             if (p.p) { /* x = p + q comes with it */
@@ -1803,15 +1804,17 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             for (int j = 0; j < 8; j++) {
                 float v = c + j < cols ? e[k].v[j] - mean : 0;
-                sum += v * v;
+                sum += v * v, rest += v;
             }
         }
-        float rstd = 1 / sqrtf(hpmlg_group(sum, space, TEAM, false) / (float)cols + eps);
-        if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd);
+        rest = centred ? hpmlg_group(rest, space, TEAM, false) / (float)cols : 0;
+        float var = hpmlg_group(sum, space, TEAM, false) / (float)cols - rest * rest;
+        float rstd = 1 / sqrtf((var < 0 ? 0 : var) + eps);
+        if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd), ((float *)(saved + rows))[row] = rest;
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             hpmlg_eight g = hpmlg_param_get(gamma, cols, c, 1), b = hpmlg_param_get(beta, cols, c, 0);
-            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd * g.v[j] + b.v[j];
+            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean - rest) * rstd * g.v[j] + b.v[j];
             hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
@@ -1833,10 +1836,10 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     hpmlg_array dgamma = { teams == 1 ? part : sums, HPML_DTYPE_F32 };
     hpmlg_array dbeta  = { (float *)dgamma.p + cols, HPML_DTYPE_F32 };
     HPMLG_EACH_ROW {
-        float mean = saved[row].x, rstd = saved[row].y, sum = 0, dot = 0;
+        float mean = saved[row].x, rstd = saved[row].y, rest = ((const float *)(saved + rows))[row], sum = 0, dot = 0;
         auto  take = [&](int64_t k, int64_t c) { /* xhat and dy */
             e[k] = hpmlg_row_get(x, row, cols, c, mean), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
-            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd;
+            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean - rest) * rstd;
         };
         auto weigh = [&](int64_t k, int64_t c) { /* dy becomes g */
             hpmlg_eight g = hpmlg_param_get(gamma, cols, c, 1);
@@ -1946,8 +1949,9 @@ HPMLG_OP(rmsnorm) { return hpmlg_norm(d, n, back); }
 /* Per channel, N = B P numbers, P = H W: y = gamma (x - mean) rstd + beta. First sums over pieces of a channel, one
    block each, then one thread for a channel joins the pieces in order, then all elements are written. Means and squares
    are kept as (count, mean, sum of squared distances to it) and joined so (Chan, Golub & LeVeque 1979), which loses
-   nothing where the mean is far from zero. Backward the same places hold plain sums: mean is s1 = sum dy and square
-   s2 = sum dy xhat. A block takes one channel, or 32 channels side by side where P is 1. */
+   nothing where the mean is far from zero. A thread joins its own as floats, so they are less the channel's first
+   number. Backward the same places hold plain sums: mean is s1 = sum dy and square that of dy (x - mean), of which s2 =
+   sum dy xhat is made. A block takes one channel, or 32 channels side by side where P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
@@ -1971,6 +1975,7 @@ typedef struct hpmlg_bn {
     const float *gamma, *beta;      /* (C), or NULL; as their gradients */
     float       *dgamma, *dbeta, *running_mean, *running_var;
     float2      *saved, *means;     /* (C): mean and rstd; s1 / N and s2 / N */
+    float       *rest;              /* (C): the mean is saved[c].x + rest[c], as in layernorm */
     hpmlg_moments<double> *part;    /* (splits, C) */
     float        eps, momentum;
     bool         train, relu, add[3];
@@ -2006,7 +2011,8 @@ template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
     int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
     int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8);
-    float   mean = back && c < s.C ? s.saved[c].x : 0, rstd = back && c < s.C ? s.saved[c].y : 0;
+    float   mean = back && c < s.C ? s.saved[c].x : 0;
+    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_at(s, c, 0)) : 0; /* its first number */
     hpmlg_moments<T> mine = { 0, 0, 0 };
     for (int64_t u = units * blockIdx.y / s.splits + threadIdx.x / s.width; u < to; u += step) {
         hpmlg_eight e, f, z;
@@ -2016,16 +2022,16 @@ template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
             if (s.relu) hpmlg_bn_take(s, s.y, c, u, to, &z);
             for (int j = 0; j < 8; j++) { /* what is not there is 0 in dy */
                 float v = s.relu && !(z.v[j] > 0) ? 0 : f.v[j];
-                sum += v, other += v * ((e.v[j] - mean) * rstd);
+                sum += v, other += v * (e.v[j] - mean);
             }
         } else {
-            for (int j = 0; j < 8; j++) sum += e.v[j];
+            for (int j = 0; j < 8; j++) sum += e.v[j] = (float)j < n ? e.v[j] - pivot : 0;
             sum /= n;
             for (int j = 0; j < 8; j++) other += (float)j < n ? (e.v[j] - sum) * (e.v[j] - sum) : 0;
         }
         mine = hpmlg_moments_join<back, T>(mine, { back ? 0 : (T)n, (T)sum, (T)other });
     }
-    all[threadIdx.x] = { (double)mine.n, (double)mine.mean, (double)mine.square };
+    all[threadIdx.x] = { (double)mine.n, (double)mine.mean + (double)pivot, (double)mine.square };
     for (int h = (int)blockDim.x / 2; h >= s.width; h /= 2) {
         __syncthreads();
         if ((int)threadIdx.x < h)
@@ -2044,21 +2050,22 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
     for (int64_t i = 0; i < s.splits && (back || s.train); i++)
         all = hpmlg_moments_join<back>(all, s.part[i * s.C + c]);
     if (back) {
-        double N = (double)s.N;
-        if (s.dgamma) s.dgamma[c] = (s.add[1] ? s.dgamma[c] : 0) + (float)all.square;
+        double N = (double)s.N, s2 = (double)s.saved[c].y * (all.square - (double)s.rest[c] * all.mean);
+        if (s.dgamma) s.dgamma[c] = (s.add[1] ? s.dgamma[c] : 0) + (float)s2;
         if (s.dbeta) s.dbeta[c] = (s.add[2] ? s.dbeta[c] : 0) + (float)all.mean;
-        s.means[c] = s.train ? make_float2((float)(all.mean / N), (float)(all.square / N)) : make_float2(0, 0);
+        s.means[c] = s.train ? make_float2((float)(all.mean / N), (float)(s2 / N)) : make_float2(0, 0);
         return;
     }
     double mean = s.train ? all.mean : s.running_mean[c], var = s.train ? all.square / all.n : s.running_var[c];
     s.saved[c]  = make_float2((float)mean, (float)(1 / sqrt(var + (double)s.eps)));
+    s.rest[c]   = (float)(mean - (double)s.saved[c].x);
     if (!s.train) return;
     s.running_mean[c] = (1 - s.momentum) * s.running_mean[c] + s.momentum * (float)mean;
     s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
 
-/* y = a x + b, a = rstd gamma, b = beta - mean a, with a relu if wanted; dx (+)= a (dy - s1 / N - xhat s2 / N). Eights
-   of the whole array; channels change within. */
+/* y = a (x - mean) + b, a = rstd gamma, b = beta - rest a, with a relu if wanted; dx (+)= a (dy - s1 / N - xhat s2 /
+   N). Eights of the whole array; channels change within. */
 template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
@@ -2067,17 +2074,18 @@ template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
         hpmlg_eight e = hpmlg_row_get(s.x, 0, n, i, 0), f, z;
         if (back) f = hpmlg_row_get(s.dy, 0, n, i, 0);
         if (back && s.relu) z = hpmlg_row_get(s.y, 0, n, i, 0);
-        float a = 0, b = 0, two = 0;
+        float a = 0, b = 0, two = 0, mean = 0;
         for (int j = 0; j < 8; j++, r++) {
             if (r == s.P) r = 0, c = c + 1 == s.C ? 0 : c + 1;
             if (j == 0 || r == 0) {
-                float mean = s.saved[c].x, rstd = s.saved[c].y;
-                a   = rstd * (s.gamma ? s.gamma[c] : 1);
-                two = back ? rstd * s.means[c].y : 0;
-                b   = back ? s.means[c].x - mean * two : (s.beta ? s.beta[c] : 0) - mean * a;
+                float rstd = s.saved[c].y, rest = s.rest[c];
+                mean = s.saved[c].x;
+                a    = rstd * (s.gamma ? s.gamma[c] : 1);
+                two  = back ? rstd * s.means[c].y : 0;
+                b    = back ? s.means[c].x - rest * two : (s.beta ? s.beta[c] : 0) - rest * a;
             }
-            if (back) e.v[j] = a * ((s.relu && !(z.v[j] > 0) ? 0 : f.v[j]) - b - e.v[j] * two);
-            else e.v[j] = hpmlg_act(s.relu ? HPML_ACT_RELU : HPML_ACT_NONE, 0, a * e.v[j] + b);
+            if (back) e.v[j] = a * ((s.relu && !(z.v[j] > 0) ? 0 : f.v[j]) - b - (e.v[j] - mean) * two);
+            else e.v[j] = hpmlg_act(s.relu ? HPML_ACT_RELU : HPML_ACT_NONE, 0, a * (e.v[j] - mean) + b);
         }
         hpmlg_row_put(back ? s.dx : s.y, 0, n, i, e, back && s.add[0]);
     }
@@ -2100,6 +2108,7 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
     s.beta  = hpmlg_param_of(n, 2), s.dbeta = hpmlg_param_grad(n, 2);
     s.part  = (hpmlg_moments<double> *)n->scratch, s.means = (float2 *)(s.part + s.C * s.splits);
     s.saved = (float2 *)n->saved, s.running_mean = src[3]->data, s.running_var = src[4]->data;
+    s.rest  = (float *)(s.saved + s.C);
     s.eps   = n->attr.norm.eps, s.momentum = n->attr.norm.momentum, s.train = train;
     s.relu  = n->attr.norm.act == HPML_ACT_RELU;
     for (int i = 0; i < 3; i++) s.add[i] = n->accumulate[i];
@@ -4365,14 +4374,14 @@ HPMLG_OP(lstm) { return back ? hpmlg_lstm_backward(d, n) : hpmlg_lstm_forward(d,
 // >>gpu-loss   losses
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* As in hpml.h: loss = lse - (1 - s) x_l - s mean(x), dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V. One group of
-   threads has a row and reads it once: each thread keeps a maximum and the sum of exp(x - maximum), which is rescaled
-   when the maximum grows. Probabilities are not stored; kept are lse and loss of each row and 1 / rows that
-   count. Hits are counted on the way. */
+/* As in hpml.h: with d_i = x_i - max and sum = sum of exp(d_i), loss = log(sum) - (1 - s) d_l - s mean(d), dx_i =
+   exp(d_i) / sum - (1 - s) [i = l] - s / V. One group of threads has a row and reads it once: each thread keeps a
+   maximum and the sum of exp(x - maximum), which is rescaled when the maximum grows. Probabilities are not stored; kept
+   are max, 1 / sum and loss of each row and 1 / rows that count. Hits are counted on the way. */
 typedef struct hpmlg_rows {
     hpmlg_array      x, dx;    /* (rows, V) */
     const int       *labels;   /* (rows) */
-    float           *lse, *loss, *inverse; /* (rows), (rows), (1) */
+    float           *max, *share, *loss, *inverse; /* (rows), 1 / sum (rows), (rows), (1) */
     const float     *dloss;    /* (1) */
     int64_t          rows, V, blocks;
     float            smoothing;
@@ -4412,7 +4421,7 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
         s *= __expf(m - most);
         m = most;
         for (int j = 0; j < 8; j++) s += __expf(e.v[j] - m);
-        for (int j = 0; j < 8 && p.smoothing > 0; j++) all += at + j >= first && at + j < end ? e.v[j] : 0;
+        for (int j = 0; j < 8 && p.smoothing > 0; j++) all += at + j >= first && at + j < end ? e.v[j] - mine : 0;
     }
     float most = hpmlg_group(m, space, p.tx, true);
     s = hpmlg_group(s * __expf(m - most), space, p.tx, false);
@@ -4422,10 +4431,10 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     if (counts) atomicAdd(&p.counts[1], 1ull); /* integers may be added in any order */
     if (counts && beaten == 0) atomicAdd(&p.counts[0], 1ull);
     if (!node) return;
-    float lse = most + logf(s);
-    p.lse[row]  = lse;
-    p.loss[row] = 0;
-    if (counts) p.loss[row] = lse - (1 - p.smoothing) * mine - p.smoothing * all / (float)p.V;
+    p.max[row]   = most;
+    p.share[row] = 1 / s;
+    p.loss[row]  = 0;
+    if (counts) p.loss[row] = logf(s) - (mine - most) - p.smoothing * all / (float)p.V; /* all: sum of x - x_l */
     else if (label != p.ignore) hpmlg_complain(p.note, p.taken, row, label, node);
 }
 
@@ -4437,12 +4446,13 @@ static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
     if (row >= p.rows) return;
     bool    counts = hpmlg_label_counts(p.labels[row], p.ignore, p.V);
     int64_t label = first + p.labels[row];
-    float   scale = p.inverse[0] * p.dloss[0], lse = p.lse[row], rest = scale * p.smoothing / (float)p.V;
+    float   scale = p.inverse[0] * p.dloss[0], rest = scale * p.smoothing / (float)p.V;
+    float   most = p.max[row], share = scale * p.share[row];
     if (!counts && p.add) return;
     for (int64_t at = first / 8 * 8 + lane * 8; at < end; at += p.tx * 8) {
         hpmlg_eight e;
         if (counts) e = hpmlg_get_part(p.x, at, first, end, 0);
-        for (int j = 0; j < 8; j++) e.v[j] = counts ? scale * __expf(e.v[j] - lse) - rest : 0;
+        for (int j = 0; j < 8; j++) e.v[j] = counts ? share * __expf(e.v[j] - most) - rest : 0;
         if (counts && label >= at && label < at + 8)
             for (int j = 0; j < 8; j++)
                 if (at + j == label) e.v[j] -= scale * (1 - p.smoothing);
@@ -4472,7 +4482,7 @@ HPMLG_OP(cross_entropy)
     hpmlg_rows         p = hpmlg_rows_make(hpmlg_value(x), n->src[1]->data, hpml_tensor_count(x) / V, V);
     hpmlg_finish       f = {};
     p.dx = hpmlg_grad(x), p.dloss = n->out->grad, p.add = n->accumulate[0];
-    p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows;
+    p.max = (float *)n->saved, p.share = p.max + p.rows, p.loss = p.share + p.rows, p.inverse = p.loss + p.rows;
     p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
     p.note = d->note, p.taken = d->note_taken, p.counts = d->counts;
     if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_FOLD, 0, p);
@@ -5719,7 +5729,7 @@ HPML_API const hpml_backend *hpml_backend_cuda(void)
     };
     static const hpml_backend cuda = { "cuda", hpmlg_open, hpmlg_close, hpmlg_alloc, hpmlg_free, hpmlg_write,
         hpmlg_read, hpmlg_zero, hpmlg_sync, ops, hpmlg_update, hpmlg_sumsq, hpmlg_store, hpmlg_plan, hpmlg_begin,
-        hpmlg_end, hpmlg_correct, hpmlg_encode, hpmlg_decode, hpmlg_look_at };
+        hpmlg_end, hpmlg_correct, hpmlg_encode, hpmlg_decode, hpmlg_look_at, false };
     return &cuda;
 }
 

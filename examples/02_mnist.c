@@ -21,12 +21,14 @@ typedef struct job {
     hpml_distribute_report account;
 } job;
 
-static hpml_tensor *record_model(const char *model, hpml_tensor *x)
+static hpml_tensor *record_model(const options *o, hpml_tensor *x)
 {
     hpml_linear_desc relu = { .activation = HPML_ACT_RELU };
     hpml_conv2d_desc conv = { .kernel_h = 5, .padding_h = 2, .activation = HPML_ACT_RELU };
-    if (strcmp(model, "linear") == 0) return hpml_linear(hpml_flatten(x), 10, NULL);
-    if (strcmp(model, "mlp") == 0) return hpml_linear(hpml_linear(hpml_flatten(x), 128, &relu), 10, NULL);
+    conv.workspace = (size_t)o->workspace * 1024;
+    if (strcmp(o->model, "linear") == 0) return hpml_linear(hpml_flatten(x), 10, NULL);
+    if (strcmp(o->model, "mlp") == 0) return hpml_linear(hpml_linear(hpml_flatten(x), 128, &relu), 10, NULL);
+    if (strcmp(o->layout, "nhwc") == 0) x = hpml_to_layout(x, HPML_NHWC); /* all that follows goes by it */
     x = hpml_max_pool2d(hpml_conv2d(x, 16, &conv), 2, 0, 0); /* (B, 16, 14, 14) */
     x = hpml_max_pool2d(hpml_conv2d(x, 32, &conv), 2, 0, 0); /* (B, 32, 7, 7) */
     return hpml_linear(hpml_linear(hpml_flatten(x), 128, &relu), 10, NULL);
@@ -36,17 +38,10 @@ static hpml_tensor *record_model(const char *model, hpml_tensor *x)
 static hpml_trainer *make_trainer(hpml_ctx *ctx, const options *o, int64_t share, int64_t digits)
 {
     hpml_tensor      *x = hpml_input_4d(ctx, share, 1, 28, 28);
-    hpml_trainer_desc d = { .input = x, .output = record_model(o->model, x), .lr = (float)o->lr, .momentum = 0.9f };
+    hpml_trainer_desc d = { .input = x, .output = record_model(o, x), .lr = (float)o->lr, .momentum = 0.9f };
     d.schedule.kind        = HPML_SCHEDULE_COSINE;
     d.schedule.total_steps = o->epochs * ((digits + o->batch - 1) / o->batch);
     return hpml_trainer_create(ctx, &d);
-}
-
-static hpml_codec_kind codec_kind(const char *name)
-{
-    int k = HPML_CODEC_TWOBIT;
-    while (k > 0 && strcmp(hpml_codec_get((hpml_codec_kind)k)->name, name) != 0) k--;
-    return (hpml_codec_kind)k;
 }
 
 /* The one call that joins it to the other workers; NULL where there is nothing to join. */
@@ -118,10 +113,11 @@ static hpml_status train(hpml_comm *comm, void *user)
     if (o->load) d ? hpml_distribute_load(d, o->load) : hpml_checkpoint_load(t, o->load);
     if (tells)
         printf("%s, %lld parameters, %lld training digits, batch %lld, %s kernels\n%d worker%s (%s), "
-               "each of %d thread%s, gradients as %s\n", o->model, (long long)hpml_param_total(ctx),
+               "each of %d thread%s, results as %s, gradients as %s\n", o->model, (long long)hpml_param_total(ctx),
                (long long)data->count, (long long)o->batch, hpml_ctx_cpu(ctx), workers, workers > 1 ? "s" : "",
-               hpml_comm_transport(comm), hpml_ctx_threads(ctx), hpml_ctx_threads(ctx) > 1 ? "s" : "", o->codec);
-    hpml_comm_trace_start(comm, &(hpml_trace_desc){ .first_step = 10, .last_step = 30 });
+               hpml_comm_transport(comm), hpml_ctx_threads(ctx), hpml_ctx_threads(ctx) > 1 ? "s" : "",
+               o->precision, o->codec);
+    hpml_comm_trace_start(comm, &(hpml_trace_desc){ .first_step = 10, .last_step = 30, .arrows = true });
     hpml_comm_counters_reset(comm);
     hpml_distribute_get(d, NULL, true);
     hpml_distribute_report account = { 0 };
@@ -161,6 +157,7 @@ static int launch(job *j)
     char             error[768];
     hpml_launch_desc l = { .ranks = (int32_t)o->workers, .ctx = { .seed = (uint64_t)o->seed } };
     l.ctx.threads = (int32_t)o->threads;
+    while (strcmp(hpml_dtype_name(l.ctx.store), o->precision) != 0) l.ctx.store = (hpml_dtype)(l.ctx.store + 1);
     if (strcmp(o->transport, "mpi") == 0) l.transport = HPML_TRANSPORT_MPI, l.ranks = 0;
     for (int n = 0; n < 2 && o->network; n++)
         if (strcmp(o->network, networks[n].name) == 0)
@@ -234,10 +231,11 @@ static void print_json(const job *j)
 
 int main(int argc, char **argv)
 {
-    options o = { .model = "cnn", .codec = "onebit", .allreduce = "auto", .transport = "threads", .out = "build",
-                  .samples = 12000, .batch = 64, .workers = 1, .seed = 1 };
+    options o = { .model = "cnn", .layout = "nchw", .precision = "f32", .allreduce = "auto", .transport = "threads",
+                  .out = "build", .samples = 12000, .batch = 64, .workers = 1, .seed = 1 };
     job     j = { .o = &o };
-    int     failed = parse(&o, NULL, 0, argc, argv);
+    option  precision = { "--precision", OPTION_CHOICE, &o.precision, "f32|bf16|f16", "how results are stored (f32)" };
+    int     failed = parse(&o, &precision, 1, argc, argv);
     if (failed) return failed == 1 ? 0 : failed;
     if (o.compare) return compare(&o);
     failed = launch(&j);

@@ -1,6 +1,6 @@
 // What you learn: hpml inside a C++17 program that has its own arrays. Difficulty 2 of 4.
 //   c++ -std=c++17 -O2 examples/04_embed_cpp.cpp -o embed -lm -lpthread && ./embed
-// Three things an embedder wants: one matrix product, one small model, and 1-bit packing of a gradient buffer.
+// Four things an embedder wants: a matrix product, the rest of BLAS, a small model, 1-bit packing of a gradient buffer.
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
 #include <cmath>
@@ -17,6 +17,22 @@ static bool product(hpml_ctx *ctx)
     hpml_sgemm(ctx, false, true, n, n, n, 1, a.data(), n, b.data(), n, 0, c.data(), n);
     std::printf("product: %.1f, expected %.1f\n", c[0], double(n));
     return c[0] == float(n);
+}
+
+/* A matrix times a vector, vectors, the largest magnitude; and a product of halves, whose sums are f32. */
+static bool vectors(hpml_ctx *ctx)
+{
+    std::vector<float>    a = { 1, 2, 3, 4, 5, 6 }, x = { 1, 0, -1 }, y(2), c(4); /* a (2, 3) */
+    std::vector<uint16_t> half(a.size());
+    hpml_sgemv(ctx, false, 2, 3, 1, a.data(), 3, x.data(), 1, 0, y.data(), 1); /* -2 -2 */
+    hpml_saxpy(ctx, 2, 0.5f, a.data(), 3, y.data(), 1);                        /* and half of a's first column */
+    hpml_sscal(ctx, 2, 2, y.data(), 1);
+    hpml_convert(ctx, HPML_DTYPE_BF16, half.data(), HPML_DTYPE_F32, a.data(), 6);
+    hpml_gemm(ctx, false, true, 2, 2, 3, 1, HPML_DTYPE_BF16, half.data(), 3, HPML_DTYPE_BF16, half.data(), 3, 0,
+              c.data(), 2);
+    int64_t largest = hpml_isamax(ctx, 4, c.data(), 1);
+    std::printf("vectors: %.1f %.1f, expected -3.0 0.0; a a^T: largest %.1f, expected 77.0\n", y[0], y[1], c[largest]);
+    return y[0] == -3 && y[1] == 0 && c[largest] == 77;
 }
 
 /* y = sin(3 x), learned from 256 points. */
@@ -64,7 +80,7 @@ static bool one_bit()
 int main()
 {
     context ctx(hpml_ctx_create(nullptr), hpml_ctx_free);
-    bool    good = product(ctx.get()) && regression(ctx.get()) && one_bit();
+    bool    good = product(ctx.get()) && vectors(ctx.get()) && regression(ctx.get()) && one_bit();
     if (!good) std::fprintf(stderr, "%s\n", hpml_ctx_error(ctx.get()));
     return good ? 0 : 1;
 }

@@ -11,8 +11,8 @@
 #include <unistd.h>
 
 typedef struct options {
-    const char *data, *model, *codec, *allreduce, *transport, *network, *save, *load, *out;
-    int64_t     samples, batch, epochs, stop, workers, threads, seed, table;
+    const char *data, *model, *layout, *precision, *codec, *allreduce, *transport, *network, *save, *load, *out;
+    int64_t     samples, batch, epochs, stop, workers, threads, seed, table, workspace;
     double      lr;
     int         json, exact, compare;
 } options;
@@ -21,6 +21,7 @@ typedef struct options {
 static void defaults(options *o)
 {
     if (o->epochs == 0) o->epochs = o->data ? 6 : 3;
+    if (!o->codec) o->codec = strcmp(o->precision, "f16") == 0 ? "none" : "onebit"; /* overflows cannot be packed */
     if (o->lr == 0) o->lr = strcmp(o->model, "cnn") == 0 ? 0.03 : 0.05;
     if (o->stop == 0 || o->stop > o->epochs) o->stop = o->epochs;
 }
@@ -31,6 +32,8 @@ static int parse(options *o, const option *extra, int extra_count, int argc, cha
 {
     const option common[] = {
         { "--model", OPTION_CHOICE, &o->model, "linear|mlp|cnn", "what to train (cnn)" },
+        { "--layout", OPTION_CHOICE, &o->layout, "nchw|nhwc", "how the cnn keeps images (nchw)" },
+        { "--workspace", OPTION_COUNT, &o->workspace, "KB", "memory of a convolution beyond x and y (no limit)" },
         { "--data", OPTION_TEXT, &o->data, "DIR", "MNIST's IDX files, gzipped or not (drawn digits)" },
         { "--samples", OPTION_COUNT, &o->samples, "N", "digits to draw (12000)" },
         { "--epochs", OPTION_COUNT, &o->epochs, "N", "passes over the data (files 6, drawn 3)" },
@@ -42,7 +45,8 @@ static int parse(options *o, const option *extra, int extra_count, int argc, cha
         { "--threads", OPTION_COUNT, &o->threads, "N", "threads of a worker (the cores shared out)" },
         { "--transport", OPTION_CHOICE, &o->transport, "threads|mpi",
           "how workers exchange messages; mpi needs mpiexec" },
-        { "--codec", OPTION_CHOICE, &o->codec, "none|bf16|onebit|twobit", "how gradients travel (onebit)" },
+        { "--codec", OPTION_CHOICE, &o->codec, "none|bf16|onebit|twobit",
+          "how gradients travel (onebit; in f16 none)" },
         { "--allreduce", OPTION_CHOICE, &o->allreduce,
           "auto|central|tree|ring|butterfly|halving|hierarchical|native", "how gradients are added up (auto)" },
         { "--network", OPTION_CHOICE, &o->network, "1gbit|100mbit",
@@ -66,6 +70,13 @@ static int parse(options *o, const option *extra, int extra_count, int argc, cha
     if (o->workers >= 1 && o->batch >= o->workers && o->samples >= 1) return 0;
     return fprintf(stderr, "--workers %lld, --batch %lld: a worker needs a sample of each batch\n",
                    (long long)o->workers, (long long)o->batch), 2;
+}
+
+static inline hpml_codec_kind codec_kind(const char *name)
+{
+    int k = HPML_CODEC_TWOBIT;
+    while (k > 0 && strcmp(hpml_codec_get((hpml_codec_kind)k)->name, name) != 0) k--;
+    return (hpml_codec_kind)k;
 }
 
 /* The IDX pair `name` of a folder, plain or gzipped; NULL when it is not there. */

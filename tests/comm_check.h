@@ -491,6 +491,30 @@ static hpml_status has_ended(int *ended, hpml_status status)
 
 /* Rank 1 finishes one tensor of two, and then leaves, or the other is late: until `ended`, where not NULL, says that
    all others have failed, else for a second. */
+/* Rank r waits for rank r + 1, the first rank longest; the last one hangs. */
+static hpml_status chain_hangs(hpml_comm *c, int *ended)
+{
+    char x    = 0;
+    int  rank = hpml_comm_rank(c), last = hpml_comm_size(c) - 1;
+    if (hpml_barrier(c) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    if (rank == last) outlast(c, ended, 2);
+    else usleep(20000u * (unsigned)rank);
+    return has_ended(ended, rank == last ? hpml_barrier(c) : hpml_recv(c, rank + 1, 0, &x, 1));
+}
+
+/* The last rank works for four deadlines of 0.3 s, and says so or hangs then; the others wait for one another. */
+static hpml_status works_long(hpml_comm *c, bool hangs, int *ended)
+{
+    bool last = hpml_comm_rank(c) == hpml_comm_size(c) - 1;
+    if (hpml_barrier(c) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    for (int i = 0; i < 12 && last; i++) {
+        hpml_comm_busy(c, i < 11 ? 20 : 0);
+        usleep(100000);
+    }
+    if (last && hangs) outlast(c, ended, 2);
+    return has_ended(ended, hpml_barrier(c));
+}
+
 static hpml_status unready(hpml_comm *c, bool leave, int *ended)
 {
     static float       x[8][2];

@@ -19,3 +19,17 @@ void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed,
 {
     ((const hpmli_kernels *)k)->random((hpmli_draw)kind, out, seed, stream, first, n);
 }
+
+bool inside_places(hpml_ctx *ctx, inside_slot *slots, int count, int times, bool tree)
+{
+    hpmli_slot *s = hpmli_new(ctx, hpmli_slot, count);
+    for (int i = 0; s && i < count; i++) {
+        s[i].bytes = slots[i].bytes;
+        s[i].from  = slots[i].from;
+        s[i].to    = slots[i].to;
+    }
+    bool good = s && (tree ? hpmli_place_tree(ctx, s, count, times) : hpmli_place_list(ctx, s, count));
+    for (int i = 0; good && i < count; i++) slots[i].offset = s[i].offset;
+    hpmli_free(ctx, s);
+    return good;
+}

@@ -19,6 +19,55 @@ static hpml_status sums(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
+/* NATIVE on a part of a communicator is refused, unless all ranks are in it in their order. */
+static hpml_status native_parts(hpml_comm *c, void *user)
+{
+    float               x = 1;
+    hpml_comm          *all    = hpml_comm_split(c, 0, hpml_comm_rank(c));
+    hpml_comm          *turned = hpml_comm_split(c, 0, -hpml_comm_rank(c));
+    hpml_allreduce_desc d;
+    (void)user;
+    memset(&d, 0, sizeof d);
+    d.algorithm = HPML_NATIVE;
+    CHECK(hpml_allreduce(all, &x, 1, &d) == HPML_OK && (int)x == hpml_comm_size(c));
+    CHECK(hpml_job_wait(hpml_iallreduce(all, &x, 1, &d)) == HPML_OK);
+    CHECK(hpml_job_wait(hpml_iallreduce(c, &x, 1, &d)) == HPML_OK);
+    return hpml_allreduce(turned, &x, 1, &d);
+}
+
+/* More parts, one after another, than there are numbers for; then more that live at the same time, which is refused. */
+static hpml_status many_parts(hpml_comm *c, void *user)
+{
+    (void)user;
+    for (int i = 0; i < 150; i++) {
+        float      x    = (float)(i % 100);
+        hpml_comm *part = hpml_comm_split(c, 0, -hpml_comm_rank(c));
+        CHECK(part && hpml_allreduce(part, &x, 1, NULL) == HPML_OK && (int)x == hpml_comm_size(c) * (i % 100));
+        hpml_comm_free(part);
+    }
+    for (int i = 0; i < 129; i++)
+        if (!hpml_comm_split(c, 0, -hpml_comm_rank(c))) break;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+static hpml_status chain(hpml_comm *c, void *user) { return (void)user, chain_hangs(c, NULL); }
+static hpml_status works(hpml_comm *c, void *user)
+{
+    (void)user;
+    hpml_status status = works_long(c, false, NULL);
+    if (status == HPML_OK) printf("all came\n");
+    return status;
+}
+
+/* The others wait for it when they free their communicators. */
+static hpml_status stays(hpml_comm *c, void *user)
+{
+    (void)user;
+    sum_of_four(c);
+    if (hpml_comm_rank(c) == 1) sleep(3);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
 static hpml_status correct(hpml_comm *c, void *user)
 {
     int p = hpml_comm_size(c);
@@ -155,6 +204,7 @@ static hpml_status leaves_native(hpml_comm *c, void *user)
 static hpml_status exits(hpml_comm *c, void *user)
 {
     (void)user;
+    sum_of_four(c);
     if (hpml_comm_rank(c) == 1) exit(3);
     return at_once(c, hpml_now(), sum_of_four(c));
 }
@@ -222,6 +272,22 @@ static int by_environment(void)
     return report(hpml_launch(NULL, announced, NULL, error, sizeof error), error);
 }
 
+/* Every process runs threads of its own: refused, unless `alone` or HPML_RUN says that they are meant. */
+static hpml_status own_threads(hpml_comm *c, void *user)
+{
+    (void)user;
+    return hpml_comm_size(c) == 2 && strcmp(hpml_comm_transport(c), "threads") == 0 ? HPML_OK : HPML_ERR_STATE;
+}
+
+static int threads_each(bool alone)
+{
+    char             error[768];
+    hpml_launch_desc d;
+    memset(&d, 0, sizeof d);
+    d.run = "threads:2", d.alone = alone;
+    return report(hpml_launch(&d, own_threads, NULL, error, sizeof error), error);
+}
+
 /* A host program with MPI of its own: before MPI_Init, single-threaded, on a part of the world, after MPI_Finalize. */
 static int host(const char *what)
 {
@@ -266,6 +332,38 @@ static int host(const char *what)
     return bad;
 }
 
+/* Rank 1 comes late to hpml_comm_create. */
+static int late(void)
+{
+    int            rank;
+    hpml_comm_desc d;
+    MPI_Init(NULL, NULL);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    if (rank == 1) sleep(3);
+    memset(&d, 0, sizeof d);
+    d.transport = HPML_TRANSPORT_MPI, d.timeout = 0.5;
+    hpml_ctx *ctx = hpml_ctx_create(NULL);
+    hpml_comm_create(ctx, &d);
+    int bad = report(hpml_ctx_status(ctx), hpml_ctx_error(ctx));
+    hpml_ctx_free(ctx);
+    _exit(bad);
+}
+
+/* The context goes after MPI has ended: nothing happens. */
+static int free_late(void)
+{
+    hpml_comm_desc d;
+    MPI_Init(NULL, NULL);
+    memset(&d, 0, sizeof d);
+    d.transport    = HPML_TRANSPORT_MPI;
+    hpml_ctx  *ctx = hpml_ctx_create(NULL);
+    hpml_comm *c   = hpml_comm_create(ctx, &d);
+    int        bad = hpml_barrier(hpml_comm_split(c, 0, 0)) != HPML_OK;
+    MPI_Finalize();
+    hpml_ctx_free(ctx);
+    return bad;
+}
+
 /* Rank 1 runs out of memory at its k-th allocation, for every k. */
 static int memory(void)
 {
@@ -307,7 +405,14 @@ int main(int argc, char **argv)
     if (strcmp(what, "killed") == 0) return launch(killed, 0, false, 1);
     if (strcmp(what, "stopped") == 0) return launch(stopped, 0, false, 1);
     if (strcmp(what, "leaves_native") == 0) return launch(leaves_native, 0, false, 1);
-    if (strcmp(what, "exits") == 0) return launch(exits, 0, false, 1);
+    if (strcmp(what, "exits") == 0) return launch(exits, 0, false, 20);
+    if (strcmp(what, "native_parts") == 0) return launch(native_parts, 0, false, 20);
+    if (strcmp(what, "many_parts") == 0) return launch(many_parts, 0, false, 20);
+    if (strcmp(what, "chain") == 0) return launch(chain, 0, false, 0.8);
+    if (strcmp(what, "works") == 0) return launch(works, 0, false, 0.3);
+    if (strcmp(what, "stays") == 0) return launch(stays, 0, false, 1);
+    if (strcmp(what, "late") == 0) return late();
+    if (strcmp(what, "free_late") == 0) return free_late();
     if (strcmp(what, "another") == 0) return launch(another, 0, true, 20);
     if (strcmp(what, "other_count") == 0) return launch(other_count, 0, false, 20);
     if (strcmp(what, "other_count_checked") == 0) return launch(other_count, 0, true, 20);
@@ -315,5 +420,7 @@ int main(int argc, char **argv)
     if (strcmp(what, "not_ready") == 0) return launch(not_ready, 0, false, 0.4);
     if (strcmp(what, "memory") == 0) return memory();
     if (strcmp(what, "by_environment") == 0) return by_environment();
+    if (strcmp(what, "threads") == 0) return threads_each(false);
+    if (strcmp(what, "threads_alone") == 0) return threads_each(true);
     return host(what);
 }

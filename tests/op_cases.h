@@ -51,6 +51,14 @@ typedef struct op_case {
                                                              .activation = HPML_ACT_TANH }), 5e-3)                     \
     X(conv_1x1, hpml_conv2d(x, 5, &(hpml_conv2d_desc){ .kernel_h = 1 }), 5e-3)                                         \
     X(conv_large, hpml_conv2d(x, 3, &(hpml_conv2d_desc){ .kernel_h = 5, .padding_h = 3, .stride_h = 3 }), 5e-3)        \
+    X(conv_nhwc, hpml_conv2d(nhwc(x), 6, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1 }), 5e-3)                  \
+    X(conv_nhwc_groups, hpml_conv2d(nhwc(x), 6, &(hpml_conv2d_desc){ .kernel_h = 3, .stride_h = 2, .padding_h = 2,     \
+                                                                     .groups = 2 }), 5e-3)                             \
+    X(conv_nhwc_1x1, hpml_flatten(hpml_conv2d(nhwc(x), 5, &(hpml_conv2d_desc){ .kernel_h = 1 })), 5e-3)                \
+    X(max_pool_nhwc, hpml_max_pool2d(nhwc(x), 3, 2, 1), 1e-2)                                                          \
+    X(avg_pool_nhwc, hpml_avg_pool2d(nhwc(x), 3, 2, 1), 5e-3)                                                          \
+    X(global_pool_nhwc, hpml_global_avg_pool2d(nhwc(x)), 5e-3)                                                         \
+    X(batchnorm_nhwc, hpml_batchnorm(hpml_relu(nhwc(x)), NULL), 8e-3)                                                  \
     X(max_pool, hpml_max_pool2d(x, 2, 0, 0), 1e-2) X(max_pool_3, hpml_max_pool2d(x, 3, 2, 1), 1e-2)                    \
     X(max_pools, hpml_add(hpml_max_pool2d(x, 2, 0, 0), hpml_max_pool2d(x, 2, 0, 0)), 1e-2)                             \
     X(avg_pool, hpml_avg_pool2d(x, 3, 2, 1), 5e-3) X(global_pool, hpml_global_avg_pool2d(x), 5e-3)                     \
@@ -78,6 +86,8 @@ static hpml_tensor *weight(hpml_tensor *x, int64_t a, int64_t b, int64_t c)
     if (a <= 1) d.shape[0] = b, d.shape[1] = c;
     return hpml_param_create(x->ctx, &d);
 }
+
+static hpml_tensor *nhwc(hpml_tensor *x) { return hpml_to_layout(x, HPML_NHWC); }
 
 /* a sum that two norms and a third op read */
 static hpml_tensor *norms(hpml_tensor *x)

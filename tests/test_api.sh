@@ -34,7 +34,7 @@ header() { # FILE LINES
 header hpml.h 11000
 header hpml_comm.h 6700
 header hpml_cuda.cuh 6000
-check "lines of more than 120 columns" "$(wide build.ninja examples/* tests/*)"
+check "lines of more than 120 columns" "$(wide $(find build.ninja examples tests -type f))"
 goals=$(sed -n 's/^default//p' build.ninja)
 for f in examples/[0-9]*.c* examples/ladder_*.cu; do
     for goal in $goals; do awk -v "goal=$goal:" '$2 == goal, !/\$$/' build.ninja; done |
@@ -45,5 +45,17 @@ names=$(grep -nE '^#define|__global__ .*\(' hpml_cuda.cuh | grep -vE 'hpmlg_k_|#
 check "hpml_cuda.cuh: kernels that are not hpmlg_k_*, macros that are not HPMLG_*" "$names"
 awk '/^```c$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/readme" n ".c") }' README.md
 for f in "$tmp"/readme*.c; do check "a code block of the README" "$(run "$f")"; done
+serial=$(grep -l '"hpml.h"' "$tmp"/readme*.c | head -n 1)
+many=$(grep -l 'hpml_launch(' "$tmp"/readme*.c | head -n 1)
+diff "$serial" "$many" >"$tmp/lines"
+check "README: its serial program and that for many workers do not differ in 1 to 5 lines" "$(awk '
+    /^</ { old++ } /^>/ { new++ }
+    END { n = old > new ? old : new; if (n < 1 || n > 5) print n " lines" }' "$tmp/lines")"
+check "README: its serial program" "$(run "$serial")"
+cp "$tmp/out" "$tmp/alone"
+check "README: three ranks learn what one learns" "$(HPML_RUN=threads:3 run "$many"
+    sort "$tmp/out" "$tmp/alone" | sed 's/.*, //' | uniq -c | awk '$1 != 4 { print "three ranks and one: " $0 }')"
+check "README: one of two processes without MPI trains by itself" "$(HPML_RUN= PMI_SIZE=2 PMI_RANK=0 run "$many" |
+    grep -q 'mpicc -DHPML_USE_MPI' || echo "this error is missing: built without MPI")"
 echo "$passed passed, $failed failed, 0 skipped"
 [ $failed -eq 0 ]

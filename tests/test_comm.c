@@ -606,6 +606,35 @@ static hpml_status clock_allreduce(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
+/* On a network a send is over when it has left: before anybody receives it, and its array may change then. */
+static hpml_status sent_and_gone(hpml_comm *c, void *user)
+{
+    enum { BYTES = 1 << 20 };
+    char *data = (char *)user + BYTES * hpml_comm_rank(c), byte = 0;
+    if (hpml_comm_rank(c) == 0) {
+        memset(data, 1, BYTES);
+        CHECK(hpml_send(c, 1, 0, data, BYTES) == HPML_OK);
+        memset(data, 2, BYTES);
+        CHECK(hpml_send(c, 1, 1, &byte, 1) == HPML_OK);
+        return hpml_send(c, 1, 2, &byte, 1); /* which nobody receives */
+    }
+    CHECK(hpml_recv(c, 0, 1, &byte, 1) == HPML_OK);
+    CHECK(hpml_recv(c, 0, 0, data, BYTES) == HPML_OK);
+    for (int i = 0; i < BYTES; i++) CHECK(data[i] == 1);
+    return HPML_OK;
+}
+
+TEST(a_send_over_a_link_does_not_wait_for_its_receiver)
+{
+    static char  buffer[2 << 20];
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    net.inside.latency = 1e-3, net.inside.bandwidth = 1e9;
+    for (int t = 0; t < 2; t++) ENSURE(launch_on(transports[t], 2, &net, sent_and_gone, buffer) == HPML_OK);
+    net.between = net.inside, net.inside.latency = net.inside.bandwidth = 0; /* nor inside a node of such a network */
+    for (int t = 0; t < 2; t++) ENSURE(launch_on(transports[t], 2, &net, sent_and_gone, buffer) == HPML_OK);
+}
+
 TEST(virtual_time_is_the_formula)
 {
     hpml_network net;
@@ -664,6 +693,101 @@ TEST(virtual_time_replays_exactly)
     net.seed = 8; /* another seed, another run */
     ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 8, &net, replayed, end[1]) == HPML_OK);
     ENSURE(memcmp(end[1], end[0], sizeof end[0]) != 0);
+}
+
+/* A message of second 10 is awaited, and one of second 1: each is received in its second. */
+static hpml_status two_receives(hpml_comm *c, void *user)
+{
+    char         bytes[3] = { 'a', 'b', 'c' }, got[3] = { 0 };
+    hpml_message m[3];
+    int          rank = hpml_comm_rank(c);
+    (void)user;
+    if (rank == 1) return hpml_send(c, 0, 1, bytes, 1); /* from the other node, 10 s away */
+    if (rank == 2) {
+        hpml_comm_compute(c, 1);
+        CHECK(hpml_send(c, 0, 1, bytes + 1, 1) == HPML_OK);
+        hpml_comm_compute(c, 1);
+        return hpml_send(c, 0, 1, bytes + 2, 1);
+    }
+    for (int i = 0; i < 3; i++) CHECK(hpml_irecv(c, i == 0 ? 1 : 2, 1, got + i, 1, &m[i]) == HPML_OK);
+    hpml_comm_compute(c, 0.5);
+    CHECK(hpml_wait(c, &m[2]) == HPML_OK); /* its rank's second message: the older receive gets the first */
+    CHECK(hpml_comm_now(c) == 2 && m[1].done && !m[0].done);
+    CHECK(hpml_wait(c, &m[1]) == HPML_OK && hpml_comm_now(c) == 2);
+    CHECK(hpml_wait(c, &m[0]) == HPML_OK && hpml_comm_now(c) == 10);
+    CHECK(memcmp(got, bytes, 3) == 0);
+    return HPML_OK;
+}
+
+TEST(a_wait_moves_the_clock_to_its_own_message)
+{
+    static const int32_t node[] = { 0, 1, 0 };
+    hpml_network         net;
+    memset(&net, 0, sizeof net);
+    net.node = node, net.between.latency = 10;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 3, &net, two_receives, NULL) == HPML_OK);
+}
+
+/* Whatever threads do one after another has no earlier time than what was done before. */
+typedef struct order { double last; int events, turned; } order;
+
+static void event(hpml_comm *c, order *o)
+{
+    double now = hpml_comm_now(c);
+    o->events++;
+    o->turned += now < o->last;
+    o->last = now;
+}
+
+static hpml_status listen(hpml_comm *c, void *user)
+{
+    char byte;
+    for (int i = 0; i < 100; i++) {
+        CHECK(hpml_recv(c, 1, 1, &byte, 1) == HPML_OK);
+        event(c, (order *)user);
+    }
+    return HPML_OK;
+}
+
+static hpml_status speak(hpml_comm *c, void *user)
+{
+    char byte = 0;
+    for (int i = 0; i < 100; i++) {
+        hpml_comm_compute(c, 1);
+        event(c, (order *)user);
+        CHECK(hpml_send(c, 0, 1, &byte, 1) == HPML_OK);
+    }
+    return HPML_OK;
+}
+
+/* Rank 0 listens to each of the others with a thread of its own. */
+static hpml_status listeners(hpml_comm *c, void *user)
+{
+    enum { MOST = 8 };
+    int         rank = hpml_comm_rank(c), p = hpml_comm_size(c), count = 0;
+    hpml_job   *job[MOST];
+    hpml_status status = HPML_OK;
+    for (int k = 1; k < p; k++) {
+        hpml_comm *pair = hpml_comm_split(c, rank == 0 || rank == k ? 0 : -1, rank);
+        if (pair) job[count++] = hpml_background(pair, rank == 0 ? listen : speak, user);
+    }
+    for (int i = 0; i < count; i++) {
+        hpml_status s = hpml_job_wait(job[i]);
+        if (s != HPML_OK) status = s;
+        event(c, (order *)user);
+    }
+    return status;
+}
+
+TEST(virtual_time_has_one_order)
+{
+    order        o = { 0, 0, 0 };
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    net.jitter = 0.9, net.seed = 4, net.ranks_per_node = 2, net.between.latency = 3;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 5, &net, listeners, &o) == HPML_OK);
+    if (o.turned) printf("    %d of %d events after a later one\n", o.turned, o.events);
+    ENSURE(o.events == 808 && o.turned == 0);
 }
 
 static hpml_status waver(hpml_comm *c, void *user) /* how much longer than 1 s each of 100 computations takes */
@@ -948,6 +1072,25 @@ static hpml_status bad_call(hpml_comm *c, void *user)
     }
 }
 
+static hpml_status chain(hpml_comm *c, void *user) { return (void)user, chain_hangs(c, &ended); }
+static hpml_status works(hpml_comm *c, void *user) { return (void)user, works_long(c, false, &ended); }
+static hpml_status works_no_more(hpml_comm *c, void *user) { return (void)user, works_long(c, true, &ended); }
+
+/* Rank 0 waits for rank 1, which waits for its own job, in which a thread of its own waits for rank 2. */
+static hpml_status chain_through_a_job(hpml_comm *c, void *user)
+{
+    static float x[3][100];
+    float       *mine = x[hpml_comm_rank(c)];
+    (void)user;
+    hpml_status status = hpml_job_wait(hpml_iallreduce(c, mine, 100, NULL));
+    if (status == HPML_OK) status = hpml_barrier(c);
+    if (hpml_comm_rank(c) == 2) outlast(c, &ended, 0);
+    hpml_job *job = status == HPML_OK ? hpml_iallreduce(c, mine, 100, NULL) : NULL;
+    if (hpml_comm_rank(c) == 0) status = hpml_recv(c, 1, 0, &status, sizeof status);
+    hpml_status waited = job ? hpml_job_wait(job) : status;
+    return has_ended(&ended, status != HPML_OK ? status : waited);
+}
+
 static char heard[8];
 
 static const failure failures[] = {
@@ -956,10 +1099,11 @@ static const failure failures[] = {
     { "returns an error", returns_error, 3, false, 20, HPML_ERR_READ,
       { "rank 1: the rank's function returned cannot read", NULL, NULL } },
     { "another collective", another, 3, false, 20, HPML_ERR_COMM, { "deadlock", "waits for rank", "allreduce" } },
-    { "other collective, checked", another, 3, true, 20, HPML_ERR_COMM, { "rank 0 is in broadcast", "in allreduce" } },
+    { "other collective, checked", another, 3, true, 20, HPML_ERR_COMM,
+      { "rank 0 is in broadcast of 16 bytes, root 2", "in allreduce of 4 f32, sum, auto", NULL } },
     { "another count", other_count, 3, false, 20, HPML_ERR_COMM, { "bytes", "same counts", NULL } },
     { "other count, checked", other_count, 3, true, 20, HPML_ERR_COMM, { "allreduce of 32", "allreduce of 64" } },
-    { "another type, checked", other_type, 2, true, 20, HPML_ERR_COMM, { "differs", "element 4", NULL } },
+    { "another type, checked", other_type, 2, true, 20, HPML_ERR_COMM, { "of 8 f64, sum", "of 8 i64, sum", NULL } },
     { "circle", circle, 3, false, 20, HPML_ERR_COMM, { "rank 0 waits for rank 1", "rank 1 waits for rank 2" } },
     { "leaves a job", leaves_a_job, 3, false, 20, 0, { "rank 1", NULL, NULL } },
     { "a job alone", job_alone, 3, false, 20, 0, { NULL, NULL, NULL } },
@@ -968,6 +1112,9 @@ static const failure failures[] = {
     { "exchange", exchange_alone, 4, false, 20, HPML_ERR_READ, { "no such file", NULL, NULL } },
     { "bad arguments", bad_arguments, 3, false, 20, HPML_ERR_ARGUMENT, { "77", NULL, NULL } },
     { "sleeps", sleeps, 3, false, 0.2, HPML_ERR_TIMEOUT, { "waited 0.2 s for rank", "allreduce", NULL } },
+    { "a chain", chain, 6, false, 0.4, HPML_ERR_TIMEOUT, { "waits for rank 5,", NULL, NULL } },
+    { "a chain through a job", chain_through_a_job, 3, false, 0.4, HPML_ERR_TIMEOUT, { "rank 2", NULL, NULL } },
+    { "works, then hangs", works_no_more, 3, false, 0.3, HPML_ERR_TIMEOUT, { "for rank 2", NULL, NULL } },
     { "leaves, a tensor not ready", leaves_unready, 3, false, 20, 0, { "rank 1", NULL, NULL } },
     { "no such tensor", ready_twice, 2, false, 20, HPML_ERR_ARGUMENT, { "tensor 1 of 1: no such one", NULL, NULL } },
     { "not ready", not_ready, 3, false, 0.4, HPML_ERR_TIMEOUT,
@@ -1021,6 +1168,18 @@ TEST(failures_end_everywhere_and_say_why)
                 ENSURE(good);
             }
         }
+}
+
+/* A deadline of 0.3 s; on a busy machine another rank may be late. */
+TEST(a_rank_that_says_it_is_busy_is_waited_for)
+{
+    hpml_launch_desc d;
+    hpml_status      status = HPML_ERR_TIMEOUT;
+    memset(&d, 0, sizeof d);
+    d.ranks = 4, d.timeout = 0.3;
+    for (int tries = 0; tries < 3 && status != HPML_OK; tries++)
+        status = hpml_launch(&d, works, NULL, error, sizeof error);
+    ENSURE(status == HPML_OK);
 }
 
 TEST(bad_calls_are_refused)
@@ -1113,7 +1272,9 @@ TEST(arguments_are_checked)
     memset(&k, 0, sizeof k);
     ENSURE(hpml_comm_create(ctx, &k) == NULL && strstr(hpml_ctx_error(ctx), "hpml_launch"));
     ENSURE(hpml_allreduce(NULL, &x, 1, NULL) != HPML_OK && hpml_barrier(NULL) != HPML_OK);
-    ENSURE(hpml_comm_tune(NULL) != HPML_OK);
+    ENSURE(hpml_comm_tune(NULL) != HPML_OK && hpml_comm_choose(NULL, 0) == HPML_ALGORITHM_NONE);
+    ENSURE(hpml_block(7, 0, 1) == 0);
+    hpml_comm_busy(NULL, 1);
     ENSURE(hpml_broadcast(NULL, &x, 4, 0) != HPML_OK && hpml_gather(NULL, &x, 4, &x, 0) != HPML_OK);
     ENSURE(hpml_send(NULL, 0, 0, &x, 4) != HPML_OK && hpml_recv(NULL, 0, 0, &x, 4) != HPML_OK);
     ENSURE(hpml_iallreduce(NULL, &x, 1, NULL) == NULL && hpml_job_wait(NULL) != HPML_OK && hpml_job_done(NULL));
@@ -1187,17 +1348,80 @@ TEST(the_environment_says_where_to_run)
     }
 }
 
-TEST(slurm_says_which_rank_this_is)
+/* What each launcher sets for rank 2 of 4, and srun for all four of them. */
+TEST(the_launcher_says_which_rank_this_is)
 {
-    int rank = 7;
+    static const char *const names[][2] = { { "PMI_SIZE", "PMI_RANK" }, { "PMIX_SIZE", "PMIX_RANK" },
+        { "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK" }, { "MPI_LOCALNRANKS", "MPI_LOCALRANKID" } };
+    int  rank = 7, size;
+    char number[8];
     if (hpml_launched(NULL) > 0) SKIP("under a launcher");
     ENSURE(hpml_launched(&rank) == 0 && rank == 0);
-    setenv("SLURM_PROCID", "2", 1), setenv("SLURM_NTASKS", "4", 1);
-    int batch = hpml_launched(NULL); /* in a batch script: nothing has been started yet */
-    setenv("SLURM_STEP_NUM_TASKS", "4", 1);
-    int step = hpml_launched(&rank);
-    unsetenv("SLURM_PROCID"), unsetenv("SLURM_NTASKS"), unsetenv("SLURM_STEP_NUM_TASKS");
-    ENSURE(batch == 0 && step == 4 && rank == 2);
+    for (int i = 0; i < 4; i++) {
+        setenv(names[i][0], "4", 1), setenv(names[i][1], "2", 1);
+        size = hpml_launched(&rank);
+        unsetenv(names[i][0]), unsetenv(names[i][1]);
+        ENSURE(size == 4 && rank == 2);
+    }
+    for (int i = 0; i < 4; i++) {
+        snprintf(number, sizeof number, "%d", i);
+        setenv("SLURM_PROCID", number, 1), setenv("SLURM_NTASKS", "4", 1);
+        int batch = hpml_launched(NULL); /* in a batch script: nothing has been started yet */
+        setenv("SLURM_STEP_NUM_TASKS", "4", 1);
+        size = hpml_launched(&rank);
+        unsetenv("SLURM_PROCID"), unsetenv("SLURM_NTASKS"), unsetenv("SLURM_STEP_NUM_TASKS");
+        ENSURE(batch == 0 && size == 4 && rank == i);
+    }
+}
+
+/* In one of two processes of a launcher, threads are refused with their cure, unless they are meant. */
+TEST(threads_in_each_process_of_a_launcher_must_be_meant)
+{
+    static const struct {
+        const char         *env, *run;
+        hpml_transport_kind transport;
+        int                 ranks;
+        bool                alone;
+        const char         *got;
+    } cases[] = {
+        { NULL, "threads:3", HPML_TRANSPORT_THREADS, 0, false, NULL },
+        { NULL, "clock:3", HPML_TRANSPORT_THREADS, 0, false, NULL },
+        { NULL, "serial", HPML_TRANSPORT_THREADS, 0, false, NULL },
+        { NULL, NULL, HPML_TRANSPORT_THREADS, 0, false, NULL }, /* all zero is serial */
+        { NULL, NULL, HPML_TRANSPORT_THREADS, 3, false, NULL },
+        { NULL, NULL, HPML_TRANSPORT_CLOCK, 3, false, NULL },
+        { "", "threads:3", HPML_TRANSPORT_THREADS, 0, false, NULL },
+        { "mpi", NULL, HPML_TRANSPORT_THREADS, 3, false, NULL }, /* the program goes first */
+        { "threads:2", "threads:3", HPML_TRANSPORT_THREADS, 0, false, "threads 2" },
+        { "serial", NULL, HPML_TRANSPORT_THREADS, 0, false, "threads 1" },
+        { "clock:2", "auto", HPML_TRANSPORT_THREADS, 0, false, "clock 2" },
+        { "threads:2", NULL, HPML_TRANSPORT_THREADS, 3, false, "threads 3" },
+        { NULL, "threads:3", HPML_TRANSPORT_THREADS, 0, true, "threads 3" },
+        { NULL, NULL, HPML_TRANSPORT_CLOCK, 3, true, "clock 3" } };
+    if (hpml_launched(NULL) > 0) SKIP("under a launcher");
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        hpml_launch_desc d;
+        char             got[32] = "";
+        memset(&d, 0, sizeof d);
+        d.run = cases[i].run, d.transport = cases[i].transport, d.ranks = cases[i].ranks, d.alone = cases[i].alone;
+        if (cases[i].env) setenv("HPML_RUN", cases[i].env, 1);
+        setenv("PMI_SIZE", "2", 1), setenv("PMI_RANK", "1", 1);
+        hpml_status status = hpml_launch(&d, who, got, error, sizeof error);
+        hpml_ctx   *ctx = hpml_ctx_create(NULL);
+        hpml_world *w = hpml_world_create(HPML_TRANSPORT_THREADS, 1, NULL);
+        hpml_comm_desc own;
+        memset(&own, 0, sizeof own);
+        own.world = w;
+        bool legal = hpml_comm_create(ctx, &own) != NULL; /* threads that the program starts itself are its business */
+        hpml_ctx_free(ctx);
+        hpml_world_free(w);
+        unsetenv("HPML_RUN"), unsetenv("PMI_SIZE"), unsetenv("PMI_RANK");
+        if (strcmp(got, cases[i].got ? cases[i].got : "") != 0) printf("    case %d: %s %s\n", (int)i, got, error);
+        ENSURE(legal && strcmp(got, cases[i].got ? cases[i].got : "") == 0);
+        if (cases[i].got) ENSURE(status == HPML_OK);
+        else ENSURE(status == HPML_ERR_ARGUMENT && strstr(error, "2 processes") && strstr(error, "\"auto\"") &&
+                    strstr(error, ".alone") && strstr(error, "HPML_RUN="));
+    }
 }
 
 /* ---- threads of one's own ---- */

@@ -17,6 +17,7 @@ static bool model_make(model *m)
     hpml_tensor    *loss;
     if (!m->y) return false;
     m->r = hpml_input(m->ctx, HPML_DTYPE_F32, m->y->ndim, m->y->shape);
+    if (m->y->ndim == 4) hpml_tensor_set_layout(m->r, m->y->layout);
     loss = hpml_sum(hpml_mul(m->y, m->r), HPML_ALL_DIMS);
     memset(&d, 0, sizeof d);
     d.outputs = &m->y, d.output_count = 1, d.loss = loss;
@@ -44,11 +45,41 @@ static double distance(const float *a, const double *b, int64_t n)
     return worst;
 }
 
+static const hpml_layout layouts[2] = { HPML_NCHW, HPML_NHWC };
+
+/* An input of the context for C channels of H x W. */
+static hpml_tensor *images(hpml_ctx *ctx, hpml_layout layout, int64_t B, int64_t C, int64_t H, int64_t W)
+{
+    hpml_tensor *x = layout == HPML_NHWC ? hpml_input_4d(ctx, B, H, W, C) : hpml_input_4d(ctx, B, C, H, W);
+    hpml_tensor_set_layout(x, layout);
+    hpml_tensor_require_grad(x);
+    return x;
+}
+
+/* Where number i of (B, C, H, W) is in t. */
+static int64_t place(const hpml_tensor *t, int64_t i)
+{
+    int64_t C = t->shape[3], pixels = t->shape[1] * t->shape[2];
+    return t->layout == HPML_NHWC ? (i / pixels / C * pixels + i % pixels) * C + i / pixels % C : i;
+}
+
+/* A copy of the values of t in the order (B, C, H, W). */
+static float *in_order(const hpml_tensor *t, const float *values)
+{
+    int64_t n = hpml_tensor_count(t);
+    float  *copy = (float *)malloc((size_t)n * sizeof(float));
+    for (int64_t i = 0; i < n; i++) copy[i] = values[place(t, i)];
+    return copy;
+}
+
 typedef struct convolution {
     int64_t B, C, H, W, OC;
     int32_t kh, kw, sh, sw, ph, pw, dh, dw, groups;
     int     bias;
     hpml_act act;
+    hpml_layout layout;
+    hpml_conv_algorithm algorithm;
+    size_t  workspace;
 } convolution;
 
 static hpml_tensor *conv_record(hpml_tensor *x, const convolution *t)
@@ -59,17 +90,18 @@ static hpml_tensor *conv_record(hpml_tensor *x, const convolution *t)
     d.padding_h = t->ph, d.padding_w = t->pw == 0 ? HPML_NO_PAD : t->pw;
     d.dilation_h = t->dh, d.dilation_w = t->dw, d.groups = t->groups;
     d.no_bias = !t->bias, d.activation = t->act, d.name = "c";
+    d.algorithm = t->algorithm, d.workspace = t->workspace;
     return hpml_conv2d(x, t->OC, &d);
 }
 
 /* One step of the reference: calls `visit` for every product w[wi] x[xi] that goes into y[yi]. */
-#define EACH_PRODUCT(t, y, body)                                                                                       \
+#define EACH_PRODUCT(t, OH, OW, body)                                                                                  \
     for (int64_t b = 0; b < (t)->B; b++)                                                                               \
         for (int64_t o = 0; o < (t)->OC; o++)                                                                          \
-            for (int64_t i = 0; i < (y)->shape[2]; i++)                                                                \
-                for (int64_t j = 0; j < (y)->shape[3]; j++) {                                                          \
+            for (int64_t i = 0; i < (OH); i++)                                                                         \
+                for (int64_t j = 0; j < (OW); j++) {                                                                   \
                     int64_t IC = (t)->C / (t)->groups, g = o / ((t)->OC / (t)->groups);                                \
-                    int64_t yi = ((b * (t)->OC + o) * (y)->shape[2] + i) * (y)->shape[3] + j;                          \
+                    int64_t yi = ((b * (t)->OC + o) * (OH) + i) * (OW) + j;                                            \
                     for (int64_t c = 0; c < IC; c++)                                                                   \
                         for (int64_t u = 0; u < (t)->kh; u++)                                                          \
                             for (int64_t v = 0; v < (t)->kw; v++) {                                                    \
@@ -117,10 +149,9 @@ static double conv_check(const char *isa, int threads, const convolution *full, 
     memset(&m, 0, sizeof m);
     m.ctx = context(isa, threads);
     if (!m.ctx) return 0;
-    m.x = hpml_input_4d(m.ctx, t.B, t.C, t.H, t.W);
-    hpml_tensor_require_grad(m.x);
+    m.x = images(m.ctx, t.layout, t.B, t.C, t.H, t.W);
     m.y = conv_record(m.x, &t);
-    if (!model_make(&m)) {
+    if (!model_make(&m) || (t.workspace > 0 && m.y->node->scratch_bytes > t.workspace)) {
         printf("%s\n", hpml_ctx_error(m.ctx));
         hpml_ctx_free(m.ctx);
         return worst;
@@ -135,71 +166,135 @@ static double conv_check(const char *isa, int threads, const convolution *full, 
         hpml_graph_backward(m.g, 1, i > 0);
     }
     if (hpml_ctx_status(m.ctx) == HPML_OK) {
-        int64_t plane = m.y->shape[2] * m.y->shape[3];
-        EACH_PRODUCT(&t, m.y, y[yi] += (double)w->data[wi] * (double)m.x->data[xi])
+        int64_t OH = m.y->shape[t.layout == HPML_NHWC ? 1 : 2], OW = m.y->shape[t.layout == HPML_NHWC ? 2 : 3];
+        float  *xs = in_order(m.x, m.x->data), *dxs = in_order(m.x, m.x->grad);
+        float  *ys = in_order(m.y, m.y->data), *rs = in_order(m.r, m.r->data);
+        EACH_PRODUCT(&t, OH, OW, y[yi] += (double)w->data[wi] * (double)xs[xi])
         for (int64_t i = 0; i < hpml_tensor_count(m.y); i++)
-            y[i] = activate(t.act, y[i] + (bias ? (double)bias->data[i / plane % t.OC] : 0));
-        worst = distance(m.y->data, y, hpml_tensor_count(m.y));
+            y[i] = activate(t.act, y[i] + (bias ? (double)bias->data[i / (OH * OW) % t.OC] : 0));
+        worst = distance(ys, y, hpml_tensor_count(m.y));
         for (int64_t i = 0; i < hpml_tensor_count(m.y); i++) { /* y becomes dz */
-            y[i] = (double)m.r->data[i] * slope(t.act, (double)m.y->data[i]);
-            db[i / plane % t.OC] += scale * y[i];
+            y[i] = (double)rs[i] * slope(t.act, (double)ys[i]);
+            db[i / (OH * OW) % t.OC] += scale * y[i];
         }
-        EACH_PRODUCT(&t, m.y, dw[wi] += scale * y[yi] * (double)m.x->data[xi]; dx[xi] += y[yi] * (double)w->data[wi])
+        EACH_PRODUCT(&t, OH, OW, dw[wi] += scale * y[yi] * (double)xs[xi]; dx[xi] += y[yi] * (double)w->data[wi])
         worst = fmax(worst, distance(w->grad, dw, hpml_tensor_count(w)));
-        worst = fmax(worst, distance(m.x->grad, dx, hpml_tensor_count(m.x)));
+        worst = fmax(worst, distance(dxs, dx, hpml_tensor_count(m.x)));
         if (bias) worst = fmax(worst, distance(bias->grad, db, t.OC));
+        free(xs), free(dxs), free(ys), free(rs);
     } else printf("%s\n", hpml_ctx_error(m.ctx));
     free(y), free(dx), free(dw), free(db);
     hpml_ctx_free(m.ctx);
     return worst;
 }
 
+/* The other fields of each are 0: what they stand for is gone through by the tests. */
+#define CONV(...) { __VA_ARGS__, HPML_NCHW, HPML_CONV_AUTO, 0 },
 static const convolution convolutions[] = {
-    /* B C  H   W   OC  kernel stride padding dilation groups bias act */
-    { 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE },
-    { 2, 1, 28, 28, 6, 5, 5, 1, 1, 2, 2, 1, 1, 1, 1, HPML_ACT_RELU },
-    { 3, 1, 28, 28, 20, 5, 5, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE },
-    { 3, 6, 14, 14, 16, 5, 5, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_RELU },
-    { 2, 20, 12, 12, 50, 5, 5, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_TANH },
-    { 2, 3, 32, 32, 32, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, HPML_ACT_NONE },
-    { 17, 33, 4, 4, 35, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, HPML_ACT_RELU },
-    { 3, 16, 8, 8, 64, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, HPML_ACT_LEAKY_RELU },
-    { 2, 4, 9, 11, 5, 3, 3, 2, 2, 1, 1, 1, 1, 1, 1, HPML_ACT_NONE },
-    { 2, 5, 13, 7, 7, 3, 2, 2, 3, 1, 0, 1, 1, 1, 1, HPML_ACT_SIGMOID },
-    { 2, 2, 11, 13, 3, 1, 1, 3, 2, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE },
-    { 2, 3, 17, 19, 4, 7, 7, 2, 2, 3, 3, 1, 1, 1, 1, HPML_ACT_NONE },
-    { 2, 3, 17, 19, 4, 7, 5, 3, 1, 2, 3, 1, 1, 1, 1, HPML_ACT_NONE },
-    { 2, 4, 12, 15, 6, 3, 3, 1, 1, 2, 2, 2, 2, 1, 1, HPML_ACT_NONE },
-    { 2, 4, 12, 15, 6, 3, 2, 2, 3, 2, 1, 3, 2, 1, 1, HPML_ACT_RELU },
-    { 2, 5, 9, 9, 4, 2, 2, 2, 2, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE },
-    { 2, 5, 9, 10, 4, 2, 3, 3, 3, 4, 3, 1, 1, 1, 1, HPML_ACT_NONE },
-    { 2, 19, 7, 5, 40, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_RELU },
-    { 2, 6, 7, 5, 4, 1, 1, 1, 1, 1, 1, 1, 1, 2, 1, HPML_ACT_NONE },
-    { 2, 12, 7, 9, 8, 3, 3, 1, 1, 1, 1, 1, 1, 4, 1, HPML_ACT_RELU },
-    { 2, 12, 7, 9, 8, 1, 1, 1, 1, 0, 0, 1, 1, 4, 1, HPML_ACT_RELU },
-    { 2, 7, 16, 16, 7, 3, 3, 1, 1, 1, 1, 1, 1, 7, 1, HPML_ACT_RELU },
-    { 3, 5, 17, 33, 5, 5, 3, 2, 2, 2, 1, 1, 1, 5, 0, HPML_ACT_NONE },
-    { 2, 3, 12, 13, 9, 3, 3, 1, 1, 2, 2, 2, 2, 3, 1, HPML_ACT_NONE },
-    { 2, 3, 12, 23, 6, 3, 3, 3, 3, 1, 2, 1, 2, 3, 1, HPML_ACT_NONE },
-    { 2, 4, 37, 40, 4, 7, 7, 1, 1, 3, 3, 1, 1, 4, 1, HPML_ACT_NONE },
-    { 5, 40, 1, 1, 33, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE },
-    { 5, 3, 1, 70, 3, 1, 5, 1, 1, 0, 2, 1, 1, 1, 1, HPML_ACT_NONE },
-    { 5, 3, 70, 1, 3, 5, 1, 1, 1, 2, 0, 1, 1, 1, 1, HPML_ACT_NONE },
+    /*   B C  H   W   OC  kernel stride padding dilation groups bias act */
+    CONV(1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE)
+    CONV(2, 1, 28, 28, 6, 5, 5, 1, 1, 2, 2, 1, 1, 1, 1, HPML_ACT_RELU)
+    CONV(3, 1, 28, 28, 20, 5, 5, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE)
+    CONV(3, 6, 14, 14, 16, 5, 5, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_RELU)
+    CONV(2, 20, 12, 12, 50, 5, 5, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_TANH)
+    CONV(2, 3, 32, 32, 32, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, HPML_ACT_NONE)
+    CONV(17, 33, 4, 4, 35, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, HPML_ACT_RELU)
+    CONV(3, 16, 8, 8, 64, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, HPML_ACT_LEAKY_RELU)
+    CONV(2, 4, 9, 11, 5, 3, 3, 2, 2, 1, 1, 1, 1, 1, 1, HPML_ACT_NONE)
+    CONV(2, 5, 13, 7, 7, 3, 2, 2, 3, 1, 0, 1, 1, 1, 1, HPML_ACT_SIGMOID)
+    CONV(2, 2, 11, 13, 3, 1, 1, 3, 2, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE)
+    CONV(2, 3, 17, 19, 4, 7, 7, 2, 2, 3, 3, 1, 1, 1, 1, HPML_ACT_NONE)
+    CONV(2, 3, 17, 19, 4, 7, 5, 3, 1, 2, 3, 1, 1, 1, 1, HPML_ACT_NONE)
+    CONV(2, 4, 12, 15, 6, 3, 3, 1, 1, 2, 2, 2, 2, 1, 1, HPML_ACT_NONE)
+    CONV(2, 4, 12, 15, 6, 3, 2, 2, 3, 2, 1, 3, 2, 1, 1, HPML_ACT_RELU)
+    CONV(2, 5, 9, 9, 4, 2, 2, 2, 2, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE)
+    CONV(2, 5, 9, 10, 4, 2, 3, 3, 3, 4, 3, 1, 1, 1, 1, HPML_ACT_NONE)
+    CONV(2, 19, 7, 5, 40, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_RELU)
+    CONV(2, 6, 7, 5, 4, 1, 1, 1, 1, 1, 1, 1, 1, 2, 1, HPML_ACT_NONE)
+    CONV(2, 12, 7, 9, 8, 3, 3, 1, 1, 1, 1, 1, 1, 4, 1, HPML_ACT_RELU)
+    CONV(2, 12, 7, 9, 8, 1, 1, 1, 1, 0, 0, 1, 1, 4, 1, HPML_ACT_RELU)
+    CONV(2, 7, 16, 16, 7, 3, 3, 1, 1, 1, 1, 1, 1, 7, 1, HPML_ACT_RELU)
+    CONV(3, 5, 17, 33, 5, 5, 3, 2, 2, 2, 1, 1, 1, 5, 0, HPML_ACT_NONE)
+    CONV(2, 3, 12, 13, 9, 3, 3, 1, 1, 2, 2, 2, 2, 3, 1, HPML_ACT_NONE)
+    CONV(2, 3, 12, 23, 6, 3, 3, 3, 3, 1, 2, 1, 2, 3, 1, HPML_ACT_NONE)
+    CONV(2, 4, 37, 40, 4, 7, 7, 1, 1, 3, 3, 1, 1, 4, 1, HPML_ACT_NONE)
+    CONV(5, 40, 1, 1, 33, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE)
+    CONV(5, 3, 1, 70, 3, 1, 5, 1, 1, 0, 2, 1, 1, 1, 1, HPML_ACT_NONE)
+    CONV(5, 3, 70, 1, 3, 5, 1, 1, 1, 2, 0, 1, 1, 1, 1, HPML_ACT_NONE)
 };
 #define CONVOLUTIONS ((int)(sizeof convolutions / sizeof convolutions[0]))
 
+/* In both layouts, by both algorithms: way 0 to 3. */
 TEST(conv_against_loops)
 {
     for (int isa = 0; isa < ISAS; isa++)
-        for (int i = 0; i < CONVOLUTIONS; i++) {
-            const convolution *t = &convolutions[i];
-            double d = conv_check(isas[isa], 1 + i % 3, t, t->B, i % 2 == 0);
-            if (!(d < 1e-4)) printf("%s, convolution %d: %g\n", isas[isa], i, d);
+        for (int i = 0; i < 4 * CONVOLUTIONS; i++) {
+            convolution t = convolutions[i / 4];
+            t.layout    = i % 2 ? HPML_NHWC : HPML_NCHW;
+            t.algorithm = i % 4 < 2 ? HPML_CONV_AUTO : HPML_CONV_IM2COL;
+            double d = conv_check(isas[isa], 1 + i / 4 % 3, &t, t.B, i / 4 % 2 == 0);
+            if (!(d < 1e-4)) printf("%s, convolution %d, way %d: %g\n", isas[isa], i / 4, i % 4, d);
             ENSURE(d < 1e-4);
-            d = conv_check(isas[isa], 2, t, (t->B + 1) / 2, false);
-            if (!(d < 1e-4)) printf("%s, convolution %d, short batch: %g\n", isas[isa], i, d);
+            d = conv_check(isas[isa], 2, &t, (t.B + 1) / 2, false);
+            if (!(d < 1e-4)) printf("%s, convolution %d, way %d, short batch: %g\n", isas[isa], i / 4, i % 4, d);
             ENSURE(d < 1e-4);
         }
+}
+
+/* Result and gradients of one convolution: y, dx, dw, db, in order; its workspace, or -1. The values of x, r and the
+   parameters do not depend on how. */
+static int64_t conv_values(const convolution *t, float *out[4], int64_t count[4], hpml_conv_algorithm *chosen)
+{
+    model m;
+    memset(&m, 0, sizeof m);
+    m.ctx = context(NULL, 2);
+    m.x   = images(m.ctx, t->layout, t->B, t->C, t->H, t->W);
+    m.y   = conv_record(m.x, t);
+    noise = 9;
+    if (!model_make(&m)) return -1;
+    const hpml_tensor *w = hpml_param_find(m.ctx, "c.weight"), *bias = hpml_param_find(m.ctx, "c.bias");
+    for (int64_t i = 0; i < hpml_tensor_count(m.x); i++) m.x->data[place(m.x, i)] = uniform();
+    for (int64_t i = 0; i < hpml_tensor_count(m.r); i++) m.r->data[place(m.r, i)] = uniform();
+    hpml_graph_forward(m.g, true, 1);
+    hpml_graph_backward(m.g, 1, false);
+    out[0] = in_order(m.y, m.y->data), count[0] = hpml_tensor_count(m.y);
+    out[1] = in_order(m.x, m.x->grad), count[1] = hpml_tensor_count(m.x);
+    out[2] = in_order(w, w->grad), count[2] = hpml_tensor_count(w);
+    out[3] = bias ? in_order(bias, bias->grad) : NULL, count[3] = bias ? t->OC : 0;
+    *chosen = m.y->node->attr.conv.algorithm;
+    int64_t bytes = hpml_ctx_status(m.ctx) == HPML_OK ? (int64_t)m.y->node->scratch_bytes : -1;
+    hpml_ctx_free(m.ctx);
+    return bytes;
+}
+
+/* Under any limit of workspace, in both layouts: the same numbers, no byte more, and IM2COL only where DIRECT needs
+   more than the limit. */
+TEST(conv_keeps_to_its_workspace)
+{
+    for (int i = 0; i < CONVOLUTIONS; i++) {
+        const convolution *t = &convolutions[i];
+        float  *want[4], *have[4];
+        int64_t n[4], most, row = t->C / t->groups * t->kh * t->kw * 4;
+        hpml_conv_algorithm chosen;
+        ENSURE((most = conv_values(t, want, n, &chosen)) > 0 && chosen == HPML_CONV_DIRECT);
+        row *= (t->W + 2 * t->pw - t->dw * (t->kw - 1) - 1) / t->sw + 1;
+        for (int k = 0; k < 8; k++) {
+            const int64_t limits[] = { row, 3 * row, most - 1, most };
+            convolution   l = *t;
+            l.layout = k % 2 ? HPML_NHWC : HPML_NCHW, l.workspace = (size_t)limits[k / 2];
+            if (limits[k / 2] < row) continue;
+            int64_t bytes = conv_values(&l, have, n, &chosen);
+            ENSURE(bytes >= 0 && bytes <= limits[k / 2]);
+            ENSURE(chosen == (limits[k / 2] < most ? HPML_CONV_IM2COL : HPML_CONV_DIRECT));
+            for (int v = 0; v < 4; v++) {
+                double scale = 1e-9; /* the largest number: rounding of sums goes by it */
+                for (int64_t j = 0; j < n[v]; j++) scale = fmax(scale, fabs((double)want[v][j]));
+                for (int64_t j = 0; j < n[v]; j++) ENSURE_NEAR(have[v][j], want[v][j], 1e-5 * scale);
+                free(have[v]);
+            }
+        }
+        for (int v = 0; v < 4; v++) free(want[v]);
+    }
 }
 
 /* Shapes drawn at random. */
@@ -218,6 +313,9 @@ TEST(conv_random)
         t.dh = 1 + draw[8] % 3, t.dw = 1 + draw[9] % 3, t.ph = draw[10] % 4, t.pw = draw[11] % 4;
         t.H = (t.kh - 1) * t.dh + 1 + draw[12] % 12, t.W = (t.kw - 1) * t.dw + 1 + draw[13] % 19;
         t.bias = draw[14] % 2, t.act = draw[15] % 2 ? HPML_ACT_RELU : HPML_ACT_NONE;
+        t.layout    = draw[15] / 2 % 2 ? HPML_NHWC : HPML_NCHW;
+        t.algorithm = draw[15] / 4 % 2 ? HPML_CONV_IM2COL : HPML_CONV_AUTO;
+        t.workspace = t.algorithm == HPML_CONV_IM2COL && draw[15] / 8 % 2 ? 40000 : 0; /* a row: at most 35 KB */
         d = conv_check(isas[i % ISAS], 1 + i % 2, &t, t.B, i % 3 == 0);
         if (!(d < 1e-4))
             printf("%s: B%d C%d %dx%d OC%d k%dx%d s%dx%d p%dx%d d%dx%d g%d: %g\n", isas[i % ISAS], (int)t.B, (int)t.C,
@@ -253,15 +351,17 @@ static uint64_t model_hash(model *m, bool train)
 
 TEST(conv_same_bits_at_any_thread_count)
 {
-    for (int i = 0; i < CONVOLUTIONS; i++) {
+    for (int i = 0; i < 4 * CONVOLUTIONS; i++) {
+        convolution t = convolutions[i / 4];
+        t.layout    = i % 2 ? HPML_NHWC : HPML_NCHW;
+        t.algorithm = i % 4 < 2 ? HPML_CONV_AUTO : HPML_CONV_IM2COL;
         uint64_t h[3];
         for (int threads = 1; threads <= 3; threads++) {
             model m;
             memset(&m, 0, sizeof m);
             m.ctx = context(NULL, threads);
-            m.x   = hpml_input_4d(m.ctx, convolutions[i].B, convolutions[i].C, convolutions[i].H, convolutions[i].W);
-            hpml_tensor_require_grad(m.x);
-            m.y = conv_record(m.x, &convolutions[i]);
+            m.x   = images(m.ctx, t.layout, t.B, t.C, t.H, t.W);
+            m.y   = conv_record(m.x, &t);
             h[threads - 1] = model_hash(&m, true);
             hpml_ctx_free(m.ctx);
         }
@@ -306,6 +406,90 @@ TEST(conv_errors)
     hpml_ctx_free(ctx);
 }
 
+static hpml_tensor *small_net(hpml_tensor *x)
+{
+    hpml_conv2d_desc c = { .kernel_h = 3, .padding_h = 1 }, point = { .kernel_h = 1, .activation = HPML_ACT_RELU };
+    hpml_norm_desc   relu = { .activation = HPML_ACT_RELU };
+    hpml_tensor     *h = hpml_max_pool2d(hpml_batchnorm(hpml_conv2d(x, 8, &c), &relu), 2, 0, 0), *side[2];
+    side[0] = hpml_add(h, hpml_conv2d(h, 8, &point)), side[1] = hpml_avg_pool2d(h, 3, 1, 1);
+    h = hpml_concat(side, 2, h->layout == HPML_NHWC ? 3 : 1);
+    return hpml_linear(hpml_flatten(hpml_relu(h)), 5, NULL);
+}
+
+/* Trains the same model in NCHW and in NHWC, fed by a loader that augments: the same parameters to begin with, nearly
+   the same after some steps. */
+TEST(a_model_in_both_layouts)
+{
+    float   *x = (float *)malloc(sizeof(float) * 64 * 3 * 12 * 12), *after[2];
+    int32_t  y[64];
+    uint64_t start[2];
+    int64_t  n = 0;
+    for (int64_t i = 0; i < 64 * 3 * 12 * 12; i++) x[i] = uniform();
+    for (int i = 0; i < 64; i++) y[i] = i % 5;
+    for (int k = 0; k < 2; k++) {
+        hpml_ctx         *ctx  = context(NULL, 2);
+        const int64_t     shape[3] = { 3, 12, 12 };
+        hpml_dataset     *data = hpml_dataset_create(ctx, 64, HPML_DTYPE_F32, 3, shape, x, HPML_DTYPE_I32, 1, y);
+        hpml_loader_desc  l    = { .augment = { .shift = 2, .flip = true } };
+        hpml_trainer_desc d    = { .lr = 0.05f };
+        hpml_fit_desc     f    = { .loader = &l };
+        d.input  = hpml_input_4d(ctx, 16, 3, 12, 12);
+        d.output = small_net(hpml_to_layout(d.input, layouts[k]));
+        hpml_trainer *t = hpml_trainer_create(ctx, &d);
+        hpml_param_init(ctx);
+        start[k] = hpml_param_hash(ctx);
+        ENSURE(hpml_trainer_fit(t, data, &f) == HPML_OK && hpml_trainer_fit(t, data, &f) == HPML_OK);
+        after[k] = (float *)calloc((size_t)hpml_param_total(ctx), sizeof(float)), n = 0;
+        for (int i = 0; i < hpml_param_count(ctx); i++) {
+            hpml_tensor *p = hpml_param_at(ctx, i);
+            if (p->param->buffer) continue;
+            memcpy(after[k] + n, p->data, sizeof(float) * (size_t)hpml_tensor_count(p));
+            n += hpml_tensor_count(p);
+        }
+        hpml_ctx_free(ctx);
+    }
+    ENSURE(start[0] == start[1]);
+    for (int64_t i = 0; i < n; i++) ENSURE_NEAR(after[0][i], after[1][i], 1e-5);
+    free(after[0]), free(after[1]), free(x);
+}
+
+TEST(layout_errors)
+{
+    hpml_ctx        *ctx = context(NULL, 1);
+    hpml_tensor     *x = hpml_input_4d(ctx, 2, 3, 6, 6), *y = images(ctx, HPML_NHWC, 2, 3, 6, 6);
+    hpml_tensor     *flat = hpml_flatten(x);
+    hpml_conv2d_desc c = { .kernel_h = 3, .name = "c", .workspace = 400 };
+    const int64_t    shape[3] = { 3, 6, 6 }, other[3] = { 6, 6, 3 };
+    float            v[2 * 108] = { 0 };
+    ENSURE(hpml_to_layout(NULL, HPML_NHWC) == NULL && hpml_tensor_set_layout(NULL, HPML_NHWC) == HPML_ERR_ARGUMENT);
+    ENSURE(hpml_to_layout(y, HPML_NHWC) == y && hpml_to_layout(y, HPML_NCHW)->shape[1] == 3);
+    ENSURE(hpml_relu(y)->layout == HPML_NHWC && hpml_reshape_4d(y, 2, 3, 6, 6)->layout == HPML_NCHW);
+    ENSURE_ERROR(ctx, !hpml_to_layout(flat, HPML_NHWC), HPML_ERR_SHAPE, "4 dimensions");
+    ENSURE_ERROR(ctx, !hpml_to_layout(x, (hpml_layout)2), HPML_ERR_SHAPE, "layout 2");
+    ENSURE_ERROR(ctx, hpml_tensor_set_layout(x, HPML_NHWC), HPML_ERR_STATE, "an op reads it already");
+    ENSURE_ERROR(ctx, !hpml_add(hpml_relu(x), hpml_permute(y, (int[]){ 0, 3, 1, 2 })) ||
+                 !hpml_add(hpml_input_4d(ctx, 2, 6, 6, 3), y), HPML_ERR_SHAPE, "one is NCHW, one NHWC");
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &c), HPML_ERR_MEMORY, "\"c\": workspace of 400 bytes; direct needs");
+    c.workspace = 3 * 9 * 4 * 4;
+    ENSURE(hpml_conv2d(x, 4, &c)->node->attr.conv.algorithm == HPML_CONV_IM2COL);
+    c.algorithm = HPML_CONV_DIRECT, c.name = "d";
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &c), HPML_ERR_MEMORY, "im2col at least 432");
+    c.algorithm = (hpml_conv_algorithm)3;
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &c), HPML_ERR_ARGUMENT, "no algorithm 3");
+    for (int k = 0; k < 2; k++) { /* samples in another order; samples that a loader would shift by the wrong sides */
+        hpml_loader_desc  l = { .augment = { .shift = k } };
+        const int64_t    *sides = k ? other : shape;
+        hpml_dataset     *data = hpml_dataset_create(ctx, 2, HPML_DTYPE_F32, 3, sides, v, HPML_DTYPE_F32, 108, v);
+        hpml_trainer_desc d = { .loss = HPML_LOSS_MSE };
+        hpml_fit_desc     f = { .loader = &l };
+        d.input  = images(ctx, HPML_NHWC, 2, 3, 6, 6);
+        d.output = hpml_linear(hpml_flatten(d.input), 108, NULL);
+        hpml_trainer *t = hpml_trainer_create(ctx, &d);
+        ENSURE_ERROR(ctx, hpml_trainer_fit(t, data, &f), HPML_ERR_SHAPE, "is NHWC, a sample of the data is");
+    }
+    hpml_ctx_free(ctx);
+}
+
 typedef struct pooling { int64_t B, C, H, W; int32_t kernel, stride, padding; } pooling;
 
 static hpml_tensor *pool_record(hpml_tensor *x, const pooling *t, int kind)
@@ -314,7 +498,7 @@ static hpml_tensor *pool_record(hpml_tensor *x, const pooling *t, int kind)
     return kind == 1 ? hpml_avg_pool2d(x, t->kernel, t->stride, t->padding) : hpml_global_avg_pool2d(x);
 }
 
-static double pool_check(const char *isa, int threads, const pooling *t, int kind)
+static double pool_check(const char *isa, int threads, const pooling *t, hpml_layout layout, int kind)
 {
     model   m;
     double *y, *dx, worst = 1e9;
@@ -322,19 +506,21 @@ static double pool_check(const char *isa, int threads, const pooling *t, int kin
     memset(&m, 0, sizeof m);
     m.ctx = context(isa, threads);
     if (!m.ctx) return 0;
-    m.x = hpml_input_4d(m.ctx, t->B, t->C, t->H, t->W);
-    hpml_tensor_require_grad(m.x);
+    m.x = images(m.ctx, layout, t->B, t->C, t->H, t->W);
     m.y = pool_record(m.x, t, kind);
     if (!model_make(&m)) return worst;
     for (int64_t i = 0; i < hpml_tensor_count(m.x); i += 3) m.x->data[i] = 0.25f; /* ties */
     hpml_graph_forward(m.g, true, 1);
     hpml_graph_backward(m.g, 1, false);
     y = zeros(hpml_tensor_count(m.y)), dx = zeros(hpml_tensor_count(m.x));
-    OH = kind == 2 ? 1 : m.y->shape[2], OW = kind == 2 ? 1 : m.y->shape[3];
+    OH = kind == 2 ? 1 : m.y->shape[layout == HPML_NHWC ? 1 : 2];
+    OW = kind == 2 ? 1 : m.y->shape[layout == HPML_NHWC ? 2 : 3];
+    float *xs = in_order(m.x, m.x->data), *rs = in_order(m.r, m.r->data);
+    float *ys = in_order(m.y, m.y->data), *dxs = in_order(m.x, m.x->grad);
     for (int64_t p = 0; p < t->B * t->C; p++)
         for (int64_t o = 0; o < OH * OW; o++) {
-            const float *x = m.x->data + p * t->H * t->W;
-            double       sum = 0, best = -1e30, dy = (double)m.r->data[p * OH * OW + o];
+            const float *x = xs + p * t->H * t->W;
+            double       sum = 0, best = -1e30, dy = (double)rs[p * OH * OW + o];
             int64_t      at = 0, count = 0;
             for (int pass = 0; pass < 2; pass++) {
                 for (int64_t u = 0; u < (kind == 2 ? t->H : t->kernel); u++)
@@ -351,8 +537,8 @@ static double pool_check(const char *isa, int threads, const pooling *t, int kin
             if (kind == 0) dx[p * t->H * t->W + at] += dy;
         }
     if (hpml_ctx_status(m.ctx) == HPML_OK)
-        worst = fmax(distance(m.y->data, y, hpml_tensor_count(m.y)), distance(m.x->grad, dx, hpml_tensor_count(m.x)));
-    free(y), free(dx);
+        worst = fmax(distance(ys, y, hpml_tensor_count(m.y)), distance(dxs, dx, hpml_tensor_count(m.x)));
+    free(y), free(dx), free(xs), free(rs), free(ys), free(dxs);
     hpml_ctx_free(m.ctx);
     return worst;
 }
@@ -369,8 +555,8 @@ TEST(pool_against_loops)
 {
     for (int isa = 0; isa < ISAS; isa++)
         for (int i = 0; i < POOLINGS; i++)
-            for (int kind = 0; kind < 3; kind++) {
-                double d = pool_check(isas[isa], 1 + i % 3, &poolings[i], kind);
+            for (int kind = 0; kind < 6; kind++) {
+                double d = pool_check(isas[isa], 1 + i % 3, &poolings[i], layouts[kind / 3], kind % 3);
                 if (!(d < 1e-5)) printf("%s, pooling %d, kind %d: %g\n", isas[isa], i, kind, d);
                 ENSURE(d < 1e-5);
             }
@@ -381,13 +567,14 @@ TEST(pool_keeps_nan)
 {
     for (int isa = 0; isa < ISAS; isa++)
         for (int64_t at = 0; at < 64; at += 7) {
-            for (int32_t kernel = 2; kernel < 4; kernel++) {
+            for (int32_t k = 4; k < 8; k++) {
+                int32_t kernel = k / 2;
                 model m;
                 bool  found = false;
                 memset(&m, 0, sizeof m);
                 m.ctx = context(isas[isa], 1);
                 if (!m.ctx) break;
-                m.x = hpml_input_4d(m.ctx, 1, 1, 8, 8);
+                m.x = images(m.ctx, layouts[k % 2], 1, 1, 8, 8);
                 m.y = hpml_max_pool2d(m.x, kernel, 2, kernel - 2);
                 ENSURE(model_make(&m));
                 m.x->data[at] = (float)NAN;
@@ -508,7 +695,7 @@ TEST(batchnorm_against_loops)
 
 TEST(pool_and_norm_same_bits_at_any_thread_count)
 {
-    for (int i = 0; i < NORMS + 3 * POOLINGS; i++) {
+    for (int i = 0; i < NORMS + 6 * POOLINGS; i++) {
         uint64_t h[3];
         for (int threads = 1; threads <= 3; threads++) {
             model m;
@@ -516,9 +703,8 @@ TEST(pool_and_norm_same_bits_at_any_thread_count)
             m.ctx = context(NULL, threads);
             if (i < NORMS) m.y = norm_record(m.ctx, &norms[i], &m.x);
             else {
-                const pooling *t = &poolings[(i - NORMS) / 3];
-                m.x = hpml_input_4d(m.ctx, t->B, t->C, t->H, t->W);
-                hpml_tensor_require_grad(m.x);
+                const pooling *t = &poolings[(i - NORMS) / 6];
+                m.x = images(m.ctx, layouts[(i - NORMS) % 6 / 3], t->B, t->C, t->H, t->W);
                 m.y = pool_record(m.x, t, (i - NORMS) % 3);
             }
             h[threads - 1] = model_hash(&m, true);

@@ -3,6 +3,8 @@
 #include "kernels.h"
 #include "meter.h"
 #include "test.h"
+
+#include <time.h>
 #ifdef __linux__
 #include <dirent.h>
 #include <sys/syscall.h>
@@ -21,9 +23,11 @@ TEST(failing_allocator_leaks_nothing)
 {
     const float   x[2 * 64] = { 0 };
     const int32_t y[2]      = { 0, 1 };
-    for (size_t k = 1;; k++) {
-        meter         m  = { 0, 0, k };
-        hpml_ctx_desc cd = { .threads = 2, .allocator = { meter_alloc, meter_free, &m } };
+    for (size_t i = 2;; i++) { /* in f32, in halves */
+        size_t        k  = i / 2;
+        meter         m  = { .fail_at = k };
+        hpml_ctx_desc cd = { .threads = 2, .store = i % 2 ? HPML_DTYPE_F16 : HPML_DTYPE_F32,
+                             .allocator = { meter_alloc, meter_free, &m } };
         hpml_ctx     *ctx = hpml_ctx_create(&cd);
         hpml_tensor  *in  = hpml_input_4d(ctx, 2, 1, 8, 8);
         hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = small_model(in),
@@ -34,7 +38,7 @@ TEST(failing_allocator_leaks_nothing)
         else ENSURE(s == HPML_OK);
         hpml_ctx_free(ctx);
         ENSURE(m.live == 0);
-        if (done) break;
+        if (done && i % 2) break;
         ENSURE(k < 5000);
     }
 }
@@ -102,6 +106,9 @@ TEST(errors_stick_and_name_things)
     hpml_ctx_free(ctx);
     ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = "pdp11" });
     ENSURE(hpml_ctx_status(ctx) == HPML_ERR_UNSUPPORTED && strstr(hpml_ctx_error(ctx), "pdp11"));
+    hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = -3 });
+    ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "-3 threads"));
     hpml_ctx_free(ctx);
     hpml_ctx_desc garbage;
     memset(&garbage, 0xff, sizeof garbage); /* nothing it points to is called */
@@ -198,6 +205,61 @@ TEST(tensors_refuse)
     hpml_ctx_free(other);
 }
 
+/* A result that is stored in halves says so in its dtype, takes half the memory and is f32 on the host; combinations
+   without a meaning are refused by a sentence. */
+TEST(results_in_halves)
+{
+    static const char *const names[] = { "f32", "bf16", "f16" };
+    const float v[8] = { 1, -2.5f, 0.15625f, 100, 1.00390625f, 3e-8f, 70000, 0 };
+    float       back[8];
+    size_t      total[3], activations[3];
+    for (int store = 0; store < 3; store++) {
+        const float  last = store == 1 ? 70144 : 70000; /* the nearest bf16; that of 1.00390625 is 1: ties go to even */
+        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = (hpml_dtype)store });
+        hpml_tensor *x = hpml_input_2d(ctx, 2, 4), *y = hpml_scale(x, 1, 0), *narrow = hpml_mean(y, 1);
+        hpml_tensor *deep = hpml_input_2d(ctx, 512, 256), *h = deep, *sum = hpml_mean(y, HPML_ALL_DIMS);
+        hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1, .loss = sum });
+        hpml_memory  m;
+        uint16_t     raw;
+        ENSURE(y->dtype == (hpml_dtype)store && sum->dtype == HPML_DTYPE_F32 && strncmp(
+               hpml_tensor_text(y, (char[64]){ 0 }, 64), names[store], strlen(names[store])) == 0);
+        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, 8) == HPML_OK);
+        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(y, back, 8) == HPML_OK);
+        for (int i = 0; i < 4; i++) ENSURE(back[i] == v[i]);
+        ENSURE(back[4] == (store == 1 ? 1 : v[4]) && back[6] == (store == 2 ? INFINITY : last));
+        ENSURE(store == 1 || fabsf(back[5] - v[5]) <= (store == 2 ? 0x1p-25f : 0));
+        memcpy(&raw, y->data, sizeof raw);
+        ENSURE(store == 0 || raw == (store == 1 ? 0x3f80 : 0x3c00));
+        ENSURE(hpml_tensor_set(y, v, 8) == HPML_OK && hpml_tensor_get(y, back, 8) == HPML_OK && back[1] == -2.5f);
+        if (store > 0) {
+            hpml_graph_desc rows = { .loss = hpml_sum(hpml_mean(y, 1), 0) };
+            ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &rows), HPML_ERR_DTYPE, "the loss is");
+            ENSURE_ERROR(ctx, hpml_check_grad(g, 0.01f, 1) < 0, HPML_ERR_UNSUPPORTED, "whose rounding hides");
+            ENSURE_ERROR(ctx, !hpml_relu(hpml_input(ctx, store == 1 ? HPML_DTYPE_F16 : HPML_DTYPE_BF16, 2, x->shape)),
+                         HPML_ERR_DTYPE, store == 1 ? "expected bf16" : "expected f16");
+        }
+        for (int i = 0; i < 8; i++) h = hpml_linear(h, 256, &(hpml_linear_desc){ .activation = HPML_ACT_GELU });
+        hpml_trainer_desc d = { .input = deep, .output = h };
+        ENSURE(narrow && hpml_trainer_memory(ctx, &d, &m) == HPML_OK);
+        total[store] = m.total, activations[store] = m.activations;
+        ENSURE(m.total == m.parameters + m.gradients + m.activations + m.scratch + m.optimizer);
+        hpml_ctx_free(ctx);
+    }
+    size_t given = 512 * 256 * 4 + 64; /* the input stays f32, and labels are i32 */
+    for (int store = 1; store < 3; store++) {
+        ENSURE(activations[store] - given < (activations[0] - given) * 51 / 100);
+        ENSURE(total[store] < total[0] * 7 / 8);
+    }
+    hpml_backend other = *hpml_backend_cpu();
+    other.name = "other";
+    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_U8 });
+    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".store is u8 (4), expected f32, bf16 or f16");
+    hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_F16, .backend = &other });
+    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".store f16 is for the CPU; the backend \"other\" takes its precision");
+    hpml_ctx_free(ctx);
+}
+
 TEST(graphs_refuse)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
@@ -273,6 +335,100 @@ TEST(inputs_as_outputs)
     ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && out[2]->data[7] == 8);
     ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && hpml_tensor_get(alone, v, 8) == HPML_OK && v[7] == 0);
     hpml_ctx_free(ctx);
+}
+
+/* Lives of kind 0: from the start; 1: nested, as in training; 2: short, as in evaluation; 3: any. */
+static void lives(inside_slot *s, int n, int kind, int sizes, hpml_rng *rng)
+{
+    for (int i = 0; i < n; i++) {
+        int a = (int)hpml_rng_below(rng, 2 * n), b = (int)hpml_rng_below(rng, 2 * n);
+        s[i].bytes = 64 * (size_t)(1 + hpml_rng_below(rng, sizes));
+        s[i].from  = kind == 0 ? 0 : kind == 3 ? (a < b ? a : b) : i;
+        s[i].to    = kind == 1 ? 2 * n - 1 - i : kind == 3 ? (a < b ? b : a) : i + 1 + (i % 7 == 0);
+    }
+}
+
+/* Both ways give each array the same place; arrays that are needed at the same time have places apart. */
+TEST(two_ways_to_the_same_places)
+{
+    enum { MOST = 300 };
+    hpml_ctx *ctx = hpml_ctx_create(NULL);
+    hpml_rng  rng = { 5, 0, 0 };
+    for (int round = 0; round < 200; round++) {
+        inside_slot list[MOST], tree[MOST];
+        int         n = 1 + (int)hpml_rng_below(&rng, MOST);
+        lives(list, n, round % 4, 1 + round / 4, &rng);
+        memcpy(tree, list, sizeof list);
+        ENSURE(inside_places(ctx, list, n, 2 * n + 3, false) && inside_places(ctx, tree, n, 2 * n + 3, true));
+        for (int i = 0; i < n; i++) {
+            ENSURE(list[i].offset == tree[i].offset);
+            for (int j = 0; j < i; j++)
+                ENSURE(list[i].to < list[j].from || list[j].to < list[i].from ||
+                       list[i].offset + list[i].bytes <= list[j].offset ||
+                       list[j].offset + list[j].bytes <= list[i].offset);
+        }
+    }
+    hpml_ctx_free(ctx);
+}
+
+/* Every allocation of the tree fails in turn: an error, and nothing is left. */
+TEST(places_without_memory)
+{
+    inside_slot slots[200];
+    hpml_rng    rng = { 6, 0, 0 };
+    lives(slots, 200, 1, 9, &rng);
+    for (size_t k = 1;; k++) {
+        meter         m    = { .fail_at = 0 };
+        hpml_ctx_desc cd   = { .threads = 1, .allocator = { meter_alloc, meter_free, &m } };
+        hpml_ctx     *ctx  = hpml_ctx_create(&cd);
+        size_t        held = m.live;
+        m.fail_at = m.calls + k;
+        bool done = inside_places(ctx, slots, 200, 403, true), failed = m.calls >= m.fail_at;
+        ENSURE(done == !failed && (hpml_ctx_status(ctx) == HPML_ERR_MEMORY) == failed && m.live == held);
+        hpml_ctx_free(ctx);
+        ENSURE(m.live == 0);
+        if (done) break;
+    }
+}
+
+/* Seconds of CPU to record and plan a model of n parts: 0 ops on one number; 1 layers that are trained, found by name
+   afterwards; 2 inputs that are added up. The least of three. Negative: an error. */
+static double time_of_model(int kind, int n)
+{
+    double least = -1;
+    for (int round = 0; round < 3; round++) {
+        hpml_ctx_desc   cd    = { .threads = 1 };
+        clock_t         start = clock();
+        hpml_ctx       *ctx   = hpml_ctx_create(&cd);
+        hpml_tensor    *x     = hpml_input_2d(ctx, 1, kind == 1 ? 4 : 1), *found = x;
+        hpml_graph_desc d     = { .output_count = 1, .outputs = &x };
+        for (int i = 0; i < n; i++)
+            x = kind == 0 ? hpml_relu(x) : kind == 1 ? hpml_linear(x, 4, NULL) : hpml_add(x, hpml_input_2d(ctx, 1, 1));
+        if (kind == 1) d.loss = hpml_mean(x, HPML_ALL_DIMS);
+        hpml_graph *g = hpml_graph_create(ctx, &d);
+        for (int i = 0; i < hpml_param_count(ctx) && found; i++)
+            found = hpml_param_find(ctx, hpml_param_at(ctx, i)->name) == hpml_param_at(ctx, i) ? found : NULL;
+        hpml_ctx_free(ctx);
+        double took = (double)(clock() - start) / CLOCKS_PER_SEC;
+        if (!g || !found) return -1;
+        if (least < 0 || took < least) least = took;
+    }
+    return least;
+}
+
+TEST(large_models_take_time_in_proportion)
+{
+    static const int n[] = { 20000, 3000, 10000 };
+    for (int kind = 0; kind < 3; kind++) {
+        double once = 0, four = 0;
+        for (int attempt = 0; attempt < 5 && (attempt == 0 || four >= 8 * once); attempt++) {
+            once = time_of_model(kind, n[kind] / (SLOW_BUILD ? 4 : 1));
+            four = time_of_model(kind, n[kind] * 4 / (SLOW_BUILD ? 4 : 1));
+            ENSURE(once > 0 && four > 0);
+        }
+        if (four >= 8 * once) printf("    kind %d: %.4f s, four times as large %.4f s\n", kind, once, four);
+        ENSURE(four < 8 * once);
+    }
 }
 
 /* A layer that is refused leaves no parameter: after the error is dealt with its name is free. */

@@ -4,6 +4,7 @@
 #include "../hpml_cuda.cuh"
 #include "test.h"
 #include "op_cases.h"
+#include "steep.h"
 
 #include <unistd.h>
 
@@ -227,8 +228,7 @@ TEST(half_copies_that_failed_are_made_later)
     static const float ones[64] = { 1, 1, 1, 1, 1, 1, 1, 1 }; /* the first output adds up its inputs */
     if (!cuda_on_cpu_fault) SKIP("needs the emulation");
     for (int step = 0; step < 2; step++) {
-        float        y[24];
-        uint16_t     raw[24]; /* what lies between layers and behind them is bf16, too */
+        float        y[24]; /* what lies between layers and behind them is bf16, too */
         hpml_ctx    *ctx = context(true, HPML_CUDA_BF16);
         hpml_tensor *x = hpml_input_2d(ctx, 3, 8), *out = hpml_linear(hpml_linear(x, 8, NULL), 8, NULL);
         hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &out, .output_count = 1 });
@@ -244,8 +244,7 @@ TEST(half_copies_that_failed_are_made_later)
                      : hpml_graph_forward(g, false, 0)) == HPML_ERR_CUDA);
         cuda_on_cpu_fault("none", 0);
         hpml_ctx_clear_error(ctx);
-        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(out, raw, 24) == HPML_OK);
-        ENSURE(hpml_convert(ctx, HPML_DTYPE_F32, y, out->dtype, raw, 24) == HPML_OK);
+        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(out, y, 24) == HPML_OK);
         for (int i = 0; i < 24; i++) ENSURE_NEAR(y[i], i % 8 ? 0 : 8, 1e-6);
         hpml_ctx_free(ctx);
     }
@@ -395,9 +394,11 @@ TEST(rows_of_every_length)
 {
     static const one_op ops[] = {
         { "softmax", one_softmax, .accumulate = true },
-        { "log_softmax", one_log_softmax },
+        { "log_softmax", one_log_softmax, .shift = 0 },
         { "layernorm", one_layernorm, .accumulate = true, .shift = 3 },
-        { "layernorm without parameters", one_layernorm_plain },
+        { "layernorm without parameters", one_layernorm_plain, .shift = 0 },
+        { "layernorm far from 0", one_layernorm, .shift = 3000 },
+        { "log_softmax far from 0", one_log_softmax, .shift = 3000 },
         { "layernorm for its parameters", one_layernorm, .no_dx = true },
         { "rmsnorm", one_rmsnorm, .shift = 1 },
     };
@@ -413,6 +414,7 @@ TEST(channels_of_every_size)
 {
     static const one_op ops[] = {
         { "batchnorm", one_batchnorm, .shift = 30 },
+        { "batchnorm far from 0", one_batchnorm, .shift = 3000 },
         { "batchnorm, accumulating", one_batchnorm_relu, .accumulate = true },
         { "batchnorm in evaluation", one_batchnorm_relu, .eval = true },
         { "batchnorm for its parameters", one_batchnorm, .no_dx = true },
@@ -935,6 +937,18 @@ static hpml_status one_by_one(void *user, hpml_trainer *t, int64_t samples, floa
         if (loss) *loss = (i > 0 ? *loss : 0) + part / (float)samples;
     }
     return status;
+}
+
+TEST(convolutions_have_no_limit_of_workspace)
+{
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx        *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor     *x = hpml_input_4d(ctx, 2, 3, 6, 6);
+    hpml_conv2d_desc d = { .kernel_h = 3, .name = "c", .workspace = (size_t)1 << 30 };
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &d), HPML_ERR_UNSUPPORTED, "\"c\": on \"cuda\" algorithm and workspace");
+    d.workspace = 0, d.algorithm = HPML_CONV_DIRECT;
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &d), HPML_ERR_UNSUPPORTED, "leave them 0");
+    hpml_ctx_free(ctx);
 }
 
 /* A piece of a batch begins at any address; what cuDNN or cuBLASLt cannot take there, ours do. */
@@ -1740,7 +1754,6 @@ TEST(a_nan_goes_through_products)
     enum { ROWS = 20, IN = 72, OUT = 24 };
     static const uint32_t nans[] = { 0x7fffffffu, 0xffffffffu, 0x7f800001u, 0x7f800000u };
     float                 v[ROWS * IN], y[ROWS * OUT];
-    uint16_t              raw[ROWS * OUT * 2];
     if (no_device()) SKIP("no CUDA device");
     for (int p = HPML_CUDA_F32; p <= HPML_CUDA_F16; p++)
         EACH(nans, k) {
@@ -1752,33 +1765,17 @@ TEST(a_nan_goes_through_products)
             for (int i = 0; i < ROWS * IN; i++) v[i] = (float)(i % 7 - 3);
             memcpy(&v[IN + 5], &nans[k], sizeof v[0]);
             ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, ROWS * IN) == HPML_OK);
-            ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(out, raw, ROWS * OUT) == HPML_OK);
-            hpml_convert(ctx, HPML_DTYPE_F32, y, out->dtype, raw, ROWS * OUT);
+            ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(out, y, ROWS * OUT) == HPML_OK);
             for (int i = 0; i < ROWS * OUT; i++) ENSURE(!isfinite(y[i]) == (i / OUT == 1));
             hpml_ctx_free(ctx);
         }
 }
 
-/* In f16 the loss scale starts too high for large gradients and finds its place; the training learns. */
 TEST(the_loss_scale_finds_its_place)
 {
-    float          x[64];
-    const int32_t  y[4] = { 0, 1, 1, 0 };
-    int            skipped = 0;
-    hpml_step_info info = { 0 };
     if (no_device()) SKIP("no CUDA device");
-    hpml_ctx     *ctx = context(true, HPML_CUDA_F16);
-    hpml_tensor  *in  = hpml_input_2d(ctx, 4, 16);
-    hpml_tensor  *out = hpml_scale(hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 2, NULL), 16, 0); /* steep */
-    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.002f });
-    for (int i = 0; i < 64; i++) x[i] = (float)((i / 16 == 1 || i / 16 == 2 ? 3 : -3) + i % 5 - 2);
-    float first = 0;
-    for (int i = 0; i < 40; i++) {
-        ENSURE(hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
-        skipped += info.skipped;
-        if (i == 0) first = info.loss;
-    }
-    ENSURE(skipped > 0 && skipped < 20 && info.step == 40 - skipped && info.loss < 0.2f * first);
+    hpml_ctx *ctx = context(true, HPML_CUDA_F16);
+    ENSURE(loss_scale_finds_its_place(ctx));
     hpml_ctx_free(ctx);
 }
 

@@ -23,6 +23,8 @@ typedef struct job {
     bool                 norm, conv, serial, plain_model, same, pair; /* pair: the optimizer added up */
     int32_t              accumulate, threads;
     hpml_opt             optimizer;
+    hpml_dtype           store;  /* of results of ops; steep: their gradients overflow f16 at first */
+    bool                 steep;
     double               lr, momentum;
     const char          *save, *load;
     int                  poison; /* rank with a NaN in its data, + 1 */
@@ -30,6 +32,7 @@ typedef struct job {
     int                  odd;    /* rank with another model, + 1 */
     /* apart: ranks begin with other numbers; watch: parted says if they ever had some after a step */
     bool                 apart, watch, parted;
+    int                  skipped; /* steps, while it watched */
     uint64_t             hash;
     float                w[64], var[64]; /* var: batchnorm's running variance */
     hpml_distribute_report report;
@@ -63,13 +66,13 @@ static hpml_tensor *model(const job *j, hpml_tensor *x, int rank)
     return hpml_linear(j->plain_model ? h : hpml_dropout(h, 0.1f), CLASSES, NULL);
 }
 
-typedef struct watcher { hpml_comm *c; bool parted; } watcher;
+typedef struct watcher { hpml_comm *c; bool parted; int skipped; } watcher;
 
 static int each_step(const hpml_step_info *info, void *user)
 {
     watcher *w = (watcher *)user;
-    (void)info;
     if (!same_params(w->c)) w->parted = true;
+    w->skipped += info->skipped;
     return 0;
 }
 
@@ -84,13 +87,14 @@ static hpml_status smudge(void *user, hpml_trainer *t, int param)
 static hpml_status work(hpml_comm *c, void *user)
 {
     job         *j   = (job *)user;
-    watcher      w   = { c, false };
+    watcher      w   = { c, false, 0 };
     hpml_ctx    *ctx = hpml_comm_ctx(c);
     int          p = hpml_comm_size(c), rank = hpml_comm_rank(c);
     int64_t      batch = j->d.exact ? GLOBAL : (GLOBAL + p - 1) / p;
-    hpml_tensor *x = hpml_input_2d(ctx, batch, INPUTS);
+    hpml_tensor *x = hpml_input_2d(ctx, batch, INPUTS), *y = model(j, x, rank);
+    if (j->steep) y = hpml_scale(y, 64, 0);
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
-        .input = x, .output = model(j, x, rank), .lr = j->lr ? (float)j->lr : 0.1f, .momentum = (float)j->momentum,
+        .input = x, .output = y, .lr = j->lr ? (float)j->lr : 0.1f, .momentum = (float)j->momentum,
         .accumulate = j->accumulate, .optimizer = j->optimizer });
     hpml_dataset *data = points(ctx, j->samples, 0, j->poison == rank + 1 ? j->samples : 0, (float)NAN);
     hpml_distribute_desc d = j->d;
@@ -111,7 +115,7 @@ static hpml_status work(hpml_comm *c, void *user)
     if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     bool same = same_params(c);
     if (rank == 0) {
-        j->same = same, j->parted = w.parted;
+        j->same = same, j->parted = w.parted, j->skipped = w.skipped;
         j->pair = dist && dist->pair;
         j->hash = hpml_param_hash(ctx);
         memcpy(j->w, hpml_param_at(ctx, 0)->data, sizeof j->w);
@@ -127,7 +131,7 @@ static hpml_status work(hpml_comm *c, void *user)
 static hpml_status go(job *j, int ranks, hpml_transport_kind transport, const hpml_network *network)
 {
     hpml_launch_desc l = { .transport = transport, .ranks = ranks, .timeout = 20,
-                           .ctx = { .seed = 3, .threads = j->threads ? j->threads : 1 } };
+                           .ctx = { .seed = 3, .threads = j->threads ? j->threads : 1, .store = j->store } };
     if (network) l.network = *network;
     if (j->samples == 0) j->samples = 250; /* the last batch of an epoch is short */
     if (j->steps == 0) j->steps = SLOW_BUILD ? 12 : 25; /* past the short batch */
@@ -267,6 +271,114 @@ TEST(exact_equals_serial)
     ENSURE_NEAR(apart(&serial, &exact), 0, 1e-5);
 }
 
+/* A program without a word about ranks but the call of hpml_distribute, and ways to go wrong with its data. */
+typedef enum sharing { UNCHANGED, BY_HAND, BY_HAND_TWICE, OTHER_SEED, OTHER_EPOCHS, SHARINGS } sharing;
+typedef struct shared {
+    sharing  how;
+    bool     exact;
+    int      samples;
+    int64_t  steps[4];
+    int64_t  seen[4]; /* samples that went through each rank */
+    uint64_t hash;
+    double   loss;
+    char     text[512];
+} shared;
+
+static int count_samples(const hpml_step_info *info, void *user)
+{
+    *(int64_t *)user += info->samples;
+    return 0;
+}
+
+static hpml_status share(hpml_comm *c, void *user)
+{
+    shared       *s    = (shared *)user;
+    hpml_ctx     *ctx  = hpml_comm_ctx(c);
+    int           rank = hpml_comm_rank(c), p = hpml_comm_size(c);
+    hpml_tensor  *in   = hpml_input_2d(ctx, 8, INPUTS);
+    hpml_trainer *t    = trainer(ctx, in, hpml_linear(hpml_tanh(hpml_linear(in, 9, NULL)), CLASSES, NULL), 0.1f);
+    hpml_dataset *data = points(ctx, s->samples, 0, 0, 0);
+    hpml_metrics  m    = { 0 };
+    /* as many samples a step on any number of ranks, so that the serial training is the same one */
+    hpml_distribute(t, c, &(hpml_distribute_desc){ .global_batch = 8, .exact = s->exact, .leaf = s->exact ? 1 : 0 });
+    hpml_loader_desc load = { .batch = 8 };
+    hpml_fit_desc    fit = { .epochs = 3, .loader = &load, .on_step = count_samples, .user = &s->seen[rank] };
+    if (s->how == BY_HAND || s->how == BY_HAND_TWICE)
+        data = hpml_dataset_slice(data, s->samples * rank / p, s->samples / p);
+    if (s->how == BY_HAND) load.ranks = 1, load.batch = 8 / p;
+    if (s->how == OTHER_SEED) load.seed = (uint64_t)rank + 1;
+    if (s->how == OTHER_EPOCHS) fit.epochs = 3 + rank;
+    if (hpml_trainer_fit(t, data, &fit) != HPML_OK) return hpml_ctx_status(ctx);
+    s->steps[rank] = hpml_trainer_step_count(t);
+    hpml_trainer_evaluate(t, points(ctx, s->samples, 0, 0, 0), &m);
+    if (rank == 0) s->hash = hpml_param_hash(ctx), s->loss = m.loss;
+    return hpml_ctx_status(ctx);
+}
+
+TEST(fit_takes_each_ranks_share)
+{
+    double   loss = 0;
+    uint64_t hash = 0;
+    for (int exact = 0; exact < 2; exact++)
+        for (int p = 1; p <= 4; p++) { /* 61 samples: the last batch has 5, of which a rank of 4 has 1 or 2 */
+            shared s = { .samples = 61, .exact = exact };
+            ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .ctx.threads = 1 }, share, &s, s.text, sizeof s.text)
+                   == HPML_OK);
+            int64_t seen = 0;
+            for (int r = 0; r < p; r++) seen += s.seen[r];
+            ENSURE(seen == 3 * 61 && s.steps[0] == 3 * 8 && s.steps[p - 1] == 3 * 8);
+            if (p == 1) loss = s.loss, hash = s.hash;
+            ENSURE(exact ? s.hash == hash : fabs(s.loss - loss) < 1e-5 * loss);
+        }
+}
+
+TEST(data_that_is_divided_by_hand_is_not_divided_again)
+{
+    for (int how = UNCHANGED; how < SHARINGS; how++) {
+        shared      s = { .how = (sharing)how, .samples = 64 };
+        hpml_status status = hpml_launch(&(hpml_launch_desc){ .ranks = 2, .ctx.threads = 1, .timeout = 20 }, share, &s,
+                                         s.text, sizeof s.text);
+        if (how == UNCHANGED || how == BY_HAND) ENSURE(status == HPML_OK && s.seen[0] == 96 && s.seen[1] == 96);
+        else ENSURE(status == HPML_ERR_ARGUMENT && strstr(s.text, "same data set") && strstr(s.text, ".ranks = 1") &&
+                    s.seen[0] + s.seen[1] == 0);
+    }
+}
+
+/* Results of ops stored in halves: ranks train as one does, up to the rounding of gradients, which have another scale
+   where a rank has fewer samples; leaf by leaf with the same bits. In f16 all ranks find the same overflows. */
+TEST(ranks_that_store_halves)
+{
+    static const double near[] = { 0, 0.02, 0.005 };
+    for (int store = HPML_DTYPE_BF16; store <= HPML_DTYPE_F16; store++)
+        for (int steep = 0; steep < 2; steep++) {
+            job one = { .serial = true, .store = (hpml_dtype)store, .steep = steep, .lr = steep ? 1e-4 : 0.1 };
+            ENSURE(ran(&one, 1, NULL));
+            for (int p = 2; p <= 4; p++) {
+                job j = one;
+                j.serial = false, j.watch = true, j.threads = p == 2 ? hpmlc_cores(1) : 1;
+                ENSURE(ran(&j, p, p == 3 ? &linked : NULL) && j.same && !j.parted);
+                ENSURE((j.skipped > 0) == (steep && store == HPML_DTYPE_F16));
+                ENSURE(apart(&one, &j) > 0 && j.pair == (p == 2 && store == HPML_DTYPE_BF16));
+                ENSURE_NEAR(apart(&one, &j), 0, near[store]);
+            }
+        }
+    uint64_t hash = 0;
+    for (int p = 1; p <= 4; p++) {
+        job exact = { .store = HPML_DTYPE_BF16, .d.exact = true };
+        ENSURE(ran(&exact, p, NULL) && exact.same && (p == 1 || exact.hash == hash));
+        hash = exact.hash;
+    }
+    job late = { .store = HPML_DTYPE_F16, .d.delayed = true }, exact = { .store = HPML_DTYPE_F16, .d.exact = true },
+        packed = { .store = HPML_DTYPE_F16, .d.codec.kind = HPML_CODEC_ONEBIT };
+    ENSURE(go(&late, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED && strstr(late.text, "with delayed"));
+    ENSURE(go(&exact, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED &&
+           strstr(exact.text, "in f16 gradients overflow"));
+    ENSURE(go(&packed, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED &&
+           strstr(packed.text, "in f16 gradients overflow"));
+    packed.store = HPML_DTYPE_BF16;
+    ENSURE(ran(&packed, 2, NULL) && packed.same);
+}
+
 TEST(codecs_train)
 {
     static const hpml_codec_kind kind[] = { HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT };
@@ -292,6 +404,11 @@ TEST(double_buffering)
     ENSURE_NEAR(apart(&one, &four), 0, 1e-5);
     ENSURE(ran(&first, 2, NULL) && ran(&start, 1, NULL));
     ENSURE(apart(&first, &start) == 0);
+    /* the loss reported is that of the step before; of none after the first */
+    job second = { .d.delayed = true, .steps = 2 }, plain = { .steps = 1 };
+    ENSURE(ran(&second, 2, NULL) && ran(&plain, 2, NULL));
+    ENSURE(isnan(first.report.loss) && plain.report.loss > 0);
+    ENSURE(second.report.loss == plain.report.loss && second.report.samples == plain.report.samples);
 }
 
 /* Running statistics arrive a step late, but they arrive: near those of a training without double buffering. */
@@ -683,6 +800,44 @@ static hpml_status nowhere(hpml_comm *c, void *user)
     return status;
 }
 
+/* Rank 0's disk is slow: 64 MB take three deadlines. */
+typedef struct slow_disk { double deadline; uint64_t bytes; } slow_disk;
+
+static void disk_waits(void *user, uint64_t bytes)
+{
+    slow_disk *s = (slow_disk *)user;
+    s->bytes     = bytes;
+    usleep((unsigned)(3e6 * s->deadline));
+}
+
+static hpml_status saves_slowly(hpml_comm *c, void *user)
+{
+    enum { MANY = (66 << 20) / 4 };
+    hpml_ctx         *ctx = hpml_comm_ctx(c);
+    hpml_tensor      *in = hpml_input_2d(ctx, 16, INPUTS);
+    hpml_trainer     *t = trainer(ctx, in, hpml_linear(in, CLASSES, NULL), 0.1f);
+    hpml_distributed *d = hpml_distribute(t, c, NULL);
+    float            *more = (float *)calloc(MANY, sizeof *more);
+    hpml_progress     p = { disk_waits, user };
+    if (hpml_comm_rank(c) == 0) hpml_trainer_add_state(t, "more", more, MANY), hpml_ctx_progress(ctx, p);
+    hpml_status status = hpml_distribute_save(d, "build/slow.safetensors");
+    p = hpml_ctx_progress(ctx, p);
+    if (hpml_comm_rank(c) == 0) hpml_trainer_add_state(t, "more", NULL, MANY);
+    free(more);
+    if (status == HPML_OK && hpml_comm_rank(c) == 0 && p.fn != disk_waits) status = HPML_ERR_STATE;
+    return status;
+}
+
+TEST(a_checkpoint_slower_than_the_deadline)
+{
+    slow_disk   s      = { .deadline = 0.4 };
+    hpml_status status = HPML_ERR_TIMEOUT;
+    for (int tries = 0; tries < 3 && status != HPML_OK; tries++, s.deadline *= 2) /* on a busy machine */
+        status = hpml_launch(&(hpml_launch_desc){ .ranks = 3, .timeout = s.deadline }, saves_slowly, &s, NULL, 0);
+    remove("build/slow.safetensors");
+    ENSURE(status == HPML_OK && s.bytes >= 64 << 20);
+}
+
 TEST(a_checkpoint_that_cannot_be_written)
 {
     unwritten u = { 0 };
@@ -871,7 +1026,7 @@ static hpml_status record(hpml_comm *c, void *user)
     if (r->apart) ahead = (rank % 2 ? 1000.0 : -3.0) * rank;
     hpml_barrier(c);
     start = hpml_now();
-    hpml_comm_trace_start(c, NULL);
+    hpml_comm_trace_start(c, &(hpml_trace_desc){ .arrows = !r->apart });
     r->took[rank] = hpml_now() - start;
     if (!r->apart) hpml_trainer_fit(t, points(ctx, 300, 0, 0, 0), NULL);
     else for (int i = 0; i <= rank; i++) hpml_barrier(c);
@@ -892,6 +1047,42 @@ static int spans_of(int rank, int lane, const char *name)
     return n;
 }
 
+/* Spans called "allreduce" of a rank, about these tensors of this bucket. */
+static int sums_of(int rank, int bucket, const char *tensors)
+{
+    int n = 0;
+    for (const trace_span *s = seen.span; s < seen.span + seen.spans; s++)
+        n += (int)s->number[TRACE_PID] == rank && (int)s->number[TRACE_BUCKET] == bucket &&
+             s->number[TRACE_BYTES] > 0 && strcmp(s->text[TRACE_NAME], "allreduce") == 0 &&
+             strcmp(s->text[TRACE_TENSORS], tensors) == 0;
+    return n;
+}
+
+/* Each tensor's sum in each step, the steps, their loss and bytes, both ends of each message. */
+static bool all_is_named(int rank, int steps)
+{
+    static const char *const tensors[] = { "linear2.bias", "linear2.weight", "linear0.bias", "linear0.weight" };
+    double loss = 0, bytes = 0;
+    char   step[16];
+    for (int i = 0; i < 4; i++)
+        if (sums_of(rank, i + 1, tensors[i]) != steps) return false;
+    for (int i = 0; i < steps; i++) {
+        snprintf(step, sizeof step, "step %d", i);
+        if (spans_of(rank, HPML_LANE_STEP, step) != 1) return false;
+    }
+    return sums_of(rank, 0, "loss, samples") == steps && trace_counters(&seen, rank, "loss", &loss) == steps &&
+           loss > 0 && loss < 10 && trace_counters(&seen, rank, "bytes sent", &bytes) == steps && bytes > 1000;
+}
+
+/* Ends of arrows; -1: one lacks the other. */
+static int arrows_of_all(void)
+{
+    int n = 0;
+    for (const trace_span *s = seen.span + seen.spans; s < seen.span + seen.events && n >= 0; s++)
+        if (s->has >> TRACE_ID & 1) n = trace_arrow(&seen, s) ? n + 1 : -1;
+    return n;
+}
+
 TEST(one_timeline_for_all_ranks)
 {
     for (int slow = 0; slow < 2; slow++) {
@@ -900,9 +1091,10 @@ TEST(one_timeline_for_all_ranks)
         ENSURE(hpml_launch(&l, record, &r, NULL, 0) == HPML_OK);
         const char *wrong = trace_read(r.path, 4, &seen);
         if (wrong) printf("    %s\n", wrong);
-        ENSURE(!wrong);
+        ENSURE(!wrong && seen.first == 0 && arrows_of_all() > 4 * 5 * 5); /* ranks by steps by sums */
         remove(r.path);
         for (int i = 0; i < 4; i++) {
+            ENSURE(all_is_named(i, 5));
             int steps = spans_of(i, HPML_LANE_COMPUTE, "update");
             ENSURE(steps == 5 && spans_of(i, HPML_LANE_COMPUTE, "linear0 backward") == steps &&
                    spans_of(i, HPML_LANE_IO, "batch") >= steps);
@@ -912,6 +1104,73 @@ TEST(one_timeline_for_all_ranks)
     }
     recording bad = { .path = "/nonexistent/x" };
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, record, &bad, NULL, 0) != HPML_OK);
+}
+
+/* Tensors that travel together are named from the first to the last; packed ones in the spans of all their moves. */
+static hpml_status bucketed(hpml_comm *c, void *user)
+{
+    const bool   *packed = (const bool *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *in  = hpml_input_2d(ctx, 16, INPUTS);
+    hpml_trainer *t   = trainer(ctx, in, hpml_linear(hpml_relu(hpml_linear(in, 64, NULL)), CLASSES, NULL), 0.01f);
+    hpml_distribute_desc d = { .codec.kind = *packed ? HPML_CODEC_ONEBIT : HPML_CODEC_NONE, .codec.min_elements = 16 };
+    hpml_distribute(t, c, &d);
+    hpml_comm_trace_start(c, NULL);
+    hpml_trainer_fit(t, points(ctx, 300, 0, 0, 0), NULL);
+    return hpml_comm_trace_save(c, "build/bucketed_test.json");
+}
+
+TEST(a_timeline_names_what_travels_together)
+{
+    for (int packed = 0; packed < 2; packed++) {
+        bool pack = packed;
+        ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3, .ctx.threads = 1 }, bucketed, &pack, NULL, 0) == HPML_OK);
+        ENSURE(!trace_read("build/bucketed_test.json", 3, &seen) && arrows_of_all() == 0);
+        remove("build/bucketed_test.json");
+        int moves[3] = { 0 };
+        for (const trace_span *s = seen.span; s < seen.span + seen.spans; s++) {
+            static const char *const names[] = { "pack", "stripes", "sums" };
+            bool named = strcmp(s->text[TRACE_TENSORS], "linear2.weight .. linear0.weight") == 0;
+            for (int i = 0; i < 3; i++)
+                moves[i] += strcmp(s->text[TRACE_NAME], names[i]) == 0 && s->number[TRACE_BUCKET] == 1 && named &&
+                            s->number[TRACE_BYTES] > 0;
+        }
+        for (int i = 0; i < 3; i++) ENSURE(moves[i] == (packed ? 3 * 7 : 0));
+        ENSURE(sums_of(0, 1, packed ? "linear2.bias .. linear0.bias" : "linear2.bias .. linear0.weight") == 7);
+    }
+}
+
+/* Names of any bytes, a loss that is no number. */
+TEST(a_timeline_is_json_whatever_is_in_it)
+{
+    static const char *const names[] = {
+        "plain", "\"quoted\" \\ and\n\t\x01", "Z\xc3\xbcrich", "\xff\xfe", "cut \xe2\x82",
+        "\xc0\xaf", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xf0\x9f\x98\x80 and \x80", "" };
+    static const char path[] = "build/names_test.json";
+    enum { NAMES = sizeof names / sizeof names[0] };
+    const double values[] = { 0, -1.5, 1e-30, 3e38, (double)NAN, (double)INFINITY };
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    double       last = 0;
+    ENSURE(hpml_trace_first(ctx) == 0 && !hpml_trace_on(ctx) && !hpml_trace_on(NULL) && hpml_trace_first(NULL) == 0);
+    ENSURE(hpml_trace_start(ctx, NULL) == HPML_OK && hpml_trace_on(ctx));
+    for (int i = 0; i < NAMES; i++) {
+        hpml_trace_event e = { .name = names[i], .first = names[NAMES - 1 - i], .last = names[i], .bucket = i,
+                               .start = 7 + i, .end = 8 + i };
+        hpml_trace_add(ctx, &e);
+    }
+    for (int i = 0; i < 6; i++) {
+        hpml_trace_event e = { .kind = HPML_TRACE_COUNTER, .name = "loss", .start = 7 + i, .value = values[i] };
+        hpml_trace_add(ctx, &e);
+    }
+    hpml_trace_add(ctx, NULL), hpml_trace_add(ctx, &(hpml_trace_event){ .start = 1 }); /* without a name */
+    ENSURE(hpml_trace_save(ctx, path) == HPML_OK);
+    const char *wrong = trace_read(path, 1, &seen);
+    if (wrong) printf("    %s\n", wrong);
+    ENSURE(!wrong && seen.spans == NAMES && seen.first == 0);
+    ENSURE(trace_counters(&seen, 0, "loss", &last) == 4);
+    ENSURE(spans_of(0, HPML_LANE_COMPUTE, "Z\xc3\xbcrich") == 1);
+    remove(path);
+    hpml_ctx_free(ctx);
 }
 
 /* Clocks that differ by minutes: in the file all marks are where they were in truth, give or take half of the quickest
@@ -1066,7 +1325,7 @@ TEST(what_a_timeline_costs)
 
 /* What rank 0's timeline says of a slow network: seconds of each phase, and exchanges. */
 typedef struct phases {
-    double      wall, layers, update, wait;
+    double      wall, layers, update, wait, step;
     int         exchanges, steps;
     const char *wrong;
 } phases;
@@ -1079,7 +1338,8 @@ static void phases_read(phases *of, const char *path)
         const char       *name = x->text[TRACE_NAME];
         double           *sum  = strcmp(name, "update") == 0 ? &of->update : strcmp(name, "wait") == 0 ? &of->wait
                                : &of->layers;
-        if ((int)x->number[TRACE_TID] == HPML_LANE_COMPUTE) *sum += 1e-6 * x->number[TRACE_DUR];
+        if ((int)x->number[TRACE_TID] == HPML_LANE_STEP) of->step += 1e-6 * x->number[TRACE_DUR];
+        else if ((int)x->number[TRACE_TID] == HPML_LANE_COMPUTE) *sum += 1e-6 * x->number[TRACE_DUR];
         else if (strcmp(name, "allreduce") == 0) of->exchanges++;
     }
 }
@@ -1117,6 +1377,7 @@ TEST(phases_add_up_to_the_step)
         phases of = { .steps = 20 };
         ENSURE(hpml_launch(&l, phases_of, &of, NULL, 0) == HPML_OK);
         share = (of.layers + of.wait + of.update) / of.wall;
+        ENSURE(of.step <= of.wall * 1.001 && of.layers + of.wait + of.update <= of.step * 1.001);
         printf("    %.1f ms: layers %.1f, wait %.1f, update %.1f; %d exchanges\n", 1e3 * of.wall, 1e3 * of.layers,
                1e3 * of.wait, 1e3 * of.update, of.exchanges);
         if (of.wrong) printf("    %s\n", of.wrong);

@@ -61,10 +61,17 @@ whole=$(hash_of build/02_mnist --samples 2000 --epochs 2 --model mlp)
 check "resumed in a new process: the same bits" '[ -n "$whole" ] && [ "$resumed" = "$whole" ]'
 mnist --samples 1000 --epochs 1 --model linear --workers 2 --steps-table 3 >"$tmp/out" 2>&1
 check "a table of the last steps" 'says "^ *16    1 .* [1-9][0-9]*$" && says "^  mean " && says bubble'
+one=$(hash_of build/02_mnist --samples 500 --epochs 1 --threads 1 --layout nhwc --workspace 64)
+three=$(hash_of build/02_mnist --samples 500 --epochs 1 --threads 3 --layout nhwc --workspace 64)
+check "in NHWC, by im2col: the same bits with 1 and 3 threads" '[ -n "$one" ] && [ "$one" = "$three" ]'
 mnist --data /nonexistent >"$tmp/out" 2>&1
 check "a missing folder is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/out"'
 mnist --codec 1bit >"$tmp/out" 2>&1
 check "a choice that is none is an error" '[ $? -eq 2 ] && grep -q "expected one of none|bf16|onebit" "$tmp/out"'
+for precision in bf16 f16; do
+    mnist --samples 4000 --epochs 3 --precision $precision --json >"$tmp/out" 2>&1
+    check "results stored as $precision" 'above test_accuracy 0.9 && says "results as $precision"'
+done
 mnist --lr fast >"$tmp/out" 2>&1
 check "a number that is none is an error" '[ $? -eq 2 ] && says "lr fast: expected a number of at least 0"'
 if [ -n "$HPML_MNIST" ]; then # real data, where they are

@@ -1,4 +1,5 @@
-/* Matrix product: against a plain double loop on every instruction set, and the same bits at any thread count. */
+/* Matrix products and the rest of BLAS: against plain double loops on every instruction set, and the same bits at any
+   thread count. */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
 #include "kernels.h"
@@ -219,5 +220,207 @@ TEST(sgemm_refuses_what_makes_no_sense)
     ENSURE(hpml_sgemm(ctx, false, false, -1, 2, 2, 1, x, 2, x, 2, 0, x, 2) == HPML_ERR_ARGUMENT);
     hpml_ctx_clear_error(ctx);
     ENSURE(hpml_sgemm(ctx, false, false, 0, 0, 0, 1, NULL, 1, NULL, 1, 0, NULL, 1) == HPML_OK);
+    hpml_ctx_free(ctx);
+}
+
+/* Products of halves: every pair of types, transposes, leading dimensions; sizes around the tiles and blocks. */
+typedef struct halves {
+    int64_t    m, n, k, lda, ldb, ldc;
+    int        ta, tb;
+    float      alpha, beta;
+    hpml_dtype type[2];
+} halves;
+
+static void *stored(hpml_ctx *ctx, hpml_dtype type, float *x, int64_t n) /* x becomes what is stored */
+{
+    void *p = malloc((size_t)n * hpml_dtype_size(type) + 1);
+    hpml_convert(ctx, type, p, HPML_DTYPE_F32, x, n);
+    hpml_convert(ctx, HPML_DTYPE_F32, x, type, p, n);
+    return p;
+}
+
+static int64_t wrong_halves(hpml_ctx *const *ctx, int contexts, const halves *s)
+{
+    int64_t bad = 0, na = (s->ta ? s->k : s->m) * s->lda, nb = (s->tb ? s->n : s->k) * s->ldb, nc = s->m * s->ldc;
+    float  *a = floats(na), *b = floats(nb), *c = floats(nc), *got = floats(nc), *first = floats(nc);
+    void   *ha = stored(ctx[0], s->type[0], a, na), *hb = stored(ctx[0], s->type[1], b, nb);
+    size_t  bytes = sizeof(float) * (size_t)(nc + GUARD);
+    for (int64_t i = 0; s->beta == 0 && i < nc; i++)
+        if (i % s->ldc < s->n) c[i] = NAN;
+    for (int x = 0; x < contexts; x++) {
+        memcpy(got, c, bytes);
+        bad += hpml_gemm(ctx[x], s->ta, s->tb, s->m, s->n, s->k, s->alpha, s->type[0], ha, s->lda, s->type[1], hb,
+                         s->ldb, s->beta, got, s->ldc) != HPML_OK;
+        if (x == 0) memcpy(first, got, bytes);
+        else bad += memcmp(first, got, bytes) != 0;
+    }
+    for (int64_t i = 0; i < nc + GUARD; i++) {
+        int64_t r = i / (s->ldc > 0 ? s->ldc : 1), j = i - r * s->ldc;
+        double  sum = 0, size = 1;
+        if (i >= nc || j >= s->n) { /* guards, gaps */
+            bad += memcmp(&first[i], &c[i], sizeof(float)) != 0;
+            continue;
+        }
+        for (int64_t p = 0; p < s->k && s->alpha != 0; p++) {
+            double v = (double)a[s->ta ? p * s->lda + r : r * s->lda + p];
+            v *= (double)b[s->tb ? j * s->ldb + p : p * s->ldb + j], sum += v, size += fabs(v);
+        }
+        sum = (double)s->alpha * sum + (s->beta != 0 ? (double)s->beta * (double)c[i] : 0);
+        bad += !(fabs((double)first[i] - sum) <= 1e-6 * size);
+    }
+    free(a), free(b), free(c), free(got), free(first), free(ha), free(hb);
+    if (bad)
+        printf("  %s: %s x %s, %lld x %lld x %lld %c%c alpha %g beta %g: %lld wrong\n", hpml_ctx_cpu(ctx[0]),
+               hpml_dtype_name(s->type[0]), hpml_dtype_name(s->type[1]), (long long)s->m, (long long)s->n,
+               (long long)s->k, s->ta ? 'T' : 'N', s->tb ? 'T' : 'N', (double)s->alpha, (double)s->beta,
+               (long long)bad);
+    return bad;
+}
+
+static int64_t check_halves(hpml_ctx *const *ctx, int contexts)
+{
+    static const int64_t sizes[] = { 0, 1, 2, 7, 16, 33, 64, 100 }, large[][3] = {
+        { 1, 700, 600 }, { 700, 1, 600 }, { 530, 70, 260 }, { 70, 1100, 257 }, { 513, 515, 20 }, { 40, 33, 3000 } };
+    int64_t bad = 0;
+    for (int i = 0; i < 400 + 6 * 4; i++) {
+        const int64_t *l = i < 400 ? NULL : large[(i - 400) / 4];
+        halves s = { .type = { (hpml_dtype)(i % 3), (hpml_dtype)(i / 3 % 3) }, .ta = i & 1, .tb = i >> 1 & 1 };
+        s.m = l ? l[0] : sizes[below(8)], s.n = l ? l[1] : sizes[below(8)], s.k = l ? l[2] : sizes[below(8)];
+        s.lda = (s.ta ? s.m : s.k) + below(3), s.ldb = (s.tb ? s.k : s.n) + below(3), s.ldc = s.n + below(3);
+        s.alpha = below(3) ? 1 : below(4) ? -0.75f : 0, s.beta = below(2) ? 0 : below(2) ? 1 : 0.5f;
+        bad += wrong_halves(ctx, contexts, &s);
+    }
+    return bad;
+}
+
+TEST(gemm_of_halves_in_every_pair_of_types)
+{
+    ENSURE(on_all(check_halves) == 0);
+}
+
+/* n numbers inc apart, as BLAS counts them. */
+static float *strided(int64_t n, int64_t inc) { return floats(n > 0 ? (n - 1) * inc + 1 : 0); }
+
+static int64_t wrong_gemv(hpml_ctx *ctx, int64_t m, int64_t n, bool trans, int64_t inc_x, int64_t inc_y, int64_t pad,
+                          float alpha, float beta)
+{
+    int64_t bad = 0, rows = trans ? n : m, k = trans ? m : n, lda = n + pad;
+    int64_t all = rows > 0 ? (rows - 1) * inc_y + 1 : 0;
+    float  *a = floats(m * lda), *x = strided(k, inc_x), *y = strided(rows, inc_y), *got = strided(rows, inc_y);
+    for (int64_t i = 0; i < rows && beta == 0; i++) y[i * inc_y] = NAN; /* must not be read */
+    memcpy(got, y, sizeof(float) * (size_t)(all + GUARD));
+    bad += hpml_sgemv(ctx, trans, m, n, alpha, a, lda, x, inc_x, beta, got, inc_y) != HPML_OK;
+    for (int64_t i = 0; i < all + GUARD; i++) {
+        double sum = 0, size = 1;
+        if (i >= all || i % inc_y != 0) {
+            bad += memcmp(&got[i], &y[i], sizeof(float)) != 0;
+            continue;
+        }
+        for (int64_t p = 0; p < k && alpha != 0; p++) {
+            double v = (double)a[trans ? p * lda + i / inc_y : i / inc_y * lda + p] * (double)x[p * inc_x];
+            sum += v, size += fabs(v);
+        }
+        sum = (double)alpha * sum + (beta != 0 ? (double)beta * (double)y[i] : 0);
+        bad += !(fabs((double)got[i] - sum) <= 1e-6 * size);
+    }
+    free(a), free(x), free(y), free(got);
+    if (bad)
+        printf("  %s: gemv %lld x %lld %c increments %lld %lld: %lld wrong\n", hpml_ctx_cpu(ctx), (long long)m,
+               (long long)n, trans ? 'T' : 'N', (long long)inc_x, (long long)inc_y, (long long)bad);
+    return bad;
+}
+
+static int64_t check_gemv(hpml_ctx *const *ctx, int contexts)
+{
+    static const int64_t sizes[] = { 0, 1, 2, 3, 5, 16, 17, 31, 64, 100, 257, 700 };
+    int64_t bad = 0;
+    for (int i = 0; i < 600; i++) {
+        float alpha = below(3) ? 1 : below(3) ? -0.75f : 0, beta = below(2) ? 0 : below(2) ? 1 : 0.5f;
+        bad += wrong_gemv(ctx[i % contexts], sizes[below(12)], sizes[below(12)], i & 1, i & 2 ? 1 : 1 + below(4),
+                          i & 4 ? 1 : 1 + below(4), below(3), alpha, beta);
+    }
+    for (int trans = 0; trans < 2; trans++) bad += wrong_gemv(ctx[2], 1500, 1030, trans, 1, 1, 0, 1, 1); /* threads */
+    return bad;
+}
+
+TEST(gemv_of_every_shape_and_increment)
+{
+    ENSURE(on_all(check_gemv) == 0);
+}
+
+static int64_t wrong_vectors(hpml_ctx *ctx, int64_t n, int64_t inc_x, int64_t inc_y, float alpha)
+{
+    int64_t bad = 0, all = n > 0 ? (n - 1) * inc_y + 1 : 0, best = -1;
+    float  *x = strided(n, inc_x), *y = strided(n, inc_y), *got = strided(n, inc_y);
+    size_t  bytes = sizeof(float) * (size_t)(all + GUARD);
+    if (alpha == 0 && n > 0) x[0] = NAN; /* must not be read */
+    for (int scal = 0; scal < 2; scal++) {
+        if (scal && alpha == 0 && n > 0) y[0] = NAN;
+        memcpy(got, y, bytes);
+        hpml_status status = scal ? hpml_sscal(ctx, n, alpha, got, inc_y)
+                                  : hpml_saxpy(ctx, n, alpha, x, inc_x, got, inc_y);
+        bad += status != HPML_OK;
+        for (int64_t i = 0; i < all + GUARD; i++) {
+            double want = (double)alpha * (double)(scal ? y[i] : i < all ? x[i / inc_y * inc_x] : 0);
+            if (alpha == 0) want = 0;
+            if (!scal) want += (double)y[i];
+            if (i >= all || i % inc_y != 0) bad += memcmp(&got[i], &y[i], sizeof(float)) != 0;
+            else bad += !(fabs((double)got[i] - want) <= 2e-7);
+        }
+    }
+    if (n > 0 && alpha == 0) x[0] = 0, y[0] = 0;
+    for (int64_t i = 0; i < n; i++) { /* equal ones are likely: the first counts */
+        x[i * inc_x] = rintf(8 * x[i * inc_x]);
+        if (best < 0 || fabsf(x[i * inc_x]) > fabsf(x[best * inc_x])) best = i;
+    }
+    bad += hpml_isamax(ctx, n, x, inc_x) != best;
+    if (n > 2) x[n / 2 * inc_x] = -INFINITY, bad += hpml_isamax(ctx, n, x, inc_x) != n / 2;
+    if (n > 2) x[(n - 1) * inc_x] = NAN, bad += hpml_isamax(ctx, n, x, inc_x) != n - 1;
+    if (n > 2) x[n / 3 * inc_x] = -NAN, bad += hpml_isamax(ctx, n, x, inc_x) != n / 3;
+    free(x), free(y), free(got);
+    if (bad)
+        printf("  %s: vectors of %lld, increments %lld %lld, alpha %g: %lld wrong\n", hpml_ctx_cpu(ctx), (long long)n,
+               (long long)inc_x, (long long)inc_y, (double)alpha, (long long)bad);
+    return bad;
+}
+
+static int64_t check_vectors(hpml_ctx *const *ctx, int contexts)
+{
+    static const int64_t sizes[] = { 0, 1, 2, 3, 7, 16, 17, 65, 511, 513, 3000, 16384, 16385, 100003 };
+    static const float   alphas[] = { 1, -0.75f, 0 };
+    int64_t bad = 0;
+    for (int i = 0; i < 14 * 9; i++)
+        bad += wrong_vectors(ctx[i % contexts], sizes[i / 9], i % 2 ? 1 : 1 + i % 3, i % 5 ? 1 : 3, alphas[i % 3]);
+    return bad;
+}
+
+TEST(vectors_of_every_length_and_increment)
+{
+    ENSURE(on_all(check_vectors) == 0);
+}
+
+TEST(blas_refuses_what_makes_no_sense)
+{
+    hpml_ctx *ctx = context(NULL, 1);
+    float     x[4] = { 1, 2, 3, 4 }, y[4] = { 0 };
+    uint16_t  h[4] = { 0 };
+#define GEMM(m, type, p, ld) hpml_gemm(ctx, false, false, m, 2, 2, 1, type, p, ld, HPML_DTYPE_F32, x, 2, 0, y, 2)
+    ENSURE_ERROR(ctx, GEMM(-2, HPML_DTYPE_BF16, h, 2), HPML_ERR_ARGUMENT, "gemm: m -2");
+    ENSURE_ERROR(ctx, GEMM(2, HPML_DTYPE_BF16, h, 1), HPML_ERR_ARGUMENT, "lda 1");
+    ENSURE_ERROR(ctx, GEMM(2, HPML_DTYPE_BF16, NULL, 2), HPML_ERR_ARGUMENT, "no array NULL");
+    ENSURE_ERROR(ctx, GEMM(2, HPML_DTYPE_I32, x, 2), HPML_ERR_DTYPE, "A is i32");
+    ENSURE_ERROR(ctx, GEMM(2, (hpml_dtype)-1, x, 2), HPML_ERR_DTYPE, "A is ?");
+    ENSURE_ERROR(ctx, hpml_sgemv(ctx, false, 2, 2, 1, x, 1, x, 1, 0, y, 1), HPML_ERR_ARGUMENT, "lda 1");
+    ENSURE_ERROR(ctx, hpml_sgemv(ctx, false, 2, -1, 1, x, 2, x, 1, 0, y, 1), HPML_ERR_ARGUMENT, "n -1");
+    ENSURE_ERROR(ctx, hpml_sgemv(ctx, true, 2, 2, 1, x, 2, x, 0, 0, y, 1), HPML_ERR_ARGUMENT, "inc_x 0");
+    ENSURE_ERROR(ctx, hpml_sgemv(ctx, true, 2, 2, 1, x, 2, NULL, 1, 0, y, 1), HPML_ERR_ARGUMENT, "no array NULL");
+    ENSURE_ERROR(ctx, hpml_saxpy(ctx, -1, 1, x, 1, y, 1), HPML_ERR_ARGUMENT, "saxpy: n -1");
+    ENSURE_ERROR(ctx, hpml_saxpy(ctx, 2, 1, NULL, 1, y, 1), HPML_ERR_ARGUMENT, "no array NULL");
+    ENSURE_ERROR(ctx, hpml_sscal(ctx, 2, 1, x, -1), HPML_ERR_ARGUMENT, "sscal: n 2");
+    ENSURE_ERROR(ctx, hpml_isamax(ctx, 2, NULL, 1) == -1, HPML_ERR_ARGUMENT, "isamax");
+    ENSURE_ERROR(ctx, hpml_isamax(ctx, -2, x, 1) == -1, HPML_ERR_ARGUMENT, "n -2");
+    ENSURE(hpml_sgemv(ctx, false, 0, 0, 1, NULL, 0, NULL, 1, 0, NULL, 1) == HPML_OK);
+    ENSURE(hpml_saxpy(ctx, 0, 1, NULL, 1, NULL, 1) == HPML_OK && hpml_sscal(ctx, 0, 1, NULL, 1) == HPML_OK);
+    ENSURE(hpml_isamax(ctx, 0, NULL, 1) == -1 && hpml_isamax(NULL, 1, x, 1) == -1 && hpml_ctx_status(ctx) == HPML_OK);
     hpml_ctx_free(ctx);
 }

@@ -55,11 +55,21 @@ on 4 part; check "a part of the world" 0 ''
 on 2 before; check "MPI not initialized" 1 'MPI is not initialized; call MPI_Init'
 on 2 after; check "MPI over" 1 'MPI is over'
 on 2 twice; check "a second launch, when the first has ended MPI" 1 'MPI is over; .* or use hpml_launch once'
+on 2 free_late; check "a context freed after MPI_Finalize" 0 ''
+on 2 many_parts; check "150 parts, then too many" 1 'split: 128 communicators live on a rank'
+on 3 native_parts; check "MPI's own allreduce on a part" 1 'a part of a communicator has no MPI communicator'
+brief 3 works 3 'all came'; check "a rank that works for four deadlines" 0 'all came'
+told 3 late 'waited 0.5 s for rank 1 to call hpml_comm_create' "a rank late for hpml_comm_create" \
+    'rank [02] failed: waited 0.5 s for rank 1 to call hpml_comm_create|waited 0.5 s for rank 1'
+late='waited 1 s for rank 1 to free its communicator'
+brief 3 stays 1 "$late"; check "a rank that does not come to the end" 1 "$late"
+chained='for rank 3, in|for rank 3 in|which waits for rank 3,'
+brief 4 chain 1 "$chained"; check "a chain of ranks that wait" 1 "$chained"
 on 2 wrong_number; check "a wrong number of ranks" 1 '3 ranks are wanted, mpiexec started 2'
 told 3 raises 'rank 1 failed: the loss is NaN' "a rank raises an error" 'rank 1 failed: the loss is NaN'
 told 3 leaves 'rank 1 has left' "a rank leaves early" \
     'rank 1 has left while this rank waits for it in allreduce|rank . failed'
-native='waited 1 s for all ranks in allreduce .native.'
+native='waited 1 s for rank 1, which has left, in allreduce .native.'
 told 3 leaves_native "$native, step 0" "a rank leaves early, the others are in MPI's own allreduce" "$native"
 on 2 killed; check "a rank is killed" 1 ''
 # Hydra ends a job with its first dead process, unless told not to; then it sends the others a signal that few expect.
@@ -71,8 +81,10 @@ if "$mpiexec" --version 2>/dev/null | grep -qi hydra; then
     wait
     for what in killed exits; do
         cp "$tmp/$what" "$tmp/out"
+        said='for rank 1.* in allreduce'
+        [ $what = killed ] || said='rank 1 failed: called exit in step 0'
         for me in 0 2 3; do
-            grep -qE "^at once: rank $me: .*for rank 1.* in allreduce" "$tmp/out"
+            grep -qE "^at once: rank $me: .*$said" "$tmp/out"
             check "rank 1 $what: rank $me names it within the deadline" 0 ''
         done
     done
@@ -81,7 +93,7 @@ who='(for rank 1|rank 0, which waits for rank 1,) in allreduce'
 brief 3 stopped 2 "at once: rank [02]: .*$who"; check "a rank is stopped" 1 "at once: rank 0: .*$who"
 grep -qE "at once: rank 2: .*$who" "$tmp/out"
 check "also the one that waits for a rank that waits for it names it" 0 ''
-on 2 exits; check "a rank calls exit" 1 ''
+told 3 exits 'rank 1 failed: called exit in step 0' "a rank calls exit" 'rank 1 failed: called exit in step 0'
 told 2 another 'rank 0 is in broadcast' "another collective" 'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
 told 2 other_count 'all ranks must pass the same counts' "another count" 'all ranks must pass the same counts'
 told 2 other_count_checked 'allreduce of 64' "another count, checked" 'allreduce of 32 .* allreduce of 64'
@@ -89,6 +101,10 @@ late='waited 0.2 s for rank 1 in allreduce'; brief 2 sleeps 1 "$late"; check "a 
 late='waited 0.4 s for tensor 1 "b1" to get ready on rank 1'
 brief 3 not_ready 1 "$late"; check "a tensor that never gets ready" 1 "$late"
 on 2 memory; check "no memory on one rank" 0 ''
+on 2 threads; check "threads in each process" 1 '"threads:2" in each of the 2 processes .* set .run to "auto" or "mpi"'
+on 2 threads_alone; check "threads in each process that are meant" 0 ''
+HPML_RUN=threads:2 on 2 threads; check "and meant by HPML_RUN" 0 ''
+on 1 threads; check "threads in the only process" 0 ''
 export HPML_RUN
 for HPML_RUN in auto mpi mpi:3; do on 3 by_environment; check "HPML_RUN=$HPML_RUN" 0 ''; done
 HPML_RUN=mpi:2; on 3 by_environment; check "HPML_RUN with a wrong number" 1 '2 ranks are wanted, mpiexec started 3'

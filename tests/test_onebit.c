@@ -81,6 +81,7 @@ static hpml_status launch(hpml_launch_desc l, bool threads, hpml_rank_fn *fn, vo
     int         status = HPML_OK, done = 0;
     MPI_Request all;
     if (!threads) l.transport = HPML_TRANSPORT_MPI;
+    l.alone = threads; /* the same job on threads, to compare with */
     if (!threads || me == 0) status = hpml_launch(&l, fn, job, text, room);
     MPI_Ibarrier(MPI_COMM_WORLD, &all);
     while (MPI_Test(&all, &done, MPI_STATUS_IGNORE), !done) usleep(1000); /* MPI's own waiting would take a core */
@@ -294,6 +295,141 @@ TEST(it_learns_what_f32_learns)
     ENSURE(one->accuracy >= f32->accuracy - 0.5 && one->loss <= 1.15 * f32->loss);
     ENSURE(bare->accuracy < (getenv("HPML_MNIST") ? 80 : f32->accuracy - 4) && bare->loss > 2 * f32->loss);
     ENSURE(one->report.bytes <= one->report.plain_bytes / 27);
+}
+
+/* The whole method once more, in plain C and double precision, from the papers alone: four workers, an MLP, 1 bit with a
+   residual at each worker and one at the owner of each row, momentum, and a step that applies the gradients of the step
+   before. */
+enum { WORKERS = 4, PART = BATCH / WORKERS, WIDE = HIDDEN * 784, NARROW = 10 * HIDDEN };
+enum { W1 = 0, B1 = WIDE, W2 = B1 + HIDDEN, B2 = W2 + NARROW, WEIGHTS = B2 + 10 };
+
+typedef struct method {
+    double w[WEIGHTS], momentum[WEIGHTS], waiting[WEIGHTS], g[WORKERS][WEIGHTS];
+    double carried[WORKERS + 1][WEIGHTS]; /* residuals of the workers; of the owners */
+    int    step;
+} method;
+
+/* The gradient of the mean loss of PART samples; returns that loss. */
+static double backprop(const double *w, const float *x, const int32_t *label, double *g)
+{
+    double loss = 0, h[HIDDEN], y[10], dh;
+    memset(g, 0, WEIGHTS * sizeof *g);
+    for (int b = 0; b < PART; b++, x += 784) {
+        double sum = 0;
+        for (int j = 0; j < HIDDEN; j++) {
+            h[j] = w[B1 + j];
+            for (int i = 0; i < 784; i++) h[j] += w[W1 + j * 784 + i] * (double)x[i];
+            h[j] = h[j] > 0 ? h[j] : 0;
+        }
+        for (int k = 0; k < 10; k++) {
+            y[k] = w[B2 + k];
+            for (int j = 0; j < HIDDEN; j++) y[k] += w[W2 + k * HIDDEN + j] * h[j];
+            sum += exp(y[k]);
+        }
+        loss += (log(sum) - y[label[b]]) / PART;
+        for (int k = 0; k < 10; k++) g[B2 + k] += y[k] = (exp(y[k]) / sum - (k == label[b])) / PART;
+        for (int j = 0; j < HIDDEN; j++) {
+            dh = 0;
+            for (int k = 0; k < 10; k++) g[W2 + k * HIDDEN + j] += y[k] * h[j], dh += y[k] * w[W2 + k * HIDDEN + j];
+            if (h[j] <= 0) continue;
+            g[B1 + j] += dh;
+            for (int i = 0; i < 784; i++) g[W1 + j * 784 + i] += dh * (double)x[i];
+        }
+    }
+    return loss;
+}
+
+/* A row becomes two levels: the means of those below 0 and of the others; what that loses is carried on. */
+static void two_levels(double *v, double *carried, int n)
+{
+    double sum[2] = { 0, 0 }, count[2] = { 0, 0 };
+    for (int i = 0; i < n; i++) {
+        v[i] += carried[i];
+        sum[v[i] >= 0] += v[i], count[v[i] >= 0]++;
+    }
+    for (int i = 0; i < n; i++) {
+        double level = sum[v[i] >= 0] / count[v[i] >= 0];
+        carried[i] = v[i] - level;
+        v[i]       = level;
+    }
+}
+
+static void rows_of(double *v, double *carried)
+{
+    for (int j = 0; j < HIDDEN; j++) two_levels(v + W1 + j * 784, carried + W1 + j * 784, 784);
+    for (int k = 0; k < 10; k++) two_levels(v + W2 + k * HIDDEN, carried + W2 + k * HIDDEN, HIDDEN);
+}
+
+/* One step on BATCH samples; returns their loss. */
+static double method_step(method *m, const float *x, const int32_t *label, double lr)
+{
+    double loss = 0, mean[WEIGHTS] = { 0 };
+    for (int r = 0; r < WORKERS; r++) {
+        loss += backprop(m->w, x + r * PART * 784, label + r * PART, m->g[r]) / WORKERS;
+        rows_of(m->g[r], m->carried[r]);
+        for (int i = 0; i < WEIGHTS; i++) mean[i] += m->g[r][i] / WORKERS;
+    }
+    rows_of(mean, m->carried[WORKERS]);
+    for (int i = 0; i < WEIGHTS && m->step > 0; i++) {
+        m->momentum[i] = 0.9 * m->momentum[i] + m->waiting[i];
+        m->w[i] -= lr * m->momentum[i];
+    }
+    memcpy(m->waiting, mean, sizeof mean);
+    m->step++;
+    return loss;
+}
+
+typedef struct twice { double loss[2], apart; } twice; /* of hpml and the plain C; apart: weights after EXACT steps */
+enum { STEPS = 32, EXACT = 3 };
+
+static hpml_status both_ways(hpml_comm *c, void *user)
+{
+    twice        *both = (twice *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *x = hpml_input_2d(ctx, PART, 784);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.05f,
+                                                                     .momentum = 0.9f });
+    method       *m = (method *)calloc(1, sizeof *m);
+    float        *pixels = (float *)malloc(sizeof(float) * BATCH * 784);
+    hpml_step_info info;
+    double        far = 0, moved = 0, was[WEIGHTS];
+    int           rank = hpml_comm_rank(c);
+    hpml_distribute(t, c, &(hpml_distribute_desc){ .codec = onebit, .delayed = true });
+    for (int p = 0, at = 0; p < 4; at += (int)hpml_tensor_count(hpml_param_at(ctx, p++)))
+        for (int64_t i = 0; i < hpml_tensor_count(hpml_param_at(ctx, p)); i++)
+            m->w[at + i] = (double)hpml_param_at(ctx, p)->data[i];
+    memcpy(was, m->w, sizeof was);
+    for (int s = 0; s < STEPS && hpml_ctx_status(ctx) == HPML_OK; s++) {
+        const int32_t *label = labels + s * BATCH;
+        for (int i = 0; i < BATCH * 784; i++) pixels[i] = (float)images[(int64_t)s * BATCH * 784 + i] / 255;
+        if (hpml_trainer_step(t, pixels + rank * PART * 784, label + rank * PART, PART, &info) != HPML_OK) break;
+        double mean = (double)info.loss / WORKERS;
+        hpml_allreduce(c, &mean, 1, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64 });
+        if (rank > 0) continue;
+        both->loss[0] += mean / STEPS, both->loss[1] += method_step(m, pixels, label, 0.05) / STEPS;
+        for (int p = 0, at = 0; p < 4 && s + 1 == EXACT; at += (int)hpml_tensor_count(hpml_param_at(ctx, p++)))
+            for (int64_t i = 0; i < hpml_tensor_count(hpml_param_at(ctx, p)); i++) {
+                double w = (double)hpml_param_at(ctx, p)->data[i];
+                far += (w - m->w[at + i]) * (w - m->w[at + i]), moved += (w - was[at + i]) * (w - was[at + i]);
+            }
+    }
+    if (rank == 0) both->apart = sqrt(far / moved);
+    free(pixels);
+    free(m);
+    return hpml_ctx_status(ctx);
+}
+
+/* g, with momentum: 1 bit, a step's delay and momentum 0.9 at rate 0.05 lose 2 to 5 points of accuracy whoever implements
+   them, so accuracy is no check. The weights of the first steps are, until roundings flip bits, and the mean loss. */
+TEST(double_buffering_is_the_method)
+{
+    twice            both = { { 0, 0 }, 1 };
+    hpml_launch_desc l = { .ranks = WORKERS, .timeout = 60, .ctx = { .seed = 5, .threads = 1 } };
+    get_digits(4096);
+    ENSURE(launch(l, true, both_ways, &both, sizeof both, NULL, 0) == HPML_OK);
+    printf("    %d steps: weights %.1e apart; loss of %d: %.4f, plain C %.4f\n", EXACT, both.apart, STEPS,
+           both.loss[0], both.loss[1]);
+    ENSURE(both.apart < 1e-4 && fabs(both.loss[0] / both.loss[1] - 1) < 0.002);
 }
 
 /* f: all bits are the plain exchange, bit for bit. */
@@ -586,6 +722,6 @@ TEST(on_a_slow_network_an_eighth_of_the_time)
     printf("    in true time: f32 %.1f ms, 1 bit %.1f ms\n", 1e3 * f32->true_time, 1e3 * one->true_time);
     ENSURE(f32->true_time > least && one->true_time > one->network && one->network + one->own <= f32->true_time / 8);
 #else
-    ENSURE(one->own <= 2.5 * f32->own);
+    ENSURE(one->own <= 2.5 * f32->own && one->network + one->own <= f32->network / 8);
 #endif
 }

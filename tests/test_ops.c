@@ -5,12 +5,13 @@
 #include "op_cases.h"
 
 /* Loss = mean of (tanh(op(x)) - t)^2; returns the graph, the context in *ctx. */
+static hpml_dtype   store; /* of what is built: f32 but where a test changes it */
 static hpml_tensor *built_x, *built_loss;
 static hpml_graph *build(const op_case *c, const char *cpu, int threads, int64_t batch, hpml_ctx **ctx)
 {
     hpml_tensor *x, *y, *t, *loss;
     hpml_graph  *g;
-    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpu, .threads = threads, .seed = 11 });
+    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpu, .threads = threads, .seed = 11, .store = store });
     x    = hpml_input_4d(*ctx, batch, 4, 9, 7);
     hpml_tensor_require_grad(x);
     y    = hpml_reshape_2d(hpml_tanh(c->record(x)), batch, -1);
@@ -47,7 +48,7 @@ TEST(gradients_on_all_kernels)
 }
 
 /* Loss and all gradients, the same bits with 1, 2 and 3 threads. */
-TEST(bits_do_not_depend_on_threads)
+static void compare_threads(void)
 {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         uint64_t hash[3] = { 0 };
@@ -67,6 +68,14 @@ TEST(bits_do_not_depend_on_threads)
     }
 }
 
+TEST(bits_do_not_depend_on_threads)
+{
+    compare_threads();
+    store = HPML_DTYPE_BF16;
+    compare_threads();
+    store = HPML_DTYPE_F32;
+}
+
 /* Loss, gradients of the parameters and of x, in a row of `room` floats; returns how many. */
 static int64_t results(hpml_graph *g, hpml_ctx *ctx, hpml_tensor *x, hpml_tensor *loss, float *out, int64_t room)
 {
@@ -81,7 +90,7 @@ static int64_t results(hpml_graph *g, hpml_ctx *ctx, hpml_tensor *x, hpml_tensor
 }
 
 /* A short batch, between two whole ones, gives what its samples give in a graph of just that batch. */
-TEST(short_batches)
+static void compare_short_batches(void)
 {
     static float of_short[8192], of_small[8192];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
@@ -109,24 +118,223 @@ TEST(short_batches)
     }
 }
 
+TEST(short_batches)
+{
+    compare_short_batches();
+    store = HPML_DTYPE_F16;
+    compare_short_batches();
+    store = HPML_DTYPE_F32;
+}
+
+/* Loss and gradients of one case, of `batch` samples: to *out, as many as returned. */
+static int64_t gradients(const op_case *c, hpml_dtype kept, int64_t batch, float scale, float **out, hpml_memory *m)
+{
+    hpml_ctx *ctx;
+    int64_t   n = 0, room = 1;
+    store = kept;
+    hpml_graph *g = build(c, NULL, 2, batch, &ctx);
+    store = HPML_DTYPE_F32;
+    for (int p = 0; p <= hpml_param_count(ctx); p++)
+        room += hpml_tensor_count(p < hpml_param_count(ctx) ? hpml_param_at(ctx, p) : built_x);
+    *out = (float *)calloc((size_t)room, sizeof **out);
+    hpml_graph_memory(g, m);
+    if (g && hpml_graph_forward(g, true, 5) == HPML_OK && hpml_graph_backward(g, scale, false) == HPML_OK) {
+        (*out)[n++] = built_loss->data[0];
+        for (int p = 0; p <= hpml_param_count(ctx); p++) {
+            hpml_tensor *t = p < hpml_param_count(ctx) ? hpml_param_at(ctx, p) : built_x;
+            for (int64_t i = 0; t->grad && i < hpml_tensor_count(t); i++) (*out)[n++] = t->grad[i] / scale;
+        }
+    } else printf("    %s: %s\n", c->name, hpml_ctx_error(ctx));
+    hpml_ctx_free(ctx);
+    return n;
+}
+
+/* A number stored in halves is off by at most u of itself, half of its last bit: 2^-8 in bf16, 2^-11 in f16. On the way
+   to the loss a case stores at most 8 arrays and rounds at most one weight, and on the way back it stores as many
+   gradients. Their errors have either sign and do not depend on each other, so that their squares add up: sqrt(17) u at
+   most, 4 u of a gradient's norm, where no op makes a relative error larger. A logarithm under tanh does, by half:
+   log_softmax has 6 u. The limit is 8 u. The loss, a mean of many errors of either sign, is off by less than u. In f16
+   gradients need a scale, as those of many samples are below the smallest number. 3 samples are one block, 600 are
+   several. */
+TEST(every_op_in_halves)
+{
+    static const double u[] = { 0, 1.0 / 256, 1.0 / 2048 };
+    for (int64_t batch = 3; batch <= 600; batch += 597)
+        for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+            float      *want, *got;
+            hpml_memory whole, m;
+            int64_t     n = gradients(&cases[i], HPML_DTYPE_F32, batch, 1, &want, &whole);
+            for (int kept = HPML_DTYPE_BF16; kept <= HPML_DTYPE_F16; kept++) {
+                double size = 0, apart = 0;
+                ENSURE(n > 1 && gradients(&cases[i], (hpml_dtype)kept, batch, 64 * (float)batch, &got, &m) == n);
+                for (int64_t k = 1; k < n; k++) {
+                    apart += pow((double)got[k] - (double)want[k], 2);
+                    size += pow((double)want[k], 2);
+                }
+                apart = sqrt(apart / size) / u[kept];
+                if (!(apart > 0 && apart < 8) || !(fabs((double)(got[0] - want[0])) < u[kept] * (double)want[0]))
+                    printf("    %s in %s, batch %lld: gradients %g u apart, loss %g, in f32 %g\n", cases[i].name,
+                           hpml_dtype_name((hpml_dtype)kept), (long long)batch, apart, (double)got[0],
+                           (double)want[0]), test_failed = 1;
+                if (batch == 600 && m.activations >= whole.activations)
+                    printf("    %s in %s: activations take %zu bytes, in f32 %zu\n", cases[i].name,
+                           hpml_dtype_name((hpml_dtype)kept), m.activations, whole.activations), test_failed = 1;
+                free(got);
+            }
+            free(want);
+        }
+}
+
+/* Three samples so large that each is a block: a loss is the mean over all of them, however many labels count in each,
+   and an error names the place of a label or a token in the whole batch. */
+TEST(losses_and_labels_of_many_blocks)
+{
+    enum { B = 3, ROWS = 256, COLS = 512 };
+    static float   grad[2][B * ROWS * COLS];
+    static int32_t label[B * ROWS];
+    for (int kind = 0; kind < 4; kind++) {
+        double loss[2];
+        for (int halves = 0; halves < 2; halves++) {
+            hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = halves ? HPML_DTYPE_F16 : HPML_DTYPE_F32 });
+            hpml_tensor *x = hpml_input_3d(ctx, B, ROWS, COLS), *t = hpml_input_3d(ctx, B, ROWS, COLS);
+            hpml_tensor *l = hpml_input_tokens(ctx, B, ROWS);
+            hpml_tensor_require_grad(x);
+            hpml_tensor *y = kind == 0 ? hpml_cross_entropy(x, l, &(hpml_cross_entropy_desc){ .label_smoothing = 0.1f })
+                           : kind == 1 ? hpml_bce_with_logits(x, t) : kind == 2 ? hpml_mse(x, t) : hpml_huber(x, t, 1);
+            hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = y });
+            ENSURE(hpml_graph_alloc(g) == HPML_OK);
+            fill(x, 1);
+            if (kind) fill(t, 2);
+            for (int i = 0; i < B * ROWS; i++) /* all, a half, and none of a sample count */
+                label[i] = i / ROWS == 2 || i % (i / ROWS + 1) ? HPML_IGNORE : i * 7 % COLS;
+            if (!kind) hpml_tensor_set(l, label, B * ROWS);
+            for (int pass = 0; pass < 2; pass++)
+                ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK && hpml_graph_backward(g, 64, false) == HPML_OK);
+            loss[halves] = (double)y->data[0];
+            memcpy(grad[halves], x->grad, sizeof grad[0]);
+            label[2 * ROWS + 3] = COLS;
+            if (!kind) {
+                hpml_tensor_set(l, label, B * ROWS);
+                ENSURE_ERROR(ctx, hpml_graph_forward(g, true, 0) != HPML_OK, HPML_ERR_LABEL,
+                             "label 515 of the batch is 512");
+            }
+            hpml_ctx_free(ctx);
+        }
+        ENSURE_NEAR(loss[0], loss[1], 1e-6 * loss[0]);
+        for (int i = 0; i < B * ROWS * COLS; i++)
+            ENSURE_NEAR(grad[0][i], grad[1][i], 1e-6 * fabs((double)grad[0][i]) + 1e-9);
+    }
+    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_BF16 });
+    hpml_tensor *x = hpml_input_tokens(ctx, B, ROWS), *y = hpml_embedding(x, 9, COLS, NULL);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+    for (int i = 0; i < B * ROWS; i++) label[i] = i == ROWS + 7 ? 9 : i % 9;
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, label, B * ROWS) == HPML_OK);
+    ENSURE_ERROR(ctx, hpml_graph_forward(g, true, 0) != HPML_OK, HPML_ERR_LABEL, "token 263 is 9");
+    hpml_ctx_free(ctx);
+}
+
+/* A parameter with a row for each sample of a batch that is larger than a block: each sample meets its own row. */
+TEST(rows_of_a_parameter_beside_many_blocks)
+{
+    enum { B = 3, ROWS = 256, COLS = 512, N = B * ROWS * COLS };
+    hpml_param_desc d = { .ndim = 3, .shape = { B, ROWS, COLS }, .init = HPML_INIT_NORMAL };
+    hpml_ctx       *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_BF16 });
+    hpml_tensor    *x = hpml_input_3d(ctx, B, ROWS, COLS), *p = hpml_param_create(ctx, &d), *y = hpml_mul(x, p);
+    hpml_graph     *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1,
+                                                                   .loss = hpml_mean(y, HPML_ALL_DIMS) });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    fill(x, 1);
+    ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK && hpml_graph_backward(g, N, false) == HPML_OK);
+    float *got = (float *)malloc(N * sizeof *got);
+    hpml_tensor_get(y, got, N);
+    for (int i = 0; i < N; i++) {
+        double want = (double)x->data[i] * (double)p->data[i];
+        ENSURE_NEAR(got[i], want, fabs(want) / 255);
+        ENSURE_NEAR(p->grad[i], x->data[i], 1e-6 * fabs((double)x->data[i]));
+    }
+    free(got);
+    hpml_ctx_free(ctx);
+}
+
+/* The f16 next to x, ties to even, by arithmetic in double. */
+static float to_f16(float x)
+{
+    int    e;
+    double unit, y;
+    frexp((double)x, &e);
+    unit = ldexp(1, e - 11 < -24 ? -24 : e - 11); /* between two f16 of this size */
+    y    = nearbyint((double)x / unit) * unit;
+    return (float)(fabs(y) > 65504 ? y * (double)INFINITY : y);
+}
+
+/* D = A B + C of 4 x 4 numbers in f16, as a tensor core computes it: products and sums in f32, the result rounded once.
+   The same bits as plain loops; with C added by an op of its own the product is rounded before. */
+TEST(products_of_f16_add_up_in_f32)
+{
+    static const char *const cpus[] = { "scalar", "avx2", "avx512", "neon" };
+    for (int k = 0; k < 4; k++) {
+        if (!has(cpus[k])) continue;
+        const int64_t     square[2] = { 4, 4 };
+        hpml_linear_desc  named = { .name = "l" };
+        hpml_rng          r = { .seed = 3 };
+        hpml_ctx         *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpus[k], .store = HPML_DTYPE_F16 });
+        hpml_tensor      *a = hpml_input(ctx, HPML_DTYPE_F16, 2, square);
+        hpml_tensor      *b = hpml_input(ctx, HPML_DTYPE_F16, 2, square);
+        hpml_tensor      *c = hpml_input(ctx, HPML_DTYPE_F16, 2, square);
+        hpml_tensor      *d[2] = { hpml_linear(a, 4, &named), hpml_add(hpml_matmul(a, b, false, false), c) };
+        hpml_graph       *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = d, .output_count = 2 });
+        hpml_tensor      *w = hpml_param_find(ctx, "l.weight"), *bias = hpml_param_find(ctx, "l.bias");
+        ENSURE(hpml_graph_alloc(g) == HPML_OK && d[0]->dtype == HPML_DTYPE_F16);
+        for (int turn = 0; turn < 200; turn++) {
+            float    x[3][16], got[2][16]; /* A, B, C; some are denormal, some so large that D is infinite */
+            uint16_t raw[16];
+            for (int i = 0; i < 48; i++)
+                x[i / 16][i % 16] = to_f16(ldexpf(hpml_rng_uniform(&r) - 0.5f, turn % 34 - 24));
+            for (int i = 0; i < 16; i++) { /* B transposed, with bits that f16 does not keep; one row of C */
+                w->data[i % 4 * 4 + i / 4] = x[1][i] * (1 + 1e-5f);
+                if (to_f16(w->data[i % 4 * 4 + i / 4]) != x[1][i]) w->data[i % 4 * 4 + i / 4] = x[1][i];
+                bias->data[i % 4] = x[2][i % 4];
+            }
+            hpml_tensor *in[3] = { a, b, c };
+            for (int i = 0; i < 3; i++) {
+                hpml_convert(ctx, HPML_DTYPE_F16, raw, HPML_DTYPE_F32, x[i], 16);
+                ENSURE(hpml_tensor_set(in[i], raw, 16) == HPML_OK);
+            }
+            ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+            for (int i = 0; i < 2; i++) ENSURE(hpml_tensor_get(d[i], got[i], 16) == HPML_OK);
+            for (int i = 0; i < 16; i++) {
+                float sum = 0;
+                for (int p = 0; p < 4; p++) sum = fmaf(x[0][i / 4 * 4 + p], x[1][p * 4 + i % 4], sum);
+                float want[2] = { to_f16(sum + x[2][i % 4]), to_f16(to_f16(sum) + x[2][i]) };
+                for (int how = 0; how < 2; how++)
+                    if (memcmp(&want[how], &got[how][i], sizeof want[0]) != 0 && !(want[how] == 0 && got[how][i] == 0))
+                        printf("    %s, turn %d: %a, expected %a\n", cpus[k], turn, (double)got[how][i],
+                               (double)want[how]), test_failed = 1;
+            }
+        }
+        hpml_ctx_free(ctx);
+    }
+}
+
 /* What has no batch dimension, but as many rows as a batch has: a short batch leaves the others' gradients at zero. */
 TEST(short_batches_beside_rows_of_a_parameter)
 {
-    for (int kind = 0; kind < 4; kind++) {
-        hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    for (int i = 0; i < 16; i++) { /* of a parameter, of what is computed from one; in f32, in halves */
+        int          kind = i % 4;
+        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = i / 8 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32 });
         hpml_tensor *x = hpml_input_3d(ctx, 4, 3, 3);
         hpml_tensor *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 3, .shape = { 4, 3, 3 } });
-        hpml_tensor *q = kind == 3 ? hpml_tanh(p) : p, *both[2] = { x, q };
+        hpml_tensor *q = i / 4 % 2 ? hpml_tanh(p) : p, *both[2] = { x, q };
         hpml_tensor *y = kind == 0 ? hpml_concat(both, 2, 1)
                        : kind == 1 ? hpml_matmul(q, x, false, false) : hpml_mul(x, q);
         hpml_tensor *loss = kind == 2 ? hpml_mse(x, q) : hpml_mse(y, hpml_input(ctx, HPML_DTYPE_F32, 3, y->shape));
         hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });
         ENSURE(hpml_graph_alloc(g) == HPML_OK);
-        for (int i = 0; i < 36; i++) x->data[i] = (float)(i + 1);
+        for (int k = 0; k < 36; k++) x->data[k] = (float)(k + 1);
         for (int samples = 4; samples > 0; samples -= 2) {
             ENSURE(hpml_graph_batch(g, samples) == HPML_OK && hpml_graph_forward(g, true, 0) == HPML_OK &&
                    hpml_graph_backward(g, 1, false) == HPML_OK);
-            for (int i = 0; i < 36; i++) ENSURE((p->grad[i] != 0) == (i < 9 * samples));
+            for (int k = 0; k < 36; k++) ENSURE((p->grad[k] != 0) == (k < 9 * samples));
         }
         hpml_ctx_free(ctx);
     }
@@ -308,7 +516,9 @@ TEST(embedding_gradient_and_range)
     ENSURE(hpml_graph_alloc(g) == HPML_OK);
     hpml_tensor_set(x, token, 10);
     fill(t, 4);
-    ENSURE(hpml_check_grad(g, 1e-2f, 36) < 1e-2);
+    ENSURE(hpml_check_grad(g, 1e-2f, 36) < 1e-2 && hpml_check_grad(g, 0, 36) == hpml_check_grad(g, 1e-2f, 36));
+    ENSURE_ERROR(ctx, hpml_check_grad(g, -1, 36) < 0, HPML_ERR_ARGUMENT, "eps -1");
+    ENSURE_ERROR(ctx, hpml_check_grad(g, 0, 0) < 0, HPML_ERR_ARGUMENT, "0 samples");
     token[7] = 9;
     hpml_tensor_set(x, token, 10);
     ENSURE(hpml_graph_forward(g, true, 0) == HPML_ERR_LABEL && strstr(hpml_ctx_error(ctx), "token 7 is 9"));

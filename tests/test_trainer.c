@@ -2,14 +2,17 @@
    order. */
 #include "../hpml.h"
 #include "test.h"
+#include "mlp.h"
+#include "steep.h"
 #include <sys/wait.h>
 #include <unistd.h>
 
 /* A model with one weight vector w (1, 3): loss = mean (x w - t)^2 over 2 samples. */
+static hpml_dtype    line_store;
 static hpml_trainer *line(hpml_ctx **ctx, hpml_trainer_desc d)
 {
     hpml_linear_desc l = { .no_bias = true, .name = "w" };
-    *ctx     = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    *ctx     = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .store = line_store });
     d.input  = hpml_input_2d(*ctx, 2, 3);
     d.output = hpml_linear(d.input, 1, &l);
     d.loss   = HPML_LOSS_MSE;
@@ -164,7 +167,7 @@ static hpml_status watch(const hpml_run *run, hpml_node *n)
 TEST(loss_scales)
 {
     double        w[3];
-    float         zeros[3] = { 0 }, big[6] = { 4e10f, 0, 0, 4e10f, 0, 0 }, far[2] = { -1e5f, -1e5f };
+    float         zeros[3] = { 0 }, big[6] = { 6e29f, 0, 0, 6e29f, 0, 0 }, far[2] = { -1e5f, -1e5f };
     hpml_backend  cpu = *hpml_backend_cpu();
     hpml_ctx     *ctx;
     for (int k = 0; k < 2; k++) {
@@ -200,6 +203,96 @@ TEST(loss_scales)
     d = (hpml_trainer_desc){ .input = x, .output = hpml_linear(x, 1, NULL), .loss_scale = -1 };
     ENSURE(!hpml_trainer_create(ctx, &d) && strstr(hpml_ctx_error(ctx), "loss_scale -1"));
     hpml_ctx_free(ctx);
+}
+
+/* The loss scale in a checkpoint of t. */
+static double scale_of(hpml_trainer *t, hpml_ctx *ctx)
+{
+    char   path[] = "/tmp/hpml_test_XXXXXX";
+    int    fd = mkstemp(path);
+    double scale = -1;
+    if (fd < 0 || close(fd) != 0 || hpml_checkpoint_save(t, path) != HPML_OK) return -1;
+    hpml_safetensors *f = hpml_safetensors_open(ctx, path);
+    if (hpml_safetensors_meta(f, "hpml.loss_scale")) scale = atof(hpml_safetensors_meta(f, "hpml.loss_scale"));
+    hpml_safetensors_close(f);
+    remove(path);
+    return scale;
+}
+
+/* A gradient that overflows f16 under the dynamic loss scale: the step is left out, in parameters, momentum and count,
+   and the scale is halved; it is doubled after 2,000 steps without. The same data in bf16 and f32 are no overflow. */
+TEST(an_overflow_in_f16_skips_its_step)
+{
+    const float calm[2] = { 0.25f, -0.25f }, wild[2] = { 8, -8 };
+    float       zeros[3] = { 0 };
+    for (int store = 0; store < 3; store++) {
+        hpml_ctx      *ctx;
+        hpml_step_info info;
+        float          before[3];
+        line_store = (hpml_dtype)store;
+        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .lr = 1e-3f, .momentum = 0.9f });
+        line_store = HPML_DTYPE_F32;
+        ENSURE(hpml_tensor_set(hpml_param_at(ctx, 0), zeros, 3) == HPML_OK);
+        for (int i = 0; i < 3; i++)
+            ENSURE(hpml_trainer_step(t, X, calm, 2, &info) == HPML_OK && !info.skipped && info.step == i + 1);
+        ENSURE(hpml_tensor_get(hpml_param_at(ctx, 0), before, 3) == HPML_OK);
+        ENSURE(scale_of(t, ctx) == (store == 2 ? 65536 : 1));
+        ENSURE(hpml_trainer_step(t, X, wild, 2, &info) == HPML_OK && info.skipped == (store == 2));
+        ENSURE(info.step == (store == 2 ? 3 : 4) && scale_of(t, ctx) == (store == 2 ? 32768 : 1));
+        ENSURE((memcmp(before, hpml_param_at(ctx, 0)->data, sizeof before) == 0) == (store == 2));
+        size_t had = hpml_ctx_allocations(ctx);
+        for (int i = 0; store == 2 && i < 2000; i++) {
+            ENSURE(hpml_trainer_step(t, X, calm, 2, &info) == HPML_OK && !info.skipped);
+            ENSURE(info.grad_norm >= 0 && info.grad_norm < 2); /* of the gradients as they are without a scale */
+        }
+        ENSURE(hpml_ctx_allocations(ctx) == had);
+        ENSURE(scale_of(t, ctx) == (store == 2 ? 65536 : 1));
+        hpml_ctx_free(ctx);
+    }
+}
+
+TEST(the_loss_scale_finds_its_place)
+{
+    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 11, .store = HPML_DTYPE_F16 });
+    ENSURE(loss_scale_finds_its_place(ctx));
+    hpml_ctx_free(ctx);
+}
+
+/* Test accuracy of an MLP of 784-128-10 after 15 epochs, the mean over two seeds. */
+static double mlp_accuracy(hpml_dtype store, double *loss)
+{
+    double accuracy = 0;
+    *loss = 0;
+    for (uint64_t seed = 1; seed <= 2; seed++) {
+        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = seed, .store = store });
+        hpml_tensor  *x = hpml_input_2d(ctx, 128, 784);
+        hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.05f,
+                                                                         .momentum = 0.9f });
+        hpml_metrics  test = { 0 }, train = { 0 };
+        hpml_trainer_fit(t, digits(ctx, 0, to_learn), &(hpml_fit_desc){ .epochs = 15 });
+        hpml_trainer_evaluate(t, digits(ctx, to_learn, TESTED), &test);
+        hpml_trainer_evaluate(t, digits(ctx, 0, to_learn), &train);
+        if (hpml_ctx_status(ctx) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx));
+        accuracy += 50 * test.accuracy, *loss += train.loss / 2;
+        hpml_ctx_free(ctx);
+    }
+    return accuracy;
+}
+
+TEST(halves_learn_what_f32_learns)
+{
+    double loss, whole, accuracy;
+    if (SLOW_BUILD) SKIP("takes its time");
+    get_digits(8000);
+    whole = mlp_accuracy(HPML_DTYPE_F32, &loss);
+    ENSURE(whole > 96);
+    for (int store = HPML_DTYPE_BF16; store <= HPML_DTYPE_F16; store++) {
+        double half;
+        accuracy = mlp_accuracy((hpml_dtype)store, &half);
+        if (!(accuracy >= whole - 0.5 && half < 1.1 * loss))
+            printf("    %s: accuracy %.2f %%, loss %.4f; f32: %.2f %%, %.4f\n", hpml_dtype_name((hpml_dtype)store),
+                   accuracy, half, whole, loss), test_failed = 1;
+    }
 }
 
 /* Three noisy classes in the plane. */
@@ -308,6 +401,9 @@ TEST(a_loss_without_targets)
     ENSURE(hpml_tensor_set(more, scale, 4) == HPML_OK);
     for (int step = 0; step < 200; step++) ENSURE(hpml_trainer_step(t, x, x, 4, step ? &last : &first) == HPML_OK);
     ENSURE(last.loss < 0.1f * first.loss && last.accuracy == -1);
+    char text[2000];
+    ENSURE(hpml_summary_text(hpml_trainer_graph(t), text, sizeof text) > 0 && strstr(text, " mse ") &&
+           !strstr(text, "huber"));
     hpml_ctx_free(ctx);
 }
 
@@ -438,7 +534,8 @@ TEST(steps_tell_of_what_is_not_finite)
     static const char *const cpus[] = { "scalar", "avx2", "avx512", "neon" };
     for (int k = 0; k < 4 * 7 * 3; k++) {
         hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .cpu = cpus[k % 4] });
-        bool      bad = false, sum = k / 28 == 2;
+        int32_t   bad = 0;
+        bool      sum = k / 28 == 2;
         float     w[2][37], g[2][37], m[2][37], v[2][37], more[37] = { 0 };
         if (!ctx || hpml_ctx_status(ctx) != HPML_OK) { hpml_ctx_free(ctx); continue; }
         hpml_update u[2];
@@ -453,12 +550,154 @@ TEST(steps_tell_of_what_is_not_finite)
         for (int j = 0; j < 37; j++) g[0][j] = g[1][j] = (float)(j % 5) - 2; /* LAMB's direction was there */
         if (sum) more[36] = (float)NAN;
         else g[0][36] = g[1][36] = k / 28 ? -(float)INFINITY : (float)NAN;
-        ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && bad && !isfinite(w[0][36]));
+        ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && (bad & HPML_BAD_GRADIENT));
+        ENSURE(!isfinite(w[0][36]));
         bool normed = u[0].opt == HPML_OPT_LARS || u[0].opt == HPML_OPT_LAMB; /* a length of all of it */
         for (int i = 0; i < 37; i++)
             ENSURE(isfinite(w[1][i]) && isfinite(m[1][i]) && isfinite(v[1][i]) &&
                    (i == 36 || normed || w[0][i] == w[1][i]));
         hpml_ctx_free(ctx);
+    }
+}
+
+static bool finite_parameters(hpml_ctx *ctx)
+{
+    for (int i = 0; i < hpml_param_count(ctx); i++)
+        for (int64_t j = 0; j < hpml_tensor_count(hpml_param_at(ctx, i)); j++)
+            if (!isfinite(hpml_param_at(ctx, i)->data[j])) return false;
+    return true;
+}
+
+/* A finite gradient times a large rate, or squared, is infinite: the step that finds it fails, and keeps it out. */
+TEST(an_update_to_infinity_fails_in_its_own_step)
+{
+    static float x[8 * 300];
+    for (int i = 0; i < 8 * 300; i++) x[i] = 1e25f;
+    for (int k = 0; k < 7 * 4; k++) {
+        hpml_opt opt = (hpml_opt)(k / 4);
+        if (opt == HPML_OPT_LARS) continue; /* its rate is divided by the gradient */
+        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 + k % 2 });
+        hpml_tensor  *in  = hpml_input_2d(ctx, 8, 300);
+        hpml_tensor  *out = hpml_linear(in, 512, &(hpml_linear_desc){ .name = "wide", .no_bias = true });
+        hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .target = in,
+            .loss_tensor = hpml_mean(out, HPML_ALL_DIMS), .optimizer = opt, .lr = 1e25f,
+            .accumulate = k % 4 == 2 ? 2 : 1 });
+        if (k % 4 == 3) hpml_trainer_set_hooks(t, &(hpml_hooks){ .update = steps_later });
+        if (k % 4 == 2) ENSURE(hpml_trainer_step(t, x, x, 8, NULL) == HPML_OK);
+        ENSURE_ERROR(ctx, hpml_trainer_step(t, x, x, 8, NULL) == HPML_ERR_NONFINITE, HPML_ERR_NONFINITE,
+                     "step 1: an update is inf: the first NaN or infinity is in the step of parameter \"wide.weight\"");
+        ENSURE(hpml_trainer_step_count(t) == 0 && finite_parameters(ctx));
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* Finite numbers whose squares overflow are not what is named; and a norm of them has its value. */
+TEST(large_numbers_are_not_taken_for_infinite_ones)
+{
+    for (int clip = 0; clip < 2; clip++) {
+        hpml_ctx     *ctx = hpml_ctx_create(NULL);
+        hpml_trainer *t   = classifier(ctx, 2, (hpml_trainer_desc){ .lr = 0.1f, .clip_norm = (float)clip });
+        float         x[4] = { 1, 0, 0, NAN };
+        int32_t       y[2] = { 0, 1 };
+        hpml_param_at(ctx, 0)->data[0] = 3e38f;
+        ENSURE_ERROR(ctx, hpml_trainer_step(t, x, y, 2, NULL) == HPML_ERR_NONFINITE, HPML_ERR_NONFINITE,
+                     "step 1: the loss is nan: the first NaN or infinity is in the data of \"input\"");
+        hpml_ctx_free(ctx);
+    }
+    float             far[2] = { -1e5f, -1e5f }, big[6] = { 1e20f, 0, 0, 1e20f, 0, 0 };
+    hpml_step_info    info;
+    hpml_ctx         *ctx = hpml_ctx_create(NULL);
+    hpml_tensor      *in  = hpml_input_2d(ctx, 2, 3);
+    hpml_trainer     *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .clip_norm = 1, .lr = 0.5f,
+        .output = hpml_linear(in, 1, &(hpml_linear_desc){ .no_bias = true }), .loss = HPML_LOSS_MSE });
+    memset(hpml_param_at(ctx, 0)->data, 0, 12);
+    ENSURE(hpml_trainer_step(t, big, far, 2, &info) == HPML_OK);
+    ENSURE_NEAR(info.grad_norm / 2e25f, 1, 1e-6); /* its square is beyond a float */
+    ENSURE_NEAR(hpml_param_at(ctx, 0)->data[0], -0.5, 1e-6);
+    hpml_ctx_free(ctx);
+}
+
+/* By the loss (a batch at a time, of which the sample is found), by the output; with the check off as they come. */
+TEST(evaluation_and_prediction_name_the_sample_that_is_not_finite)
+{
+    for (int off = 0; off < 2; off++) {
+        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 2 });
+        hpml_dataset *d   = blobs(ctx, 100);
+        hpml_trainer *t   = classifier(ctx, 32, (hpml_trainer_desc){ .no_finite_check = off });
+        hpml_metrics  m   = { 0 };
+        float         out[300];
+        ENSURE(hpml_trainer_evaluate(t, d, &m) == HPML_OK && hpml_trainer_predict(t, d->x, 100, out) == HPML_OK);
+        ((float *)(uintptr_t)d->x)[2 * 71] = (float)NAN, ((float *)(uintptr_t)d->x)[2 * 83] = (float)INFINITY;
+        if (off) {
+            ENSURE(hpml_trainer_evaluate(t, d, &m) == HPML_OK && !isfinite(m.loss) && m.samples == 100);
+            ENSURE(hpml_trainer_predict(t, d->x, 100, out) == HPML_OK && !isfinite(out[3 * 71]));
+        } else {
+            ENSURE_ERROR(ctx, hpml_trainer_evaluate(t, d, &m) == HPML_ERR_NONFINITE, HPML_ERR_NONFINITE,
+                         "evaluate: the loss of sample 71 is nan");
+            ENSURE_ERROR(ctx, hpml_trainer_predict(t, d->x, 100, out) == HPML_ERR_NONFINITE, HPML_ERR_NONFINITE,
+                         "predict: output 0 of sample 71 is nan");
+            ENSURE(hpml_trainer_evaluate(t, hpml_dataset_slice(d, 0, 71), &m) == HPML_OK && isfinite(m.loss));
+        }
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* LAMB scales every parameter, biases too: the first direction is the gradient's signs, its length the root of 2. */
+TEST(lamb_scales_biases_as_the_paper_does)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_tensor  *in  = hpml_input_2d(ctx, 1, 2);
+    hpml_tensor  *out = hpml_linear(in, 2, &(hpml_linear_desc){ .name = "l" });
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .target = in,
+        .loss_tensor = hpml_sum(out, HPML_ALL_DIMS), .optimizer = HPML_OPT_LAMB, .lr = 0.1f, .weight_decay = 0.3f });
+    const float   x[2] = { 1, 1 };
+    ENSURE(t && hpml_param_find(ctx, "l.bias")->param->no_decay);
+    float *b = hpml_param_find(ctx, "l.bias")->data;
+    b[0] = 3, b[1] = 4;
+    ENSURE(hpml_trainer_step(t, x, x, 1, NULL) == HPML_OK);
+    ENSURE_NEAR(b[0], 3 - 0.1 * 5 / sqrt(2), 1e-5);
+    ENSURE_NEAR(b[1], 4 - 0.1 * 5 / sqrt(2), 1e-5);
+    hpml_ctx_free(ctx);
+}
+
+/* A child of fork goes on alone with what its parent made, to the same bits, and frees it; threads of the pool and of a
+   loader sleep, or hold a mutex, in the parent only. */
+static uint64_t go_on(hpml_ctx *ctx, hpml_trainer *t, hpml_loader *l)
+{
+    hpml_batch b;
+    for (int i = 0; i < 7 && hpml_loader_next(l, &b); i++)
+        if (hpml_trainer_step(t, b.x, b.y, b.samples, NULL) != HPML_OK) return 0;
+    uint64_t hash = hpml_param_hash(ctx);
+    hpml_ctx_free(ctx);
+    return hash;
+}
+
+TEST(a_child_of_fork_goes_on_alone)
+{
+    for (int round = 0; round < 3; round++) {
+        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4, .seed = 3 });
+        hpml_dataset *d   = blobs(ctx, 4096);
+        hpml_tensor  *in  = hpml_input_2d(ctx, 256, 2), *wide = hpml_tanh(hpml_linear(in, 256, NULL));
+        hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in,
+            .output = hpml_linear(hpml_tanh(hpml_linear(wide, 256, NULL)), 3, NULL), .lr = 0.1f });
+        hpml_loader  *l = hpml_loader_create(ctx, d, &(hpml_loader_desc){ .batch = 256 });
+        hpml_batch    b;
+        int           pipes[2], status = 1;
+        uint64_t      hash = 0;
+        for (int i = 0; i < 3; i++)
+            ENSURE(hpml_loader_next(l, &b) && hpml_trainer_step(t, b.x, b.y, b.samples, NULL) == HPML_OK);
+        if (round > 0) usleep(30000); /* all sleep */
+        ENSURE(pipe(pipes) == 0);
+        pid_t child = fork();
+        if (child == 0) {
+            alarm(60);
+            hash = go_on(ctx, t, l);
+            _exit(write(pipes[1], &hash, sizeof hash) != (ssize_t)sizeof hash);
+        }
+        ENSURE(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+        ENSURE(read(pipes[0], &hash, sizeof hash) == (ssize_t)sizeof hash);
+        close(pipes[0]), close(pipes[1]);
+        ENSURE(hash != 0 && go_on(ctx, t, l) == hash);
     }
 }
 
@@ -513,6 +752,8 @@ TEST(what_does_not_fit_is_refused)
         ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &wrong[i]), HPML_ERR_ARGUMENT,
                      i < 3 ? "trainer: .input is f32 4x" : "trainer: .target is i32 4x1");
     float out[6];
+    ENSURE_ERROR(ctx, hpml_trainer_update_local(t, -5, 1000) == HPML_ERR_ARGUMENT, HPML_ERR_ARGUMENT, "number -5");
+    ENSURE_ERROR(ctx, hpml_trainer_update_local(t, 0, -1) == HPML_ERR_ARGUMENT, HPML_ERR_ARGUMENT, "-1 parameters");
     ENSURE(hpml_trainer_predict(t, x, -1, out) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "-1 samples"));
     hpml_ctx_free(ctx);
 }
@@ -546,7 +787,7 @@ TEST(the_four_hooks)
         hpml_dataset *d   = blobs(ctx, 64);
         hpml_trainer *t   = classifier(ctx, 64, (hpml_trainer_desc){ .lr = 0.1f });
         log_t         l   = { .count = 0 };
-        if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ &l, on_run, on_need, on_grad, on_update, NULL, NULL });
+        if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ &l, on_run, on_need, on_grad, on_update, NULL, NULL, NULL });
         ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK);
         hash[k] = hpml_param_hash(ctx);
         if (k)
@@ -705,14 +946,14 @@ TEST(early_step_of_a_weight_that_is_its_own_input)
     for (int threads = 1; threads < 4; threads++) ENSURE(hash != 0 && orthogonal(threads, 0) == hash);
 }
 
-static uint64_t train_for(const char *load, const char *save, int64_t steps, hpml_opt opt)
+static uint64_t train_for(const char *load, const char *save, int64_t steps, hpml_opt opt, hpml_dtype store)
 {
-    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3 });
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3, .store = store });
     hpml_dataset *d   = blobs(ctx, 200);
     hpml_trainer *t   = classifier(ctx, 32, (hpml_trainer_desc){ .lr = 0.05f, .momentum = 0.9f, .optimizer = opt });
     uint64_t      hash;
     if (load) hpml_checkpoint_load(t, load);
-    hpml_trainer_fit(t, d, &(hpml_fit_desc){ .epochs = 10, .max_steps = steps });
+    if (steps > 0) hpml_trainer_fit(t, d, &(hpml_fit_desc){ .epochs = 10, .max_steps = steps });
     if (save) hpml_checkpoint_save(t, save);
     hash = hpml_ctx_status(ctx) == HPML_OK ? hpml_param_hash(ctx) : 0;
     if (!hash) printf("    %s\n", hpml_ctx_error(ctx));
@@ -745,16 +986,45 @@ TEST(resume_has_the_same_bits)
     int  fd = mkstemp(path);
     ENSURE(fd >= 0);
     close(fd);
-    for (int opt = 0; opt <= HPML_OPT_LAMB; opt++) {
-        uint64_t whole = train_for(NULL, NULL, 10, (hpml_opt)opt);
-        pid_t    child = fork();
-        int      status = 1;
-        if (child == 0) _exit(train_for(NULL, path, 5, (hpml_opt)opt) == 0);
+    for (int k = 0; k <= HPML_OPT_LAMB + 2; k++) { /* every optimizer; bf16, f16 */
+        hpml_opt   opt = (hpml_opt)(k > HPML_OPT_LAMB ? HPML_OPT_ADAM : k);
+        hpml_dtype store = (hpml_dtype)(k > HPML_OPT_LAMB ? k - HPML_OPT_LAMB : 0);
+        uint64_t   whole = train_for(NULL, NULL, 10, opt, store);
+        pid_t      child = fork();
+        int        status = 1;
+        if (child == 0) _exit(train_for(NULL, path, 5, opt, store) == 0);
         waitpid(child, &status, 0);
         ENSURE(status == 0);
-        ENSURE(whole != 0 && train_for(path, NULL, 5, (hpml_opt)opt) == whole);
+        ENSURE(whole != 0 && train_for(path, NULL, 5, opt, store) == whole);
     }
     remove(path);
+}
+
+/* A checkpoint of a training in halves holds the f32 masters: the same arrays as one in f32, and each goes on from the
+   other's. */
+TEST(checkpoints_do_not_depend_on_what_is_stored)
+{
+    char path[3][32];
+    for (int store = 0; store < 3; store++) {
+        snprintf(path[store], sizeof path[0], "/tmp/hpml_test_XXXXXX");
+        int fd = mkstemp(path[store]);
+        ENSURE(fd >= 0 && close(fd) == 0);
+        uint64_t hash = train_for(NULL, path[store], 5, HPML_OPT_ADAM, (hpml_dtype)store);
+        for (int other = 0; other < 3; other++) /* no step: what was loaded */
+            ENSURE(hash != 0 && train_for(path[store], NULL, 0, HPML_OPT_ADAM, (hpml_dtype)other) == hash);
+        ENSURE(train_for(path[store], NULL, 5, HPML_OPT_ADAM, HPML_DTYPE_F32) != 0);
+    }
+    hpml_ctx        *ctx = hpml_ctx_create(NULL);
+    hpml_safetensor  a, b;
+    for (int store = 1; store < 3; store++) {
+        hpml_safetensors *f = hpml_safetensors_open(ctx, path[0]), *g = hpml_safetensors_open(ctx, path[store]);
+        ENSURE(hpml_safetensors_count(f) == hpml_safetensors_count(g) && hpml_safetensors_count(f) == 12);
+        for (int i = 0; hpml_safetensors_at(f, i, &a) && hpml_safetensors_at(g, i, &b); i++)
+            ENSURE(strcmp(a.name, b.name) == 0 && b.dtype == HPML_DTYPE_F32 && a.bytes == b.bytes);
+        hpml_safetensors_close(f), hpml_safetensors_close(g);
+    }
+    hpml_ctx_free(ctx);
+    for (int store = 0; store < 3; store++) remove(path[store]);
 }
 
 /* A copy of a checkpoint, its optimizer's number changed. */

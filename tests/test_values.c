@@ -477,3 +477,182 @@ TEST(dropout_keeps_its_share)
     ENSURE(hpml_graph_forward(g, false, 1) == HPML_OK && memcmp(y->data, x->data, 7063 * 4) == 0);
     hpml_ctx_free(ctx);
 }
+
+/* A constant added to all logits changes nothing but the roundings of the logits themselves, which both sides get. */
+typedef struct softmax_errors { double loss, gradient, sum, log, log_gradient; } softmax_errors;
+
+static void softmax_of_row(const float *x, int64_t n, double *p, double *log_sum, double *most)
+{
+    *most = (double)x[0];
+    for (int64_t i = 1; i < n; i++) *most = fmax(*most, (double)x[i]);
+    *log_sum = 0;
+    for (int64_t i = 0; i < n; i++) *log_sum += p[i] = exp((double)x[i] - *most);
+    for (int64_t i = 0; i < n; i++) p[i] /= *log_sum;
+    *log_sum = log(*log_sum);
+}
+
+enum { ROWS = 5, CLASSES = 37 };
+static void check_cross_entropy(const hpml_tensor *x, const int32_t *label, double s, double loss, softmax_errors *e)
+{
+    double p[CLASSES], log_sum, most, want = 0;
+    for (int r = 0; r < ROWS; r++) {
+        const float *row = x->data + r * CLASSES, *dx = x->grad + r * CLASSES;
+        double       mean = 0, sum = 0;
+        softmax_of_row(row, CLASSES, p, &log_sum, &most);
+        for (int i = 0; i < CLASSES; i++) {
+            double d = (p[i] - (1 - s) * (i == label[r]) - s / CLASSES) / ROWS;
+            e->gradient = fmax(e->gradient, fabs((double)dx[i] - d));
+            mean += ((double)row[i] - most) / CLASSES, sum += (double)dx[i];
+        }
+        want += (log_sum - (1 - s) * ((double)row[label[r]] - most) - s * mean) / ROWS;
+        e->sum = fmax(e->sum, fabs(sum));
+    }
+    e->loss = fmax(e->loss, fabs(loss - want));
+}
+
+static void check_log_softmax(const hpml_tensor *x, const hpml_tensor *y, const hpml_tensor *dy, softmax_errors *e)
+{
+    double p[CLASSES], log_sum, most;
+    for (int r = 0; r < ROWS; r++) {
+        const float *row = x->data + r * CLASSES, *g = dy->data + r * CLASSES;
+        double       sum = 0;
+        softmax_of_row(row, CLASSES, p, &log_sum, &most);
+        for (int i = 0; i < CLASSES; i++) sum += (double)g[i];
+        for (int i = 0; i < CLASSES; i++) {
+            double want = (double)row[i] - most - log_sum, slope = (double)g[i] - p[i] * sum;
+            e->log          = fmax(e->log, fabs((double)y->data[r * CLASSES + i] - want));
+            e->log_gradient = fmax(e->log_gradient, fabs((double)x->grad[r * CLASSES + i] - slope));
+        }
+    }
+}
+
+static void shifted_logits(const char *cpu, float shift, float smoothing, bool log, softmax_errors *e)
+{
+    static const int32_t label[ROWS] = { 36, 3, 3, 0, 11 };
+    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpu, .threads = 1 });
+    hpml_tensor *x   = hpml_input_2d(ctx, ROWS, CLASSES), *t = hpml_tensor_create(ctx, HPML_DTYPE_I32, 1,
+                                                                                  (int64_t[]){ ROWS });
+    hpml_tensor *dy  = hpml_tensor_create_2d(ctx, ROWS, CLASSES), *y = NULL, *loss;
+    hpml_tensor_require_grad(x);
+    if (dy) fill(dy, 2);
+    hpml_tensor_set(t, label, ROWS);
+    if (log) y = hpml_log_softmax(x), loss = hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS);
+    else loss = hpml_cross_entropy(x, t, &(hpml_cross_entropy_desc){ .label_smoothing = smoothing });
+    hpml_tensor *outputs[] = { loss, y };
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = outputs, .output_count = log ? 2 : 1,
+                                                                .loss = loss });
+    if (hpml_graph_alloc(g) == HPML_OK) {
+        fill(x, 1);
+        for (int i = 0; i < ROWS * CLASSES; i++) x->data[i] = 4 * x->data[i] + shift;
+        hpml_graph_forward(g, true, 0);
+        hpml_graph_backward(g, 1, false);
+        if (log) check_log_softmax(x, y, dy, e);
+        else check_cross_entropy(x, label, (double)smoothing, (double)loss->data[0], e);
+    } else if (hpml_ctx_status(ctx) != HPML_ERR_UNSUPPORTED) printf("    %s\n", hpml_ctx_error(ctx)), e->loss = NAN;
+    hpml_ctx_free(ctx);
+}
+
+TEST(log_softmax_and_cross_entropy_keep_their_digits_when_all_logits_are_shifted)
+{
+    static const char *const cpus[] = { "scalar", "avx2", "avx512", "neon" };
+    static const float       shifts[] = { 0, 30, 1000, 30000, -30000 };
+    for (int k = 0; k < 4; k++)
+        for (int i = 0; i < 5; i++) {
+            softmax_errors e = { 0 };
+            shifted_logits(cpus[k], shifts[i], 0, false, &e);
+            shifted_logits(cpus[k], shifts[i], 0.1f, false, &e);
+            shifted_logits(cpus[k], shifts[i], 0, true, &e);
+            if (e.loss < 1e-6 && e.gradient < 6e-8 && e.sum < 1e-7 && e.log < 3e-6 && e.log_gradient < 2e-6) continue;
+            printf("    %s, shift %g: loss off by %.2g, gradient by %.2g, its sum by %.2g; log_softmax by %.2g, its "
+                   "gradient by %.2g\n", cpus[k], (double)shifts[i], e.loss, e.gradient, e.sum, e.log, e.log_gradient);
+            test_failed = 1;
+        }
+}
+
+/* Norms of 2 to 9 numbers with an offset, against sums in double of the same f32 numbers. Errors in units of 2^-24 of
+   what is added up: y of its largest, dx of rstd times the largest g, dgamma of the sum of its terms' sizes. */
+typedef struct norm_case { hpml_op op; int64_t B, C, P; float offset, spread; } norm_case;
+typedef struct norm_errors { double y, dx, dgamma, dbeta; } norm_errors;
+
+static void group_errors(const norm_case *c, const float *x, const float *y, const float *dy, const float *dx,
+                         const float *gamma, int64_t n, double (*terms)[9], norm_errors *e)
+{
+    double mean = 0, var = 0, rstd, h[9], g[9], sum = 0, dot = 0, most = 1e-30, most_g = 1e-30;
+    for (int64_t i = 0; i < n && c->op != HPML_OP_RMSNORM; i++) mean += (double)x[i] / (double)n;
+    for (int64_t i = 0; i < n; i++) var += ((double)x[i] - mean) * ((double)x[i] - mean) / (double)n;
+    rstd = 1 / sqrt(var + 1e-5);
+    for (int64_t i = 0; i < n; i++) {
+        double w = (double)gamma[c->op == HPML_OP_BATCHNORM ? 0 : i];
+        h[i] = ((double)x[i] - mean) * rstd, g[i] = (double)dy[i] * w;
+        sum += c->op == HPML_OP_RMSNORM ? 0 : g[i] / (double)n, dot += g[i] * h[i] / (double)n;
+        most = fmax(most, fabs(h[i] * w)), most_g = fmax(most_g, fabs(g[i]));
+        terms[0][i] += (double)dy[i] * h[i], terms[1][i] += fabs((double)dy[i] * h[i]);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        double w = (double)gamma[c->op == HPML_OP_BATCHNORM ? 0 : i], u = ldexp(1, -24);
+        e->y  = fmax(e->y, fabs((double)y[i] - h[i] * w) / most / u);
+        e->dx = fmax(e->dx, fabs((double)dx[i] - rstd * (g[i] - sum - h[i] * dot)) / (rstd * most_g) / u);
+    }
+}
+
+static void norm_errors_of(const norm_case *c, hpml_tensor *x, hpml_tensor *y, hpml_tensor *dy, hpml_tensor *gamma,
+                           norm_errors *e)
+{
+    bool    batch  = c->op == HPML_OP_BATCHNORM;
+    int64_t groups = batch ? c->C : c->B, n = batch ? c->B * c->P : c->C;
+    double  terms[2][9] = { { 0 } };
+    for (int64_t k = 0; k < groups; k++) {
+        float v[4][9];
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = batch ? (i / c->P * c->C + k) * c->P + i % c->P : k * n + i;
+            v[0][i] = x->data[at], v[1][i] = y->data[at], v[2][i] = dy->data[at], v[3][i] = x->grad[at];
+        }
+        group_errors(c, v[0], v[1], v[2], v[3], gamma->data + (batch ? k : 0), n, terms, e);
+        for (int64_t i = 1; i < n && batch; i++) terms[0][0] += terms[0][i], terms[1][0] += terms[1][i];
+        for (int64_t i = 0; i < (batch ? 1 : n) && (batch || k + 1 == groups); i++)
+            e->dgamma = fmax(e->dgamma, fabs((double)gamma->grad[batch ? k : i] - terms[0][i]) /
+                             (terms[1][i] + 1e-30) * ldexp(1, 24));
+        if (batch) memset(terms, 0, sizeof terms);
+    }
+}
+
+static void norm_of(const char *cpu, const norm_case *c, uint64_t seed, norm_errors *e)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpu, .threads = 1 });
+    hpml_tensor *x = c->P > 1 ? hpml_input_4d(ctx, c->B, c->C, 1, c->P) : hpml_input_2d(ctx, c->B, c->C);
+    hpml_tensor *y, *dy, *loss;
+    hpml_tensor_require_grad(x);
+    y = c->op == HPML_OP_BATCHNORM ? hpml_batchnorm(x, NULL)
+        : c->op == HPML_OP_RMSNORM ? hpml_rmsnorm(x, NULL) : hpml_layernorm(x, NULL);
+    dy   = y ? hpml_tensor_create(ctx, HPML_DTYPE_F32, y->ndim, y->shape) : NULL;
+    loss = hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS);
+    hpml_tensor *outputs[] = { loss, y };
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = outputs, .output_count = 2, .loss = loss });
+    if (hpml_graph_alloc(g) == HPML_OK) {
+        fill(dy, seed + 1), fill(x, seed), fill(hpml_param_at(ctx, 0), seed + 2);
+        for (int64_t i = 0; i < hpml_tensor_count(x); i++) x->data[i] = c->spread * x->data[i] + c->offset;
+        hpml_graph_forward(g, true, 0);
+        hpml_graph_backward(g, 1, false);
+        norm_errors_of(c, x, y, dy, hpml_param_at(ctx, 0), e);
+    } else if (hpml_ctx_status(ctx) != HPML_ERR_UNSUPPORTED) printf("    %s\n", hpml_ctx_error(ctx)), e->y = NAN;
+    hpml_ctx_free(ctx);
+}
+
+TEST(norms_of_few_numbers_keep_their_digits_with_a_large_offset)
+{
+    static const char *const cpus[] = { "scalar", "avx2", "avx512", "neon" };
+    static const float       offsets[] = { 0, 3, -40, 1000, 30000 }, spreads[] = { 1, 0.01f };
+    static const hpml_op     ops[] = { HPML_OP_LAYERNORM, HPML_OP_RMSNORM, HPML_OP_BATCHNORM };
+    for (int i = 0; i < 3 * 5 * 2 * 8; i++) {
+        int64_t     n = 2 + i % 8;
+        norm_case   c = { ops[i / 80], i / 80 == 2 ? n : 3, i / 80 == 2 ? 3 : n, 1, offsets[i / 16 % 5],
+                          spreads[i / 8 % 2] };
+        norm_errors e = { 0 };
+        if (c.op == HPML_OP_BATCHNORM && n % 2 == 0 && i % 3 == 0) c.B = 2, c.P = n / 2;
+        for (int k = 0; k < 4; k++) norm_of(cpus[k], &c, (uint64_t)i, &e);
+        if (e.y < 6 && e.dx < 16 && e.dgamma < 16) continue;
+        printf("    %s of %d numbers, offset %g, spread %g: y off by %.3g, dx by %.3g, dgamma by %.3g units of 2^-24\n",
+               hpml_op_name(c.op), (int)n, (double)c.offset, (double)c.spread, e.y, e.dx, e.dgamma);
+        test_failed = 1;
+    }
+}

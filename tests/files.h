@@ -1,0 +1,47 @@
+/* A folder of this program's own, and files in it. */
+#include <glob.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static char folder[64];
+
+static void folder_remove(void)
+{
+    char command[100];
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    if (system(command) != 0) printf("%s stays\n", folder);
+}
+
+/* The path of a file, good until four more are asked for. */
+static const char *file(const char *name)
+{
+    static char path[4][160];
+    static int  turn;
+    if (!folder[0]) { /* in memory where that can be: a busy disk takes minutes to sync as many files as tests make */
+        strcpy(folder, access("/dev/shm", W_OK) == 0 ? "/dev/shm/hpml_XXXXXX" : "/tmp/hpml_XXXXXX");
+        if (!mkdtemp(folder) || atexit(folder_remove) != 0) exit(1);
+    }
+    turn = (turn + 1) % 4;
+    snprintf(path[turn], sizeof path[turn], "%s/%s", folder, name);
+    return path[turn];
+}
+
+static const char *put(const char *name, const void *bytes, size_t size)
+{
+    const char *path = file(name);
+    FILE       *f = fopen(path, "wb");
+    if (!f || fwrite(bytes, 1, size, f) != size || fclose(f) != 0) exit(1);
+    return path;
+}
+
+static size_t files_like(const char *pattern)
+{
+    glob_t g;
+    size_t n = glob(file(pattern), 0, NULL, &g) == 0 ? g.gl_pathc : 0;
+    globfree(&g);
+    return n;
+}
