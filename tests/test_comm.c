@@ -1088,7 +1088,8 @@ static hpml_status chain_through_a_job(hpml_comm *c, void *user)
     hpml_job *job = status == HPML_OK ? hpml_iallreduce(c, mine, 100, NULL) : NULL;
     if (hpml_comm_rank(c) == 0) status = hpml_recv(c, 1, 0, &status, sizeof status);
     hpml_status waited = job ? hpml_job_wait(job) : status;
-    return has_ended(&ended, status != HPML_OK ? status : waited);
+    if (status == HPML_OK || status == HPML_ERR_PEER) status = waited; /* PEER: of its own job */
+    return has_ended(&ended, status);
 }
 
 static char heard[8];
