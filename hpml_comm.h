@@ -108,7 +108,8 @@ typedef struct hpml_link {
 } hpml_link;
 
 /* Where ranks live and what lies between them. With THREADS the links are injected: a laptop shows a slow network. Each
-   node has one network card: what leaves it, and what comes in, waits in line. */
+   node has one network card: what leaves it, and what comes in, waits in line. Where a link takes time, and with CLOCK,
+   every send is copied and done at once, as if cards had buffers without end. */
 typedef struct hpml_network {
     int32_t       ranks_per_node; /* 0: all on one node (MPI: asks MPI) */
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
