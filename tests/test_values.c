@@ -117,21 +117,26 @@ static void windows(const hpml_node *n, double **s, double *y)
     const int32_t *k = n->attr.conv.kernel, *stride = n->attr.conv.stride;
     const int32_t *pad = n->attr.conv.padding, *dil = n->attr.conv.dilation;
     bool    conv = n->op == HPML_OP_CONV2D;
-    int64_t C = x->shape[1], H = x->shape[2], W = x->shape[3], O = n->out->shape[1];
-    int64_t cg = conv ? C / n->attr.conv.groups : 1, at[5];
+    bool    last = x->layout == HPML_NHWC; /* of the dimensions, the channels */
+    int64_t C = x->shape[last ? 3 : 1], H = x->shape[last ? 1 : 2], W = x->shape[last ? 2 : 3];
+    int64_t O = n->out->shape[last && n->out->ndim == 4 ? 3 : 1], cg = conv ? C / n->attr.conv.groups : 1, at[5];
     for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
         split(n->out, i, at);
-        if (n->out->ndim == 2) at[2] = at[3] = 0;
-        double  sum = conv && s[2] ? s[2][at[1]] : 0, most = -1e300;
-        int64_t seen = 0, first = conv ? at[1] / (O / n->attr.conv.groups) * cg : at[1];
+        bool    turned = last && n->out->ndim == 4;
+        int64_t o = at[turned ? 3 : 1], row = n->out->ndim == 2 ? 0 : at[turned ? 1 : 2];
+        int64_t col = n->out->ndim == 2 ? 0 : at[turned ? 2 : 3];
+        double  sum = conv && s[2] ? s[2][o] : 0, most = -1e300;
+        int64_t seen = 0, first = conv ? o / (O / n->attr.conv.groups) * cg : o;
         for (int64_t c = 0; c < cg; c++)
             for (int u = 0; u < k[0]; u++)
                 for (int v = 0; v < k[1]; v++) {
-                    int64_t r = at[2] * stride[0] + u * (conv ? dil[0] : 1) - pad[0];
-                    int64_t q = at[3] * stride[conv] + v * (conv ? dil[1] : 1) - pad[conv];
+                    int64_t r = row * stride[0] + u * (conv ? dil[0] : 1) - pad[0];
+                    int64_t q = col * stride[conv] + v * (conv ? dil[1] : 1) - pad[conv];
                     if (r < 0 || r >= H || q < 0 || q >= W) continue;
-                    double e = s[0][((at[0] * C + first + c) * H + r) * W + q];
-                    sum += conv ? e * s[1][((at[1] * cg + c) * k[0] + u) * k[1] + v] : e;
+                    int64_t in = last ? ((at[0] * H + r) * W + q) * C + first + c
+                                      : ((at[0] * C + first + c) * H + r) * W + q;
+                    double e = s[0][in];
+                    sum += conv ? e * s[1][((o * cg + c) * k[0] + u) * k[1] + v] : e;
                     most = e > most ? e : most;
                     seen++;
                 }
