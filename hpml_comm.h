@@ -2211,7 +2211,7 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
 
 /* The one mutable static of this header, because exit passes nothing to its handlers: what the communicators share that
    hpml_comm_create has made and that live in this process. Its lock is held for moments. */
-static struct { bool locked, handled; pid_t process; hpmlc_shared *first; } hpmlc_mpi_living;
+static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
 /* Waits to hear from all others, too, that they have left or failed, so that nobody ends MPI under a message. Returns
    -1, or the rank that keeps one of them from saying so. */
@@ -2239,7 +2239,7 @@ HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
 HPMLC_FN void hpmlc_mpi_exit(void)
 {
     bool said = false;
-    if (hpmlc_mpi_over() || hpmlc_mpi_living.process != getpid()) return;
+    if (hpmlc_mpi_over() || hpmlc_mpi_living.process != (long)getpid()) return;
     for (hpmlc_shared *x = hpmlc_mpi_living.first; x; x = x->next) {
         char text[64];
         if (x->told) continue;
@@ -2258,7 +2258,7 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
     while (*at && *at != x) at = &(*at)->next;
     if (living) *at = x;
     else if (*at) *at = x->next;
-    hpmlc_mpi_living.process = getpid(); /* a child of fork has no other ranks */
+    hpmlc_mpi_living.process = (long)getpid(); /* a child of fork has no other ranks */
     if (!hpmlc_mpi_living.handled) hpmlc_mpi_living.handled = atexit(hpmlc_mpi_exit) == 0;
     __atomic_clear(&hpmlc_mpi_living.locked, __ATOMIC_RELEASE);
 }
