@@ -993,8 +993,7 @@ HPMLC_FN int  hpmlc_cores(int ranks);
 /* A sender learns from the receiver's thread that its message is done. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Of the receives of m's rank and tag that are under way, the oldest (furthest on in the list) gets the next message.
-   */
+/* Of the receives of m's rank and tag that are under way the oldest, furthest on in the list, gets the next message. */
 HPMLC_FN const hpml_message *hpmlc_next(const hpml_message *m)
 {
     const hpml_message *next = m;
