@@ -1912,7 +1912,7 @@ HPMLC_FN void hpmlc_mpi_send_number(hpmlc_shared *x, int number)
     hpmlc_mpi_unlock(x);
 }
 
-/* The last word. */
+/* The last word of this rank: 'F' failed, because of the text; 'L' left. */
 HPMLC_FN void hpmlc_mpi_say(hpmlc_shared *x, char kind, const char *text)
 {
     hpmlc_mpi_lock(x);
@@ -1945,7 +1945,7 @@ HPMLC_FN int hpmlc_mpi_hear(hpmlc_shared *x, int *bytes)
     return from;
 }
 
-/* Listens for words. */
+/* Takes note of all words that have arrived. */
 HPMLC_FN void hpmlc_mpi_listen(hpmlc_shared *x)
 {
     int bytes = 0;
@@ -2011,7 +2011,7 @@ HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
 HPMLC_FN int hpmlc_mpi_lost(hpml_comm *c, const hpml_message *m, double *busy)
 {
     const hpmlc_shared *x  = c->mpi->shared;
-    int              at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
+    int                 at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
     return at == x->rank ? c->origin[m->peer] : at;
 }
 
@@ -2051,7 +2051,7 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_shared *x    = c->mpi->shared;
-    int        peer = c->origin[m->peer];
+    int           peer = c->origin[m->peer];
     hpmlc_mpi_listen(x);
     if (x->failed || x->heard[peer] == 'L') {
         if (!x->failed) hpmlc_mpi_test(c, m); /* it may have sent this before it left */
@@ -2141,8 +2141,8 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
     hpmlc_shared *x     = c->mpi->shared;
-    MPI_Comm   *place = (MPI_Comm *)malloc(sizeof *place);
-    MPI_Request request;
+    MPI_Comm     *place = (MPI_Comm *)malloc(sizeof *place);
+    MPI_Request   request;
     if (!place) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for an MPI communicator");
     hpmlc_mpi_lock(x);
     int code = MPI_Comm_idup(from, place, &request);
@@ -2167,9 +2167,12 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
 HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
 {
-    hpmlc_shared *x       = c->mpi->shared;
-    int64_t       ask[2] = { x->newest + 1, 0 }; /* a number; parts that live on one rank */
+    hpmlc_shared *x      = c->mpi->shared;
+    int64_t       ask[2] = { 0, 0 }; /* a number; parts that live on one rank */
+    hpmlc_mpi_lock(x);
+    ask[0] = x->newest + 1;
     for (int i = 0; i < x->parts; i++) ask[1] += x->taken[i];
+    hpmlc_mpi_unlock(x);
     for (int turn = 0; turn < x->parts; turn++, ask[0]++) {
         if (hpmlc_agree(c, "split", ask, 2) != HPML_OK) return 0;
         if (ask[1] == x->parts) break;
