@@ -2108,10 +2108,10 @@ HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *
 
 HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
 {
-    hv x = HV(ld)(w, c), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
+    hv was = HV(ld)(w, c), x = was, lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
     else x = HV(fnma)(lr * decay, x, x);
-    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), x, f, c);
+    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
 }
 
 /* After a step that was not finite somewhere: was it the gradient (which LAMB has overwritten)? The states of such

@@ -4557,8 +4557,8 @@ HPMLG_OP(huber) { return hpmlg_term_pass(d, n, back); }
 
 /* The parameters of a model, some of a few numbers and some of millions, are cut into chunks; a block finds the
    parameter of its chunk in a table that is uploaded for each step. LARS and LAMB need the norms of whole parameters:
-   every chunk leaves its sums of squares, and one block for a parameter adds them in order. What is not finite in a
-   gradient counts as 0, as on the CPU, and is noted, and so is a new parameter that is not (hpml_update.bad). */
+   every chunk leaves its sums of squares, and one block for a parameter adds them in order. A weight that would not be
+   finite stays, moments that are not finite start again from 0, as on the CPU, and both are noted (hpml_update.bad). */
 
 #define HPMLG_CHUNK ((int64_t)4096) /* two turns of a block */
 
@@ -4646,6 +4646,7 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         const float       c1 = s->correction1, c2 = s->correction2;
         const bool        lars = u.opt == HPML_OPT_LARS, lamb = u.opt == HPML_OPT_LAMB;
         const bool        look = lars && pass == 0, apply = lamb && pass == 1, direction = lamb && pass == 0;
+        const bool        step = !look && !apply; /* this pass computes moments */
         if (pass == 1 && !lars && !lamb) continue;
         u.grad_scale = hpmlg_step_scale(u);
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
@@ -4658,12 +4659,16 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
             if (m.p) p = hpmlg_row_get(m, 0, u.n, i, 0);
             if (v.p) q = hpmlg_row_get(v, 0, u.n, i, 0);
             for (int j = 0; j < 8; j++) {
-                if (u.bad && !look && !apply && !isfinite(d.v[j] * u.grad_scale)) lost = NAN, d.v[j] = 0;
+                bool  infinite = u.bad && step && !isfinite(d.v[j] * u.grad_scale);
+                float was      = x.v[j];
+                if (infinite) lost = NAN;
+                if (infinite && lamb) d.v[j] = 0; /* because the norm of the whole direction would be infinite too */
                 float y = look    ? d.v[j]
-                          : apply ? fmaf(-u.lr, d.v[j], x.v[j])
-                                  : hpmlg_step_one(&u, c1, c2, x.v[j], d.v[j], &p.v[j], &q.v[j]);
-                ww += x.v[j] * x.v[j], gg += y * y, broken += y - y;
-                d.v[j] = y;
+                          : apply ? fmaf(-u.lr, d.v[j], was)
+                                  : hpmlg_step_one(&u, c1, c2, was, d.v[j], &p.v[j], &q.v[j]);
+                ww += was * was, gg += y * y, broken += y - y;
+                if (u.bad && step && !(isfinite(p.v[j]) && isfinite(q.v[j]))) broken = NAN, p.v[j] = q.v[j] = 0;
+                d.v[j] = u.bad && !look && !direction && !isfinite(y) ? was : y;
             }
             if (look) continue;
             if (m.p) hpmlg_row_put(m, 0, u.n, i, p, false);
@@ -4672,7 +4677,7 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
             if (copy.p && !direction) hpmlg_row_put(copy, 0, u.n, i, d, false);
         }
         if (u.bad && lost != 0) hpmlg_note_nonfinite(finder, s, true);
-        if (u.bad && !look && !direction && broken != 0) hpmlg_note_nonfinite(finder, s, false);
+        if (u.bad && !look && broken != 0) hpmlg_note_nonfinite(finder, s, false);
         if (pass == 1 || (!lars && !lamb)) continue;
         ww = hpmlg_group(ww, space, 256, false), gg = hpmlg_group(gg, space, 256, false);
         if (threadIdx.x == 0) part[chunk] = make_double2((double)ww, (double)gg);
