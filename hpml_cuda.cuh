@@ -832,7 +832,7 @@ HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
 }
 
 /* What an update has found that is not finite, in one number to take the largest of: the earliest step first, then the
-   parameter whose gradient the backward pass came to first, and a gradient before a parameter. */
+   parameter whose gradient the backward pass came to first, and a gradient before a step of the optimizer. */
 HPMLG_DEVICE unsigned long long hpmlg_worst_of(uint64_t step, int param, bool gradient)
 {
     return (unsigned long long)(0xffffffffu - (unsigned)step) << 32 | (unsigned)(2 * (param + 1) + (gradient ? 1 : 0));
@@ -850,7 +850,7 @@ HPMLG_FN hpml_status hpmlg_nonfinite(hpmlg_device *d)
     return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "step %llu: the first NaN or infinity is in %s \"%s\"; look at "
                          "the data, lower the learning rate or set clip_norm. The rest of this step is in the "
                          "parameters: go on from a checkpoint", 0xffffffffu - (worst >> 32),
-                         worst & 1 ? "the gradient of" : "parameter", p ? p->name : "?");
+                         worst & 1 ? "the gradient of" : "the step of parameter", p ? p->name : "?");
 }
 
 /* All work is done on return; what kernels have noted becomes an error. */
@@ -4557,8 +4557,8 @@ HPMLG_OP(huber) { return hpmlg_term_pass(d, n, back); }
 
 /* The parameters of a model, some of a few numbers and some of millions, are cut into chunks; a block finds the
    parameter of its chunk in a table that is uploaded for each step. LARS and LAMB need the norms of whole parameters:
-   every chunk leaves its sums of squares, and one block for a parameter adds them in order. What is not finite in a
-   gradient counts as 0, as on the CPU, and is noted, and so is a new parameter that is not (hpml_update.bad). */
+   every chunk leaves its sums of squares, and one block for a parameter adds them in order. What is not finite stays
+   out of the parameters, as on the CPU, and is noted (hpml_update.bad). */
 
 #define HPMLG_CHUNK ((int64_t)4096) /* two turns of a block */
 
@@ -4634,6 +4634,21 @@ HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, floa
     return fmaf(-u->lr, step, w);
 }
 
+/* The same, where what is not finite stays out as on the CPU: a gradient counts as 0 for LAMB, a weight that would not
+   be finite stays, and states that are not start again. *gradient, *step: set where that was so. */
+HPMLG_DEVICE float hpmlg_step_checked(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v,
+                                      bool *gradient, bool *step)
+{
+    bool  good = isfinite(g * u->grad_scale), lamb = u->opt == HPML_OPT_LAMB;
+    float y = hpmlg_step_one(u, c1, c2, w, good || !lamb ? g : 0, m, v);
+    bool  states = isfinite(*m) && isfinite(*v);
+    if (!states) *m = *v = 0;
+    *gradient = *gradient || !good;
+    *step     = *step || (good && !(states && isfinite(y)));
+    if (isfinite(y) || lamb) return y;
+    return u->opt == HPML_OPT_ADAMW ? fmaf(-(u->lr * u->weight_decay), w, w) : w;
+}
+
 /* The step of every chunk. With LARS and LAMB it takes two passes: the first leaves the sums of squares of w and of g,
    or, LAMB, of the direction, which is written over g; the second finds the ratio of the layer in the learning rate. */
 static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_t chunks, double2 *part, int half_type,
@@ -4651,18 +4666,20 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
         hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
-        float       ww = 0, gg = 0, lost = 0, broken = 0; /* lost, broken: 0, or NaN */
+        float       ww = 0, gg = 0;
+        bool        gradient = false, step = false; /* what is not finite */
         if (look || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
             hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
             if (m.p) p = hpmlg_row_get(m, 0, u.n, i, 0);
             if (v.p) q = hpmlg_row_get(v, 0, u.n, i, 0);
             for (int j = 0; j < 8; j++) {
-                if (u.bad && !look && !apply && !isfinite(d.v[j] * u.grad_scale)) lost = NAN, d.v[j] = 0;
-                float y = look    ? d.v[j]
-                          : apply ? fmaf(-u.lr, d.v[j], x.v[j])
-                                  : hpmlg_step_one(&u, c1, c2, x.v[j], d.v[j], &p.v[j], &q.v[j]);
-                ww += x.v[j] * x.v[j], gg += y * y, broken += y - y;
+                float y = d.v[j];
+                if (apply) y = fmaf(-u.lr, y, x.v[j]);
+                else if (!look && !u.bad) y = hpmlg_step_one(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j]);
+                else if (!look)
+                    y = hpmlg_step_checked(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j], &gradient, &step);
+                ww += x.v[j] * x.v[j], gg += y * y;
                 d.v[j] = y;
             }
             if (look) continue;
@@ -4671,8 +4688,8 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
             hpmlg_row_put(direction ? g : w, 0, u.n, i, d, false);
             if (copy.p && !direction) hpmlg_row_put(copy, 0, u.n, i, d, false);
         }
-        if (u.bad && lost != 0) hpmlg_note_nonfinite(finder, s, true);
-        if (u.bad && !look && !direction && broken != 0) hpmlg_note_nonfinite(finder, s, false);
+        if (gradient) hpmlg_note_nonfinite(finder, s, true);
+        if (step) hpmlg_note_nonfinite(finder, s, false);
         if (pass == 1 || (!lars && !lamb)) continue;
         ww = hpmlg_group(ww, space, 256, false), gg = hpmlg_group(gg, space, 256, false);
         if (threadIdx.x == 0) part[chunk] = make_double2((double)ww, (double)gg);
