@@ -832,7 +832,7 @@ HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
 }
 
 /* What an update has found that is not finite, in one number to take the largest of: the earliest step first, then the
-   parameter whose gradient the backward pass came to first, and a gradient before a parameter. */
+   parameter whose gradient the backward pass came to first, and a gradient before a step of the optimizer. */
 HPMLG_DEVICE unsigned long long hpmlg_worst_of(uint64_t step, int param, bool gradient)
 {
     return (unsigned long long)(0xffffffffu - (unsigned)step) << 32 | (unsigned)(2 * (param + 1) + (gradient ? 1 : 0));
@@ -850,7 +850,7 @@ HPMLG_FN hpml_status hpmlg_nonfinite(hpmlg_device *d)
     return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "step %llu: the first NaN or infinity is in %s \"%s\"; look at "
                          "the data, lower the learning rate or set clip_norm. The rest of this step is in the "
                          "parameters: go on from a checkpoint", 0xffffffffu - (worst >> 32),
-                         worst & 1 ? "the gradient of" : "parameter", p ? p->name : "?");
+                         worst & 1 ? "the gradient of" : "the step of parameter", p ? p->name : "?");
 }
 
 /* All work is done on return; what kernels have noted becomes an error. */
@@ -4634,6 +4634,20 @@ HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, floa
     return fmaf(-u->lr, step, w);
 }
 
+/* The same, where what is not finite stays out as on the CPU: a gradient counts as 0 for LAMB, a weight that would not
+   be finite stays, and states that are not start again. *gradient, *step: set where that was so. */
+HPMLG_DEVICE float hpmlg_step_checked(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v,
+                                      bool *gradient, bool *step)
+{
+    bool  good = isfinite(g * u->grad_scale), lamb = u->opt == HPML_OPT_LAMB;
+    float y = hpmlg_step_one(u, c1, c2, w, good || !lamb ? g : 0, m, v);
+    bool  states = isfinite(*m) && isfinite(*v);
+    if (!states) *m = *v = 0;
+    *gradient = *gradient || !good;
+    *step     = *step || (good && !(states && isfinite(y)));
+    return isfinite(y) || lamb ? y : w;
+}
+
 /* The step of every chunk. With LARS and LAMB it takes two passes: the first leaves the sums of squares of w and of g,
    or, LAMB, of the direction, which is written over g; the second finds the ratio of the layer in the learning rate. */
 static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_t chunks, double2 *part, int half_type,
@@ -4646,29 +4660,26 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         const float       c1 = s->correction1, c2 = s->correction2;
         const bool        lars = u.opt == HPML_OPT_LARS, lamb = u.opt == HPML_OPT_LAMB;
         const bool        look = lars && pass == 0, apply = lamb && pass == 1, direction = lamb && pass == 0;
-        const bool        step = !look && !apply; /* this pass computes moments */
         if (pass == 1 && !lars && !lamb) continue;
         u.grad_scale = hpmlg_step_scale(u);
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
         hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
-        float       ww = 0, gg = 0, lost = 0, broken = 0; /* lost, broken: 0, or NaN */
+        float       ww = 0, gg = 0;
+        bool        gradient = false, step = false; /* what is not finite */
         if (look || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
             hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
             if (m.p) p = hpmlg_row_get(m, 0, u.n, i, 0);
             if (v.p) q = hpmlg_row_get(v, 0, u.n, i, 0);
             for (int j = 0; j < 8; j++) {
-                bool  infinite = u.bad && step && !isfinite(d.v[j] * u.grad_scale);
-                float was      = x.v[j];
-                if (infinite) lost = NAN;
-                if (infinite && lamb) d.v[j] = 0; /* because the norm of the whole direction would be infinite too */
-                float y = look    ? d.v[j]
-                          : apply ? fmaf(-u.lr, d.v[j], was)
-                                  : hpmlg_step_one(&u, c1, c2, was, d.v[j], &p.v[j], &q.v[j]);
-                ww += was * was, gg += y * y, broken += y - y;
-                if (u.bad && step && !(isfinite(p.v[j]) && isfinite(q.v[j]))) broken = NAN, p.v[j] = q.v[j] = 0;
-                d.v[j] = u.bad && !look && !direction && !isfinite(y) ? was : y;
+                float y = d.v[j];
+                if (apply) y = fmaf(-u.lr, y, x.v[j]);
+                else if (!look && !u.bad) y = hpmlg_step_one(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j]);
+                else if (!look)
+                    y = hpmlg_step_checked(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j], &gradient, &step);
+                ww += x.v[j] * x.v[j], gg += y * y;
+                d.v[j] = y;
             }
             if (look) continue;
             if (m.p) hpmlg_row_put(m, 0, u.n, i, p, false);
@@ -4676,8 +4687,8 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
             hpmlg_row_put(direction ? g : w, 0, u.n, i, d, false);
             if (copy.p && !direction) hpmlg_row_put(copy, 0, u.n, i, d, false);
         }
-        if (u.bad && lost != 0) hpmlg_note_nonfinite(finder, s, true);
-        if (u.bad && !look && broken != 0) hpmlg_note_nonfinite(finder, s, false);
+        if (gradient) hpmlg_note_nonfinite(finder, s, true);
+        if (step) hpmlg_note_nonfinite(finder, s, false);
         if (pass == 1 || (!lars && !lamb)) continue;
         ww = hpmlg_group(ww, space, 256, false), gg = hpmlg_group(gg, space, 256, false);
         if (threadIdx.x == 0) part[chunk] = make_double2((double)ww, (double)gg);
