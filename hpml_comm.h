@@ -1017,6 +1017,7 @@ HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 }
 
 HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer); /* THREADS: for this rank, -1: no more */
+HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m); /* MPI: the wait for m is over */
 
 /* The deadline of m has passed. A rank at work, which others wait for, gets a new one; else the wait is over, with an
    error that names the rank that holds up all. Returns the time until which to wait. */
@@ -1039,10 +1040,10 @@ HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    double until = seconds > 0 ? hpml_now() + seconds : 0;
-    if (!c || !c->t->busy || c->timeout < 0 || (seconds > 0 && until <= c->busy + seconds / 8)) return;
-    c->busy = until;
-    c->t->busy(c, seconds > 0 ? seconds : c->timeout);
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that calls in between say nothing */
+    if (!c || !c->t->busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
+    c->busy = seconds > 0 ? now + lasts : 0;
+    c->t->busy(c, seconds > 0 ? lasts : c->timeout);
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
@@ -1068,6 +1069,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         else limit = hpmlc_overdue(c, m);
     }
     if (limit != 0) hpmlc_waits(c, -1);
+    if (limit != 0 && m->status == HPML_OK) hpmlc_calm(c, m);
     if (m->receiving) hpmlc_unlist(&c->pending, m);
     return m->status;
 }
@@ -1410,6 +1412,7 @@ HPMLC_FN int hpmlc_world_waits(hpml_world *w, hpmlc_room **room, int at)
     return -1;
 }
 
+/* The chain ends at a rank that is at work, even if its thread in the background waits, and if the chain began there. */
 HPMLC_FN int hpmlc_threads_lost(hpml_comm *c, const hpml_message *m, double *busy)
 {
     hpml_world *w    = c->room->world;
@@ -1417,7 +1420,7 @@ HPMLC_FN int hpmlc_threads_lost(hpml_comm *c, const hpml_message *m, double *bus
     int         peer = c->origin[m->peer], at = peer;
     pthread_mutex_lock(&w->mutex);
     for (int hops = 0, next; hops < w->ranks; hops++, at = next)
-        if ((next = hpmlc_world_waits(w, &room, at)) < 0) break;
+        if (hpml_now() < w->busy[at] || (next = hpmlc_world_waits(w, &room, at)) < 0) break;
     *busy = w->busy[at];
     if (w->failed) at = -1; /* who has told of it waits no more: the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
@@ -1608,6 +1611,15 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
     hpmlc_gate_sleep(c->room->world, &in->gate, &c->seen, until, counted);
 }
 
+/* Under the mutex, because others go through the rooms to find who waits for whom. */
+HPMLC_FN void hpmlc_room_enter(hpmlc_room *room, hpml_comm *c)
+{
+    c->room = room;
+    pthread_mutex_lock(&room->world->mutex);
+    room->inbox[c->rank].owner = c;
+    pthread_mutex_unlock(&room->world->mutex);
+}
+
 HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
 {
     hpml_world  *w = c->room->world;
@@ -1640,8 +1652,7 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
     } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&room, sizeof room, NULL);
     if (status != HPML_OK) return status;
     if (!room) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    room->inbox[part->rank].owner = part;
-    part->room = room;
+    hpmlc_room_enter(room, part);
     return HPML_OK;
 }
 
@@ -1680,7 +1691,7 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
     c->spin = w->ranks <= hpmlc_cores(1) ? HPMLC_ROOMY : 20;
-    c->room->inbox[c->rank].owner = c;
+    hpmlc_room_enter(c->room, c);
     return c;
 }
 
@@ -1721,7 +1732,7 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 
 #define HPMLC_PIECE ((size_t)4 << 20)
 #define HPMLC_WORD  256  /* bytes of 'L' (left) or 'F' (failed) and a text; what else is said is shorter */
-#define HPMLC_BUSY  25   /* words for it */
+#define HPMLC_BUSY  40   /* words for it, up to 68 years */
 #define HPMLC_PARTS 128  /* at most, with the first communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
@@ -1746,8 +1757,10 @@ struct hpmlc_shared { /* by a first communicator with all that were split from i
     char           word[HPMLC_WORD];
     char          *heard;   /* (size) the first letter of what each has said last; 0: nothing */
     int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., words themselves: a rank's is "I wait for it", size
-                               "I wait for all", size + 1 + k "I am at work, for up to 2^k / 256 s" */
+                               "I wait for all", size + 1 + k "I am at work, for up to 2^k / 256 s"; its own:
+                               "I wait no more" */
     double        *awaits;  /* (size, 2) the number that each has said last, and until when it counts */
+    double         busy;    /* until when this rank has said that it is at work; 0: it is not */
     int            failed;  /* 1 + the first rank that said it has failed */
     char           text[HPMLC_WORD];
     char           mine[HPMLC_WORD]; /* my last word, */
@@ -1971,16 +1984,39 @@ HPMLC_FN void hpmlc_mpi_listen(hpmlc_shared *x)
 /* The number that a rank has said, as long as it counts: for a deadline, or as long as it is busy; -1: none. */
 HPMLC_FN int hpmlc_mpi_said(const hpmlc_shared *x, int rank)
 {
-    return hpml_now() < x->awaits[2 * rank + 1] ? (int)x->awaits[2 * rank] : -1;
+    const int number = (int)x->awaits[2 * rank];
+    return number != rank && hpml_now() < x->awaits[2 * rank + 1] ? number : -1;
 }
 
-/* Says whom this rank waits for, size: for all, when half the deadline is over, and then in each half of one. */
+/* Until when this rank has said that it is at work: its thread in the background asks, too. */
+HPMLC_FN double hpmlc_mpi_works(hpmlc_shared *x)
+{
+    hpmlc_mpi_lock(x);
+    double busy = x->busy;
+    hpmlc_mpi_unlock(x);
+    return busy;
+}
+
+/* Says whom this rank waits for, size: for all, when half the deadline is over, and then in each half of one. While it
+   is at work, that is what the others must know of it, not what its thread in the background waits for. */
 HPMLC_FN void hpmlc_mpi_worry(hpmlc_shared *x, int number, double until, double *said)
 {
     double now = hpml_now();
     if ((*said <= 0 && now < until - 0.5 * x->timeout) || now < *said + 0.5 * x->timeout) return;
+    if (now < hpmlc_mpi_works(x)) return;
     *said = now;
     hpmlc_mpi_send_number(x, number);
+}
+
+/* A wait that others have heard of is over: else they would hold the rank it was for responsible for what comes. */
+HPMLC_FN void hpmlc_mpi_calm(hpmlc_shared *x, double said)
+{
+    if (said > 0 && hpml_now() >= hpmlc_mpi_works(x)) hpmlc_mpi_send_number(x, x->rank);
+}
+
+HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m)
+{
+    if (c->mpi) hpmlc_mpi_calm(c->mpi->shared, m->arrival);
 }
 
 /* When all are waited for: the first rank without a word, or else the first that is at work. -1: all wait. */
@@ -2011,16 +2047,22 @@ HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
 
 HPMLC_FN int hpmlc_mpi_lost(hpml_comm *c, const hpml_message *m, double *busy)
 {
-    const hpmlc_shared *x  = c->mpi->shared;
-    int              at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
-    return at == x->rank ? c->origin[m->peer] : at;
+    hpmlc_shared *x  = c->mpi->shared;
+    int           at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
+    if (at != x->rank) return at;
+    *busy = hpmlc_mpi_works(x); /* a thread in the background waits for those that wait for this rank */
+    return c->origin[m->peer];
 }
 
 HPMLC_FN void hpmlc_mpi_busy(hpml_comm *c, double seconds)
 {
-    int k = 0;
+    hpmlc_shared *x = c->mpi->shared;
+    int           k = 0;
     while (k < HPMLC_BUSY - 1 && ldexp(1, k - 8) < seconds) k++;
-    hpmlc_mpi_send_number(c->mpi->shared, c->first->size + 1 + k);
+    hpmlc_mpi_lock(x);
+    x->busy = c->busy;
+    hpmlc_mpi_unlock(x);
+    hpmlc_mpi_send_number(x, x->size + 1 + k);
 }
 
 /* A receive can be called off, unless half of it is here; such a one, and a send, cannot, and its data must live as
@@ -2071,10 +2113,11 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 /* The deadline of hpmlc_mpi_all has passed. Returns a later one where a rank says that it is busy. */
 HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
 {
-    const hpmlc_shared *x = c->mpi->shared;
+    hpmlc_shared *x = c->mpi->shared;
     char                who[48] = "all ranks";
     double              busy;
     int                 at = hpmlc_mpi_end(x, -1, &busy);
+    if (at < 0) busy = hpmlc_mpi_works(x);
     if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout);
     if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->heard[at] == 'L' ? ", which has left," : "");
     if (at < 0 && code != MPI_SUCCESS) hpmlc_mpi_error(c, NULL, code);
@@ -2097,7 +2140,10 @@ HPMLC_FN hpml_status hpmlc_mpi_all(hpml_comm *c, int code, MPI_Request *request)
         if (code != MPI_SUCCESS) MPI_Error_class(code, &kind);
         hpmlc_mpi_unlock(x);
         hpmlc_mpi_listen(x);
-        if (code == MPI_SUCCESS && there) return HPML_OK;
+        if (code == MPI_SUCCESS && there) {
+            hpmlc_mpi_calm(x, said);
+            return HPML_OK;
+        }
         if (kind == MPI_ERR_TRUNCATE) return hpmlc_mpi_error(c, NULL, code);
         if (x->failed) return hpmlc_mpi_peer_failed(c);
         hpmlc_mpi_worry(x, x->size, limit, &said);
@@ -2231,7 +2277,7 @@ HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
         if (absent < 0) return -1;
         if (hpml_now() < limit) continue;
         int at = hpmlc_mpi_end(x, absent, &busy);
-        if (hpml_now() > busy) return at < 0 ? absent : at;
+        if (hpml_now() > busy) return at < 0 || at == x->rank ? absent : at;
     }
 }
 
@@ -2454,6 +2500,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     return c;
 }
 
+#else
+HPMLC_FN void hpmlc_calm(hpml_comm *c HPMLC_UNUSED, const hpml_message *m HPMLC_UNUSED) {}
 #endif /* HPML_USE_MPI */
 
 // ---------------------------------------------------------------------------------------------------------------------
