@@ -1064,7 +1064,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
             m->status = hpml_ctx_status(c->ctx);
             break;
         }
-        if (limit == 0) limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
+        if (limit == 0) limit = c->timeout < 0 || c->agent ? 1e300 : hpml_now() + c->timeout;
         if (hpml_now() < limit) c->t->block(c, m, limit);
         else limit = hpmlc_overdue(c, m);
     }
@@ -1771,6 +1771,8 @@ struct hpmlc_shared { /* by a first communicator with all that were split from i
     int            parts;   /* numbers that MPI's tags suffice for */
     int64_t        newest;  /* the last part's number, before it is taken modulo `parts` */
     bool           taken[HPMLC_PARTS]; /* by a living part of this rank */
+    int            users;   /* the first communicator, until it is closed, and parts; 0: this goes */
+    bool           kept;    /* until the process ends, because MPI may still send from it */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
@@ -2252,7 +2254,11 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     part->mpi->shared = c->mpi->shared, part->mpi->comm = c->mpi->comm, part->mpi->part = number;
     part->mpi->native = MPI_COMM_NULL;
     for (int i = 0; i < count; i++) all = all && ranks[i] == i;
-    return all ? hpmlc_mpi_duplicate(c, c->mpi->native, &part->mpi->native) : HPML_OK;
+    if (all && hpmlc_mpi_duplicate(c, c->mpi->native, &part->mpi->native) != HPML_OK) return hpml_ctx_status(c->ctx);
+    hpmlc_mpi_lock(c->mpi->shared);
+    c->mpi->shared->users++;
+    hpmlc_mpi_unlock(c->mpi->shared);
+    return HPML_OK;
 }
 
 /* The one mutable static of this header, because exit passes nothing to its handlers: what the communicators share that
@@ -2317,13 +2323,24 @@ HPMLC_FN void hpmlc_shared_free(hpmlc_shared *x)
     free(x);
 }
 
+HPMLC_FN void hpmlc_shared_leave(hpmlc_shared *x)
+{
+    hpmlc_mpi_lock(x);
+    bool last = --x->users == 0 && !x->kept;
+    hpmlc_mpi_unlock(x);
+    if (last) hpmlc_shared_free(x);
+}
+
 HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
 {
-    if (hpml_ctx_status(c->ctx) != HPML_OK) return; /* messages of its tags may still be on their way */
-    hpmlc_mpi_lock(c->mpi->shared);
-    if (c->mpi->native != MPI_COMM_NULL && !hpmlc_mpi_over()) MPI_Comm_free(&c->mpi->native);
-    hpmlc_mpi_unlock(c->mpi->shared);
-    hpmlc_mpi_release(c->mpi->shared, c->mpi->part);
+    hpmlc_shared *x = c->mpi->shared;
+    if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else messages of its tags may still be on their way */
+        hpmlc_mpi_lock(x);
+        if (c->mpi->native != MPI_COMM_NULL && !hpmlc_mpi_over()) MPI_Comm_free(&c->mpi->native);
+        hpmlc_mpi_unlock(x);
+        hpmlc_mpi_release(x, c->mpi->part);
+    }
+    hpmlc_shared_leave(x);
 }
 
 HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
@@ -2335,7 +2352,11 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
         return;
     }
     hpmlc_mpi_list(x, false);
-    if (hpmlc_mpi_over()) return; /* what MPI still had to send was in x */
+    x->kept = hpmlc_mpi_over();
+    if (x->kept) { /* what MPI still had to send was in x */
+        hpmlc_shared_leave(x);
+        return;
+    }
     hpmlc_mpi_say(x, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
     int absent = hpmlc_mpi_goodbye(x, failed ? 5 : c->timeout < 0 ? 60 : c->timeout);
     if (absent >= 0 && !failed)
@@ -2345,7 +2366,8 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed) MPI_Comm_free(&c->mpi->comm);
-    if (absent < 0) hpmlc_shared_free(x); /* else what is being sent stays until the process ends */
+    x->kept = absent >= 0; /* what is being sent */
+    hpmlc_shared_leave(x);
 }
 
 static const hpml_transport hpmlc_mpi_transport = {
@@ -2395,6 +2417,7 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     for (int i = 0; i < (int)n; i++) x->number[i] = i, x->saying[i] = MPI_REQUEST_NULL;
     x->rank = rank, x->size = size, x->comm = given, x->tag = found ? *most : 32767, x->from = -1;
     x->parts = (int)hpmlc_min(((int64_t)x->tag + 1) / HPMLC_TAG_SPAN, HPMLC_PARTS), x->taken[0] = true;
+    x->users = 1;
     x->timeout = timeout;
     MPI_Query_thread(&x->level);
 #ifndef HPML_NO_THREADS
