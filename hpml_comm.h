@@ -1016,6 +1016,7 @@ HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 }
 
 HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer); /* THREADS: for this rank, -1: no more */
+HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m); /* MPI: the wait for m is over */
 
 /* The deadline of m has passed. A rank at work, which others wait for, gets a new one; else the wait is over, with an
    error that names the rank that holds up all. Returns the time until which to wait. */
@@ -1038,10 +1039,10 @@ HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    double until = seconds > 0 ? hpml_now() + seconds : 0;
-    if (!c || !c->t->busy || c->timeout < 0 || (seconds > 0 && until <= c->busy + seconds / 8)) return;
-    c->busy = until;
-    c->t->busy(c, seconds > 0 ? seconds : c->timeout);
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that calls in between say nothing */
+    if (!c || !c->t->busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
+    c->busy = seconds > 0 ? now + lasts : 0;
+    c->t->busy(c, seconds > 0 ? lasts : c->timeout);
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
@@ -1062,11 +1063,12 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
             m->status = hpml_ctx_status(c->ctx);
             break;
         }
-        if (limit == 0) limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
+        if (limit == 0) limit = c->timeout < 0 || c->agent ? 1e300 : hpml_now() + c->timeout;
         if (hpml_now() < limit) c->t->block(c, m, limit);
         else limit = hpmlc_overdue(c, m);
     }
     if (limit != 0) hpmlc_waits(c, -1);
+    if (limit != 0 && m->status == HPML_OK) hpmlc_calm(c, m);
     if (m->receiving) hpmlc_unlist(&c->pending, m);
     return m->status;
 }
@@ -1409,6 +1411,7 @@ HPMLC_FN int hpmlc_world_waits(hpml_world *w, hpmlc_room **room, int at)
     return -1;
 }
 
+/* The chain ends at a rank that is at work, even if its thread in the background waits, and if the chain began there. */
 HPMLC_FN int hpmlc_threads_lost(hpml_comm *c, const hpml_message *m, double *busy)
 {
     hpml_world *w    = c->room->world;
@@ -1416,7 +1419,7 @@ HPMLC_FN int hpmlc_threads_lost(hpml_comm *c, const hpml_message *m, double *bus
     int         peer = c->origin[m->peer], at = peer;
     pthread_mutex_lock(&w->mutex);
     for (int hops = 0, next; hops < w->ranks; hops++, at = next)
-        if ((next = hpmlc_world_waits(w, &room, at)) < 0) break;
+        if (hpml_now() < w->busy[at] || (next = hpmlc_world_waits(w, &room, at)) < 0) break;
     *busy = w->busy[at];
     if (w->failed) at = -1; /* who has told of it waits no more: the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
@@ -1607,6 +1610,15 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
     hpmlc_gate_sleep(c->room->world, &in->gate, &c->seen, until, counted);
 }
 
+/* Under the mutex, because others go through the rooms to find who waits for whom. */
+HPMLC_FN void hpmlc_room_enter(hpmlc_room *room, hpml_comm *c)
+{
+    c->room = room;
+    pthread_mutex_lock(&room->world->mutex);
+    room->inbox[c->rank].owner = c;
+    pthread_mutex_unlock(&room->world->mutex);
+}
+
 HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
 {
     hpml_world  *w = c->room->world;
@@ -1639,8 +1651,7 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
     } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&room, sizeof room, NULL);
     if (status != HPML_OK) return status;
     if (!room) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    room->inbox[part->rank].owner = part;
-    part->room = room;
+    hpmlc_room_enter(room, part);
     return HPML_OK;
 }
 
@@ -1679,7 +1690,7 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
     c->spin = w->ranks <= hpmlc_cores(1) ? HPMLC_ROOMY : 20;
-    c->room->inbox[c->rank].owner = c;
+    hpmlc_room_enter(c->room, c);
     return c;
 }
 
@@ -1720,7 +1731,7 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 
 #define HPMLC_PIECE ((size_t)4 << 20)
 #define HPMLC_WORD  256  /* bytes of 'L' (left) or 'F' (failed) and a text; what else is said is shorter */
-#define HPMLC_BUSY  25   /* words for it */
+#define HPMLC_BUSY  40   /* words for it, up to 68 years */
 #define HPMLC_PARTS 128  /* at most, with the first communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
@@ -1745,8 +1756,10 @@ struct hpmlc_shared { /* by a first communicator with all that were split from i
     char           word[HPMLC_WORD];
     char          *heard;   /* (size) the first letter of what each has said last; 0: nothing */
     int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., words themselves: a rank's is "I wait for it", size
-                               "I wait for all", size + 1 + k "I am at work, for up to 2^k / 256 s" */
+                               "I wait for all", size + 1 + k "I am at work, for up to 2^k / 256 s"; its own:
+                               "I wait no more" */
     double        *awaits;  /* (size, 2) the number that each has said last, and until when it counts */
+    double         busy;    /* until when this rank has said that it is at work; 0: it is not */
     int            failed;  /* 1 + the first rank that said it has failed */
     char           text[HPMLC_WORD];
     char           mine[HPMLC_WORD]; /* my last word, */
@@ -1757,6 +1770,8 @@ struct hpmlc_shared { /* by a first communicator with all that were split from i
     int            parts;   /* numbers that MPI's tags suffice for */
     int64_t        newest;  /* the last part's number, before it is taken modulo `parts` */
     bool           taken[HPMLC_PARTS]; /* by a living part of this rank */
+    int            users;   /* the first communicator, until it is closed, and parts; 0: this goes */
+    bool           kept;    /* until the process ends, because MPI may still send from it */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
@@ -1970,16 +1985,39 @@ HPMLC_FN void hpmlc_mpi_listen(hpmlc_shared *x)
 /* The number that a rank has said, as long as it counts: for a deadline, or as long as it is busy; -1: none. */
 HPMLC_FN int hpmlc_mpi_said(const hpmlc_shared *x, int rank)
 {
-    return hpml_now() < x->awaits[2 * rank + 1] ? (int)x->awaits[2 * rank] : -1;
+    const int number = (int)x->awaits[2 * rank];
+    return number != rank && hpml_now() < x->awaits[2 * rank + 1] ? number : -1;
 }
 
-/* Says whom this rank waits for, size: for all, when half the deadline is over, and then in each half of one. */
+/* Until when this rank has said that it is at work: its thread in the background asks, too. */
+HPMLC_FN double hpmlc_mpi_works(hpmlc_shared *x)
+{
+    hpmlc_mpi_lock(x);
+    double busy = x->busy;
+    hpmlc_mpi_unlock(x);
+    return busy;
+}
+
+/* Says whom this rank waits for, size: for all, when half the deadline is over, and then in each half of one. While it
+   is at work, that is what the others must know of it, not what its thread in the background waits for. */
 HPMLC_FN void hpmlc_mpi_worry(hpmlc_shared *x, int number, double until, double *said)
 {
     double now = hpml_now();
     if ((*said <= 0 && now < until - 0.5 * x->timeout) || now < *said + 0.5 * x->timeout) return;
+    if (now < hpmlc_mpi_works(x)) return;
     *said = now;
     hpmlc_mpi_send_number(x, number);
+}
+
+/* A wait that others have heard of is over: else they would hold the rank it was for responsible for what comes. */
+HPMLC_FN void hpmlc_mpi_calm(hpmlc_shared *x, double said)
+{
+    if (said > 0 && hpml_now() >= hpmlc_mpi_works(x)) hpmlc_mpi_send_number(x, x->rank);
+}
+
+HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m)
+{
+    if (c->mpi) hpmlc_mpi_calm(c->mpi->shared, m->arrival);
 }
 
 /* When all are waited for: the first rank without a word, or else the first that is at work. -1: all wait. */
@@ -2010,16 +2048,22 @@ HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
 
 HPMLC_FN int hpmlc_mpi_lost(hpml_comm *c, const hpml_message *m, double *busy)
 {
-    const hpmlc_shared *x  = c->mpi->shared;
-    int                 at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
-    return at == x->rank ? c->origin[m->peer] : at;
+    hpmlc_shared *x  = c->mpi->shared;
+    int           at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
+    if (at != x->rank) return at;
+    *busy = hpmlc_mpi_works(x); /* a thread in the background waits for those that wait for this rank */
+    return c->origin[m->peer];
 }
 
 HPMLC_FN void hpmlc_mpi_busy(hpml_comm *c, double seconds)
 {
-    int k = 0;
+    hpmlc_shared *x = c->mpi->shared;
+    int           k = 0;
     while (k < HPMLC_BUSY - 1 && ldexp(1, k - 8) < seconds) k++;
-    hpmlc_mpi_send_number(c->mpi->shared, c->first->size + 1 + k);
+    hpmlc_mpi_lock(x);
+    x->busy = c->busy;
+    hpmlc_mpi_unlock(x);
+    hpmlc_mpi_send_number(x, x->size + 1 + k);
 }
 
 /* A receive can be called off, unless half of it is here; such a one, and a send, cannot, and its data must live as
@@ -2070,10 +2114,11 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 /* The deadline of hpmlc_mpi_all has passed. Returns a later one where a rank says that it is busy. */
 HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
 {
-    const hpmlc_shared *x = c->mpi->shared;
+    hpmlc_shared *x = c->mpi->shared;
     char                who[48] = "all ranks";
     double              busy;
     int                 at = hpmlc_mpi_end(x, -1, &busy);
+    if (at < 0) busy = hpmlc_mpi_works(x);
     if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout);
     if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->heard[at] == 'L' ? ", which has left," : "");
     if (at < 0 && code != MPI_SUCCESS) hpmlc_mpi_error(c, NULL, code);
@@ -2096,7 +2141,10 @@ HPMLC_FN hpml_status hpmlc_mpi_all(hpml_comm *c, int code, MPI_Request *request)
         if (code != MPI_SUCCESS) MPI_Error_class(code, &kind);
         hpmlc_mpi_unlock(x);
         hpmlc_mpi_listen(x);
-        if (code == MPI_SUCCESS && there) return HPML_OK;
+        if (code == MPI_SUCCESS && there) {
+            hpmlc_mpi_calm(x, said);
+            return HPML_OK;
+        }
         if (kind == MPI_ERR_TRUNCATE) return hpmlc_mpi_error(c, NULL, code);
         if (x->failed) return hpmlc_mpi_peer_failed(c);
         hpmlc_mpi_worry(x, x->size, limit, &said);
@@ -2208,7 +2256,11 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     part->mpi->shared = c->mpi->shared, part->mpi->comm = c->mpi->comm, part->mpi->part = number;
     part->mpi->native = MPI_COMM_NULL;
     for (int i = 0; i < count; i++) all = all && ranks[i] == i;
-    return all ? hpmlc_mpi_duplicate(c, c->mpi->native, &part->mpi->native) : HPML_OK;
+    if (all && hpmlc_mpi_duplicate(c, c->mpi->native, &part->mpi->native) != HPML_OK) return hpml_ctx_status(c->ctx);
+    hpmlc_mpi_lock(c->mpi->shared);
+    c->mpi->shared->users++;
+    hpmlc_mpi_unlock(c->mpi->shared);
+    return HPML_OK;
 }
 
 /* The one mutable static of this header, because exit passes nothing to its handlers: what the communicators share that
@@ -2233,7 +2285,7 @@ HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
         if (absent < 0) return -1;
         if (hpml_now() < limit) continue;
         int at = hpmlc_mpi_end(x, absent, &busy);
-        if (hpml_now() > busy) return at < 0 ? absent : at;
+        if (hpml_now() > busy) return at < 0 || at == x->rank ? absent : at;
     }
 }
 
@@ -2273,13 +2325,24 @@ HPMLC_FN void hpmlc_shared_free(hpmlc_shared *x)
     free(x);
 }
 
+HPMLC_FN void hpmlc_shared_leave(hpmlc_shared *x)
+{
+    hpmlc_mpi_lock(x);
+    bool last = --x->users == 0 && !x->kept;
+    hpmlc_mpi_unlock(x);
+    if (last) hpmlc_shared_free(x);
+}
+
 HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
 {
-    if (hpml_ctx_status(c->ctx) != HPML_OK) return; /* messages of its tags may still be on their way */
-    hpmlc_mpi_lock(c->mpi->shared);
-    if (c->mpi->native != MPI_COMM_NULL && !hpmlc_mpi_over()) MPI_Comm_free(&c->mpi->native);
-    hpmlc_mpi_unlock(c->mpi->shared);
-    hpmlc_mpi_release(c->mpi->shared, c->mpi->part);
+    hpmlc_shared *x = c->mpi->shared;
+    if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else messages of its tags may still be on their way */
+        hpmlc_mpi_lock(x);
+        if (c->mpi->native != MPI_COMM_NULL && !hpmlc_mpi_over()) MPI_Comm_free(&c->mpi->native);
+        hpmlc_mpi_unlock(x);
+        hpmlc_mpi_release(x, c->mpi->part);
+    }
+    hpmlc_shared_leave(x);
 }
 
 HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
@@ -2291,7 +2354,11 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
         return;
     }
     hpmlc_mpi_list(x, false);
-    if (hpmlc_mpi_over()) return; /* what MPI still had to send was in x */
+    x->kept = hpmlc_mpi_over();
+    if (x->kept) { /* what MPI still had to send was in x */
+        hpmlc_shared_leave(x);
+        return;
+    }
     hpmlc_mpi_say(x, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
     int absent = hpmlc_mpi_goodbye(x, failed ? 5 : c->timeout < 0 ? 60 : c->timeout);
     if (absent >= 0 && !failed)
@@ -2301,7 +2368,8 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed) MPI_Comm_free(&c->mpi->comm);
-    if (absent < 0) hpmlc_shared_free(x); /* else what is being sent stays until the process ends */
+    x->kept = absent >= 0; /* what is being sent */
+    hpmlc_shared_leave(x);
 }
 
 static const hpml_transport hpmlc_mpi_transport = {
@@ -2351,6 +2419,7 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     for (int i = 0; i < (int)n; i++) x->number[i] = i, x->saying[i] = MPI_REQUEST_NULL;
     x->rank = rank, x->size = size, x->comm = given, x->tag = found ? *most : 32767, x->from = -1;
     x->parts = (int)hpmlc_min(((int64_t)x->tag + 1) / HPMLC_TAG_SPAN, HPMLC_PARTS), x->taken[0] = true;
+    x->users = 1;
     x->timeout = timeout;
     MPI_Query_thread(&x->level);
 #ifndef HPML_NO_THREADS
@@ -2456,6 +2525,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     return c;
 }
 
+#else
+HPMLC_FN void hpmlc_calm(hpml_comm *c HPMLC_UNUSED, const hpml_message *m HPMLC_UNUSED) {}
 #endif /* HPML_USE_MPI */
 
 // ---------------------------------------------------------------------------------------------------------------------

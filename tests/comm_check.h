@@ -515,6 +515,38 @@ static hpml_status works_long(hpml_comm *c, bool hangs, int *ended)
     return has_ended(ended, hpml_barrier(c));
 }
 
+/* The same for two deadlines, while a job of the last rank waits for the others, which begin theirs when it comes. */
+static hpml_status works_beside_a_job(hpml_comm *c)
+{
+    int   p = hpml_comm_size(c), last = p - 1;
+    float y = 0, *x = (float *)hpml_ctx_alloc(hpml_comm_ctx(c), sizeof *x, NULL);
+    CHECK(hpml_job_wait(hpml_iallreduce(c, x, 1, NULL)) == HPML_OK && hpml_barrier(c) == HPML_OK);
+    if (hpml_comm_rank(c) != last) {
+        CHECK(hpml_recv(c, last, 1, &y, sizeof y) == HPML_OK);
+        return hpml_job_wait(hpml_iallreduce(c, x, 1, NULL));
+    }
+    hpml_job *job = hpml_iallreduce(c, x, 1, NULL);
+    hpml_comm_busy(c, 20);
+    usleep(600000);
+    hpml_comm_busy(c, 0);
+    for (int i = 0; i < last; i++) CHECK(hpml_send(c, i, 1, &y, sizeof y) == HPML_OK);
+    return hpml_job_wait(job);
+}
+
+/* It comes back as long after its last call as it has said, though it had said so shortly before. */
+static hpml_status works_to_the_end(hpml_comm *c)
+{
+    char x = 0;
+    CHECK(hpml_barrier(c) == HPML_OK);
+    if (hpml_comm_rank(c) != 1) return hpml_comm_rank(c) == 0 ? hpml_recv(c, 1, 1, &x, 1) : HPML_OK;
+    hpml_comm_busy(c, 4);
+    usleep(400000);
+    hpml_comm_busy(c, 4);
+    usleep(3800000);
+    hpml_comm_busy(c, 0);
+    return hpml_send(c, 0, 1, &x, 1);
+}
+
 static hpml_status unready(hpml_comm *c, bool leave, int *ended)
 {
     static float       x[8][2];

@@ -51,11 +51,47 @@ static hpml_status many_parts(hpml_comm *c, void *user)
 }
 
 static hpml_status chain(hpml_comm *c, void *user) { return (void)user, chain_hangs(c, NULL); }
-static hpml_status works(hpml_comm *c, void *user)
+static hpml_status came(hpml_status status)
 {
-    (void)user;
-    hpml_status status = works_long(c, false, NULL);
     if (status == HPML_OK) printf("all came\n");
+    return status;
+}
+
+static hpml_status works(hpml_comm *c, void *user) { return (void)user, came(works_long(c, false, NULL)); }
+static hpml_status works_beside(hpml_comm *c, void *user) { return (void)user, came(works_beside_a_job(c)); }
+static hpml_status works_to_end(hpml_comm *c, void *user) { return (void)user, came(works_to_the_end(c)); }
+
+/* Rank 1 waits for rank 0 for most of a deadline; its message comes, and then rank 1 hangs. Rank 2 waits for rank 1. */
+static hpml_status hangs_after_a_wait(hpml_comm *c, void *user)
+{
+    char x = 0;
+    int  rank = hpml_comm_rank(c);
+    (void)user;
+    if (hpml_barrier(c) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    if (rank == 2) return hpml_recv(c, 1, 1, &x, 1);
+    if (rank == 0) usleep(700000), hpml_send(c, 1, 1, &x, 1);
+    else hpml_recv(c, 0, 1, &x, 1);
+    sleep(2);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+/* The part lives longer than what it was split from. */
+static hpml_status part_outlives(void)
+{
+    float          x = 1;
+    int            level;
+    hpml_comm_desc d;
+    MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
+    memset(&d, 0, sizeof d);
+    d.transport = HPML_TRANSPORT_MPI;
+    hpml_ctx  *ctx = hpml_ctx_create(NULL);
+    hpml_comm *c = hpml_comm_create(ctx, &d), *part = hpml_comm_split(c, 0, 0);
+    hpml_allreduce(part, &x, 1, NULL);
+    hpml_comm_free(c);
+    hpml_comm_free(part);
+    hpml_status status = hpml_ctx_status(ctx);
+    hpml_ctx_free(ctx);
+    MPI_Finalize();
     return status;
 }
 
@@ -410,6 +446,10 @@ int main(int argc, char **argv)
     if (strcmp(what, "many_parts") == 0) return launch(many_parts, 0, false, 20);
     if (strcmp(what, "chain") == 0) return launch(chain, 0, false, 0.8);
     if (strcmp(what, "works") == 0) return launch(works, 0, false, 0.3);
+    if (strcmp(what, "works_beside") == 0) return launch(works_beside, 0, false, 0.3);
+    if (strcmp(what, "works_to_end") == 0) return launch(works_to_end, 0, false, 0.3);
+    if (strcmp(what, "hangs_after_a_wait") == 0) return launch(hangs_after_a_wait, 0, false, 1);
+    if (strcmp(what, "part_outlives") == 0) return part_outlives();
     if (strcmp(what, "stays") == 0) return launch(stays, 0, false, 1);
     if (strcmp(what, "late") == 0) return late();
     if (strcmp(what, "free_late") == 0) return free_late();

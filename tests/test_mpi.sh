@@ -59,6 +59,11 @@ on 2 free_late; check "a context freed after MPI_Finalize" 0 ''
 on 2 many_parts; check "150 parts, then too many" 1 'split: 128 communicators live on a rank'
 on 3 native_parts; check "MPI's own allreduce on a part" 1 'a part of a communicator has no MPI communicator'
 brief 3 works 3 'all came'; check "a rank that works for four deadlines" 0 'all came'
+brief 3 works_beside 3 'all came'; check "a rank that works while a job of its own waits" 0 'all came'
+brief 2 works_to_end 2 'all came'; check "a rank that works as long as it has said" 0 'all came'
+on 2 part_outlives; check "a part that outlives the communicator it was split from" 0 ''
+hung='waited 1 s for rank 1 (in receive|to free)'
+brief 3 hangs_after_a_wait 1 "$hung"; check "a rank that hangs after a long wait is held responsible" 1 "$hung"
 told 3 late 'waited 0.5 s for rank 1 to call hpml_comm_create' "a rank late for hpml_comm_create" \
     'rank [02] failed: waited 0.5 s for rank 1 to call hpml_comm_create|waited 0.5 s for rank 1'
 late='waited 1 s for rank 1 to free its communicator'
