@@ -1717,8 +1717,8 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 
    Words are control messages from each rank to every other: "I have failed, because ...", "I have left", "I wait for
    rank 3, and have done so for half the deadline", "I am busy". A waiting rank polls for words, so a wait for a rank
-   that has failed or left ends at once. A rank that was killed sends no word: the deadline ends the waits for that rank,
-   and the chain of waits names it. */
+   that has failed or left ends at once. A rank that was killed sends no word: the deadline ends the waits for that
+   rank, and the chain of waits names it. */
 
 #ifdef HPML_USE_MPI
 

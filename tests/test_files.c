@@ -545,7 +545,7 @@ TEST(names_that_would_make_a_file_unreadable)
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("u"), &e, 1, NULL, 0), HPML_ERR_ARGUMENT, "it is not UTF-8");
     e.name = "w";
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("u"), &e, 1, meta, 2), HPML_ERR_ARGUMENT,
-                 "metadata cannot be called \"a\": there are two");
+                 "metadata cannot be called \"a\": the name is used twice");
     meta[1].key = "\x80";
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("u"), &e, 1, meta, 2), HPML_ERR_ARGUMENT, "it is not UTF-8");
     meta[1].key = "b", meta[1].value = "\xc3";
