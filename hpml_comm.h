@@ -2016,7 +2016,7 @@ HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
 HPMLC_FN int hpmlc_mpi_lost(hpml_comm *c, const hpml_message *m, double *busy)
 {
     const hpmlc_shared *x  = c->mpi->shared;
-    int              at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
+    int                 at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
     return at == x->rank ? c->origin[m->peer] : at;
 }
 
@@ -2056,7 +2056,7 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_shared *x    = c->mpi->shared;
-    int        peer = c->origin[m->peer];
+    int           peer = c->origin[m->peer];
     hpmlc_mpi_listen(x);
     if (x->failed || x->heard[peer] == 'L') {
         if (!x->failed) hpmlc_mpi_test(c, m); /* it may have sent this before it left */
@@ -2148,8 +2148,8 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
     hpmlc_shared *x     = c->mpi->shared;
-    MPI_Comm   *place = (MPI_Comm *)malloc(sizeof *place);
-    MPI_Request request;
+    MPI_Comm     *place = (MPI_Comm *)malloc(sizeof *place);
+    MPI_Request   request;
     if (!place) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for an MPI communicator");
     hpmlc_mpi_lock(x);
     int code = MPI_Comm_idup(from, place, &request);
@@ -2175,9 +2175,12 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
 HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
 {
-    hpmlc_shared *x       = c->mpi->shared;
-    int64_t       ask[2] = { x->newest + 1, 0 }; /* a candidate number; parts that exist on this rank */
+    hpmlc_shared *x      = c->mpi->shared;
+    int64_t       ask[2] = { 0, 0 }; /* a candidate number; parts that exist on this rank */
+    hpmlc_mpi_lock(x);
+    ask[0] = x->newest + 1;
     for (int i = 0; i < x->parts; i++) ask[1] += x->taken[i];
+    hpmlc_mpi_unlock(x);
     for (int turn = 0; turn < x->parts; turn++, ask[0]++) {
         if (hpmlc_agree(c, "split", ask, 2) != HPML_OK) return 0;
         if (ask[1] == x->parts) break;
@@ -2218,10 +2221,10 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
 
 /* The one mutable static of this header, because exit passes no argument to its handlers: the list of the shared
    structs of all communicators in this process. The lock is held only to change the list. */
-static struct { bool locked, handled; pid_t process; hpmlc_shared *first; } hpmlc_mpi_living;
+static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
-/* Waits until all ranks have announced that they have left or failed, so that no rank calls MPI_Finalize while a
-   message is in flight. Returns -1, or, when `patience` seconds have passed, the rank that delays the others. */
+/* Waits until all ranks have sent a final word and have received this rank's, so that no rank calls MPI_Finalize while
+   a word is in flight. Returns -1, or, when `patience` seconds have passed, the rank that delays the others. */
 HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
 {
     double limit = hpml_now() + patience, busy = 0;
@@ -2242,12 +2245,12 @@ HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
     }
 }
 
-/* Handler of exit: notifies the other ranks, then sleeps 0.3 s, because a launcher may kill them when this rank ends.
-   */
+/* Handler of exit: notifies the other ranks, then waits up to 5 s for their final words and 0.3 s more, because a
+   launcher may kill the other ranks when this process ends. */
 HPMLC_FN void hpmlc_mpi_exit(void)
 {
     bool said = false;
-    if (hpmlc_mpi_over() || hpmlc_mpi_living.process != getpid()) return;
+    if (hpmlc_mpi_over() || hpmlc_mpi_living.process != (long)getpid()) return;
     for (hpmlc_shared *x = hpmlc_mpi_living.first; x; x = x->next) {
         char text[64];
         if (x->told) continue;
@@ -2266,7 +2269,7 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
     while (*at && *at != x) at = &(*at)->next;
     if (living) *at = x;
     else if (*at) *at = x->next;
-    hpmlc_mpi_living.process = getpid(); /* a child of fork has no other ranks */
+    hpmlc_mpi_living.process = (long)getpid(); /* a child of fork has no other ranks */
     if (!hpmlc_mpi_living.handled) hpmlc_mpi_living.handled = atexit(hpmlc_mpi_exit) == 0;
     __atomic_clear(&hpmlc_mpi_living.locked, __ATOMIC_RELEASE);
 }

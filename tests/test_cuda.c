@@ -651,7 +651,7 @@ TEST(optimizers)
     if (no_device()) SKIP("no CUDA device");
     for (int opt = HPML_OPT_SGD; opt <= HPML_OPT_LAMB; opt++)
         for (int variant = 0; variant < 4; variant++) {
-            bool        bad = false;
+            int32_t     bad = 0;
             hpml_update u = { .opt = (hpml_opt)opt, .lr = 0.02f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.99f,
                               .eps = 1e-6f, .weight_decay = variant == 1 ? 0 : 0.03f, .trust = variant == 2 ? 0 : 0.01f,
                               .grad_scale = 0.7f, .nesterov = variant == 2, .bad = variant == 3 ? &bad : NULL };
