@@ -456,8 +456,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
    conv2d, pooling and batchnorm compute the same in both layouts, up to rounding; their parameters have the same shapes
    and order, and hpml_flatten gives (B, C H W), so files of parameters fit both. Loaders, crops and augmentation make
    (C, H, W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and pooling, compute in NCHW
-   and convert NHWC before and after. All other ops use dimensions as stored; adding images of two layouts is an error.
-   */
+   and convert NHWC before and after. Other ops use dimensions as stored; adding images of two layouts is an error. */
 HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout); /* a permute, or x if x has that layout */
 /* Declares the layout of the numbers in x (an input, a reshape) without moving them; call it before an op reads x. */
 HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
@@ -2039,8 +2038,7 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
    leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
 
-/* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or a gradient of LAMB was not finite.
-   */
+/* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
 typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
 
 /* Stores an updated weight x at w; a non-finite x is replaced by `was` + instead, where `instead` is 0 or NaN. Only x
@@ -8066,8 +8064,7 @@ HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
     return block < batch ? block : 0;
 }
 
-/* hpml_backend.plan, once for each node: sets the size of its blocks, and the bytes of their copies and saved values.
-   */
+/* hpml_backend.plan, once for each node: sets the size of its blocks, the bytes of their copies and saved values. */
 HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
@@ -11607,8 +11604,7 @@ typedef struct hpmli_safe_content {
     uint32_t              *sums; /* (count) checksums; NULL: the file has none */
 } hpmli_safe_content;
 
-/* Whether all names are UTF-8 and distinct, else an error; each of the `things` is a struct that begins with its name.
-   */
+/* Whether all names are UTF-8 and distinct, else an error; each of the `things` is a struct that begins with a name. */
 HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *things, int count, size_t size)
 {
     const char *wrong = NULL, *why = "the name is used twice", *name;
@@ -11652,8 +11648,7 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 
 #define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
 
-/* Writes everything before the data. Its size in bytes depends neither on `length`, the header's, nor on the checksums.
-   */
+/* Writes everything before the data. Its size in bytes depends neither on the header's `length` nor on checksums. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";

@@ -1472,8 +1472,7 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_unlock(&in->gate.mutex);
 }
 
-/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not wait.
-   */
+/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: no wait for the sender. */
 HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
@@ -2088,8 +2087,7 @@ HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
 }
 
 /* Waits for the request of a collective MPI call: as fast as the blocking call, but with a deadline, and a failed rank
-   ends the wait. After an error of MPI the wait goes on until the deadline, because only then is the silent rank known.
-   */
+   ends the wait. After an error of MPI the wait lasts until the deadline, which shows the rank that is silent. */
 HPMLC_FN hpml_status hpmlc_mpi_all(hpml_comm *c, int code, MPI_Request *request)
 {
     hpmlc_shared *x     = c->mpi->shared;
@@ -2899,8 +2897,7 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
     return true;
 }
 
-/* Refuses threads in each of several processes of mpiexec, which are separate runs that look like one, unless allowed.
-   */
+/* Refuses threads in each of several processes of mpiexec, unless allowed, because these are separate runs. */
 HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_text *to)
 {
     const char *run       = getenv("HPML_RUN"), *kind = d->transport == HPML_TRANSPORT_CLOCK ? "clock" : "threads";

@@ -2342,8 +2342,7 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg
 }
 
 /* Step 0 counts positions and gives each its slot, in step 1 the position with slot 0 reserves entries of `order` for
-   its token, step 2 fills `order`, step 3 sorts the positions of each token, into `slot` because the slots are used up.
-   */
+   its token, step 2 fills `order`, step 3 sorts each token's positions, into `slot` because the slots are used up. */
 static __global__ void hpmlg_k_bucket(hpmlg_buckets b, int step)
 {
     int64_t i = hpmlg_me();
@@ -3237,8 +3236,7 @@ HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refus
     }
 }
 
-/* Runs the product with its epilogue fused, or else plain, with the activation as a kernel after. False: neither works.
-   */
+/* Runs the product with its epilogue fused, else plain, with the activation as a kernel after. False: neither works. */
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g)
 {
     hpmlg_blas      *blas = (hpmlg_blas *)d->blas;
