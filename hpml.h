@@ -246,8 +246,8 @@ HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes now hel
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* where its memory comes from; ctx NULL: all zero */
 
 /* Called while safetensors, parameters or a checkpoint are written: each time that 64 MB more are on the disk, with the
-   bytes of the file so far. Cleared: the callback is off, and a file goes to the disk at its end only. Returns the
-   callback from before. */
+   bytes of the file so far. Cleared: no callback, and the file is synced once, at its end. Returns the previous
+   callback. */
 typedef struct hpml_progress {
     void (*fn)(void *user, uint64_t bytes);
     void  *user;
@@ -317,7 +317,7 @@ struct hpml_tensor {
     bool        needs_grad; /* a parameter or something computed from one, or an input so marked */
     bool        used;       /* by an op: too late to mark it */
     hpml_layout layout;     /* of 4 dimensions; see hpml_to_layout */
-    int         leaf;       /* private: number among the inputs of the graph that was planned last */
+    int         leaf;       /* private: index among the inputs of the graph planned last */
 };
 
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element */
@@ -452,26 +452,26 @@ typedef struct hpml_linear_desc {
 } hpml_linear_desc;
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
-/* Images in another order. Results have the layout of what they are made from; reshape and permute give NCHW. In both
-   layouts conv2d, pooling and batchnorm compute the same up to rounding and their parameters have the same shapes and
-   order, and hpml_flatten gives (B, C H W): files of parameters fit either. Loaders, crops and augmentation make (C, H,
-   W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and pooling, compute in NCHW and turn
-   NHWC there and back. Everything else goes by dimensions, and adding up images of two layouts is an error. */
-HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout); /* a permute; x itself where it has it */
-/* The layout that x has already (an input, a reshape), before an op reads x. */
+/* Converts images to another layout. An op's result has the layout of its sources; reshape and permute give NCHW.
+   conv2d, pooling and batchnorm compute the same in both layouts, up to rounding; their parameters have the same shapes
+   and order, and hpml_flatten gives (B, C H W), so files of parameters fit both. Loaders, crops and augmentation make
+   (C, H, W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and pooling, compute in NCHW
+   and convert NHWC before and after. Other ops use dimensions as stored; adding images of two layouts is an error. */
+HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout); /* a permute, or x if x has that layout */
+/* Declares the layout of the numbers in x (an input, a reshape) without moving them; call it before an op reads x. */
 HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
 
-/* How the CPU computes a convolution; all ways agree up to rounding. With t taps of a kernel, C and out channels: */
+/* How the CPU computes a convolution; all algorithms agree up to rounding. t: taps (height x width) of a kernel. */
 typedef enum hpml_conv_algorithm {
-    HPML_CONV_AUTO   = 0, /* DIRECT, and IM2COL where only that keeps to the workspace */
-    HPML_CONV_DIRECT = 1, /* reads images where they stand. Workspace: up to 17 t C out floats, and images by thread */
-    HPML_CONV_IM2COL = 2  /* some rows of results at a time: t C / groups columns of their pixels, times the weights */
+    HPML_CONV_AUTO   = 0, /* DIRECT; IM2COL where DIRECT would exceed the workspace */
+    HPML_CONV_DIRECT = 1, /* reads images in place. Workspace: up to 17 t C out floats, and images per thread */
+    HPML_CONV_IM2COL = 2  /* multiplies weights by a matrix of t C / groups rows, for some rows of y at a time */
 } hpml_conv_algorithm;
 
 /* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y
    (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down. groups = C is
-   depthwise. y->node->attr.conv.algorithm and y->node->scratch_bytes say which way was chosen and its workspace; where
-   results are stored in halves, f32 copies of them come on top. */
+   depthwise. y->node->attr.conv.algorithm and y->node->scratch_bytes hold the algorithm chosen and the bytes of its
+   workspace; where results are stored in halves, f32 copies of the results are added. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
@@ -485,7 +485,7 @@ typedef struct hpml_conv2d_desc {
     hpml_init   init;
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
-    size_t      workspace;              /* bytes at most beyond its tensors and what the context has; 0: no limit */
+    size_t      workspace;              /* limit in bytes, besides tensors and the context's memory; 0: none */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -700,7 +700,7 @@ typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /*
 typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
                         HPML_OPT_LARS, HPML_OPT_LAMB } hpml_opt;
 
-/* What an optimizer step has found that is NaN or infinite: in the gradient; in new weights or sums of squares. */
+/* Where an optimizer step has found a NaN or infinity: in the gradient; in new weights or sums of squares. */
 enum { HPML_BAD_GRADIENT = 1, HPML_BAD_STEP = 2 };
 
 /* One optimizer step on one parameter. State arrays have the parameter's shape. */
@@ -2038,11 +2038,11 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
    leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
 
-/* What a step finds: sums of 0, or NaN once a new weight, a sum of squares, or a gradient of LAMB was not finite. */
+/* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
 typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
 
-/* Stores a step's result x at w, or, where x is not finite, `was` + instead, which is 0, or NaN. What comes of a
-   gradient that is not finite is not finite either: there is no need to look at both. */
+/* Stores an updated weight x at w; a non-finite x is replaced by `was` + instead, where `instead` is 0 or NaN. Only x
+   is checked, because a non-finite gradient makes x non-finite as well. */
 HPMLI_VFN void HV(stepped)(float *w, hv x, hv was, HV(found) *f, int64_t c)
 {
     hv off = x * HV(zero)();
@@ -2102,7 +2102,7 @@ HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *
 {
     hv mean   = HV(moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
     hv square = HV(moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
-    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite one would stop its weight in silence */
+    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite sum would silently freeze its weight */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
@@ -2114,8 +2114,8 @@ HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float
     HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
 }
 
-/* After a step that was not finite somewhere: was it the gradient (which LAMB has overwritten)? The states of such
-   elements start again, because no later gradient would make them finite. */
+/* After an update with a non-finite result: HPML_BAD_GRADIENT if the gradient was not finite (LAMB has overwritten the
+   gradient), else HPML_BAD_STEP. Resets the state of these elements, because no later gradient would make it finite. */
 HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
                               int64_t n)
 {
@@ -2131,7 +2131,7 @@ HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const fl
 }
 
 /* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
-   direction over the gradient's array, which is ours to spend; a gradient that is not finite counts as 0 there, because
+   direction over the gradient, which no later op reads; a gradient that is not finite counts as 0 there, because
    the length of the whole direction would not be finite either. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
@@ -3250,7 +3250,7 @@ HPMLI_VFN void HV(conv_flip)(const float *x, int64_t ldx, int64_t rows, int64_t 
                 hv     v  = HV(load)(square + q * HV_W);
                 if (bias) v += HV(set1)(bias[j + q]);
                 if (accumulate) v = HV(ld)(to, lanes) + v;
-                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays */
+                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
                 HV(st)(to, v, lanes);
             }
         }
@@ -3318,7 +3318,7 @@ HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int
 HPMLI_KFN void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                              int accumulate)
 {
-    bool    joint = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels; /* a row is one run */
+    bool    joint = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels; /* a row is contiguous */
     int64_t n = joint ? d->pixels * d->channels : d->channels, count = joint ? 1 : d->pixels;
     for (int64_t r = 0; r < d->rows; r++)
         for (int64_t p = 0; p < count; p++) {
@@ -3328,7 +3328,7 @@ HPMLI_KFN void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *f
                 hv v = HV(ld)(x + i, c);
                 if (bias) v += HV(ld)(bias + i, c);
                 if (accumulate) v += HV(ld)(y + i, c);
-                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays */
+                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
                 HV(st)(y + i, v, c);
             }
         }
@@ -3577,8 +3577,8 @@ typedef struct hpmli_conv {
     int64_t    B, C, H, W, OC, OH, OW, groups, taps; /* C, OC of one group */
     int64_t    x_pitch, x_size, x_first;             /* image of x, with its zeros: a row, all; its first pixel */
     int64_t    y_size;                               /* image of dy */
-    bool       nhwc;                                 /* x and y are in that layout ... */
-    int64_t    x_ld, y_ld;                           /* ... from one pixel to the next; else 1 */
+    bool       nhwc;                                 /* x and y are NHWC */
+    int64_t    x_ld, y_ld;                           /* NHWC: floats from one pixel to the next; else 1 */
     int64_t    row_at, col_at;                       /* in x from one row, one pixel of the result to the next */
     int64_t    blocks[2], block, block_at[2];        /* taps: blocks[0] x blocks[1] runs, so far apart in x */
     int64_t    band, splits;                         /* forward: rows computed at a time, pieces of the channels */
@@ -4038,7 +4038,7 @@ struct hpml_ctx {
     const hpmli_kernels *k;
     int                  threads;
     hpmli_pool          *pool;       /* NULL: one thread */
-    long                 process;    /* that created it; see hpmli_forked */
+    long                 process;    /* id of the process that created the context, see hpmli_forked */
     uint64_t             seed;
     const hpml_backend  *backend;
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
@@ -4090,7 +4090,7 @@ HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const c
         memcpy(ctx->error, text, sizeof text);
     }
     if (ctx->log) {
-        int at = line > 0 ? snprintf(whole, sizeof whole, "hpml.h:%d: ", line) : 0; /* 0: another file's error */
+        int at = line > 0 ? snprintf(whole, sizeof whole, "hpml.h:%d: ", line) : 0; /* 0: error from another file */
         snprintf(whole + at, sizeof whole - (size_t)at, "%s", text);
         ctx->log(status, whole, ctx->log_user);
     }
@@ -4429,7 +4429,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
 HPMLI_FN void hpmli_pool_drop(void *object)
 {
     hpmli_pool *p = (hpmli_pool *)object;
-    if (hpmli_forked(p->ctx)) return; /* nothing to wake, nothing to wait for */
+    if (hpmli_forked(p->ctx)) return; /* the child has no worker threads to wake and join */
     pthread_mutex_lock(&p->mutex);
     __atomic_store_n(&p->stop, 1, __ATOMIC_SEQ_CST);
     pthread_cond_broadcast(&p->wake);
@@ -4978,11 +4978,11 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
 
-/* The first n numbers of t, whatever they are stored as, as f32 on the host. */
+/* Copies the first n numbers of t, of any dtype, to the host as f32. */
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
-    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at its end: widened from the front on */
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out: widened in place */
     hpml_status status = ctx->backend->read(ctx->device, raw, t->data, bytes);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
@@ -4999,7 +4999,7 @@ HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int
     return status;
 }
 
-/* Both ways between a tensor and `count` values on the host, which are `in` or `out`; with `plain`, as f32. */
+/* Copies `count` values from the host (`in`) to a tensor or back (`out`); plain: the host's values are f32. */
 HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, const void *in, void *out, int64_t count,
                                     bool plain)
 {
@@ -5223,7 +5223,7 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 
 #define HPMLI_NAME 256 /* room for the name of an array in a file */
 
-/* Where the table of names has the parameter `name`, or has a free entry for it. */
+/* The entry of the table of names for the parameter `name`: its own, or a free one. */
 HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
 {
     uint64_t hash = UINT64_C(14695981039346656037); /* FNV-1a */
@@ -5607,7 +5607,8 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
     } while (at < j->d.k);
 }
 
-/* Tiles of C: large, as each number that is made f32 is then used once for each row or column; but some for all. */
+/* Chooses the tiles of C: large, because a tile uses each converted number once a row or column; yet enough for all
+   threads. */
 HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
 {
     const hpmli_gemm_desc *d = &j->d;
@@ -5707,7 +5708,7 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
     return HPML_OK;
 }
 
-/* Vectors go by pieces of HPMLI_GRAIN numbers, one to a task; what is not contiguous through an array that is. */
+/* Vectors are cut into pieces of HPMLI_GRAIN numbers, one a task; strided pieces are copied to a contiguous array. */
 typedef struct hpmli_vectors {
     const hpmli_kernels *k;
     int64_t              n, inc_x, inc_y, pieces;
@@ -5735,7 +5736,7 @@ HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     }
 }
 
-/* Checks and runs what writes to y. */
+/* Checks the arguments of an operation that writes y, and runs it. */
 HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, float alpha, const float *x, int64_t inc_x,
                                 float *y, int64_t inc_y, bool reads_x)
 {
@@ -6367,7 +6368,7 @@ HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t 
     shape[3] = nhwc ? channels : width;
 }
 
-/* Has the backend no kernels for x as it is? */
+/* Whether the backend has no kernels for the layout of x. */
 HPMLI_FN bool hpmli_image_foreign(const hpml_tensor *x)
 {
     return x->ndim == 4 && x->layout == HPML_NHWC && !x->ctx->backend->layouts;
@@ -6380,7 +6381,7 @@ HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
     return hpml_permute(x, dims);
 }
 
-/* Is it one of hpml_to_layout: an image of P pixels by C channels is turned around? */
+/* Whether n permutes between NCHW and NHWC, as hpml_to_layout does: a transpose of each image as a matrix. */
 HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
 {
     const int32_t *d = n->attr.permute.dims;
@@ -6396,7 +6397,7 @@ HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread
     w->k->conv_turn(to, from, rows, 1, size / rows, size);
 }
 
-/* The one that is read is seen in the order of the one that is written. */
+/* Copies, reading the source through shape and strides in the order of the destination. */
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -6558,7 +6559,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.own_size    = hpmli_max(c.x_size + hpmli_round_up(c.band * c.OW, 16) * HPMLI_CONV_PANEL,
                               c.joint * (2 * c.x_size + c.y_size));
     c.scratch     = c.parts * c.part_size + c.groups * c.packed_size + ctx->threads * c.own_size;
-    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return c; /* just recorded, or by columns */
+    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return c; /* no memory yet, or not used */
     HPML_ASSERT((size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
     c.part   = (float *)n->scratch;
     c.packed = c.part + c.parts * c.part_size;
@@ -6602,7 +6603,7 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
 
 HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
 
-/* Chooses how to compute y, of this shape, from x within the workspace that is allowed; *bytes: what that takes. */
+/* Chooses the algorithm for y, of this shape, within the workspace that d allows; *bytes: the workspace needed. */
 HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
                                 size_t *bytes)
 {
@@ -6619,7 +6620,7 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
     if (d->algorithm == HPML_CONV_DIRECT || row > most)
         return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
                            "at least %zu: raise it", d->name ? d->name : "", d->workspace, *bytes, row);
-    if (d->workspace == 0) most = (size_t)4 << 20; /* what caches hold */
+    if (d->workspace == 0) most = (size_t)4 << 20; /* bytes: about a cache */
     a->conv.algorithm = HPML_CONV_IM2COL;
     a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);
     *bytes            = (size_t)a->conv.rows * row;
@@ -6749,7 +6750,7 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
     }
 }
 
-/* dy of one image becomes dz, in its place: nobody reads dy after us. Sums for the bias. */
+/* Overwrites dy of one image by dz = dy act', because no later op reads dy, and sums dz into the bias gradient. */
 HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool first)
 {
     int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
@@ -6762,7 +6763,7 @@ HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool
         db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
 }
 
-/* By columns: what the pixels of some rows of y read of x, each tap of each channel a row of a matrix. */
+/* im2col: the numbers of x that some rows of y read, as a matrix with a row for each tap of each channel. */
 typedef struct hpmli_columns {
     const hpmli_conv *c;
     float            *p;         /* (C x taps, rows x OW) */
@@ -6771,7 +6772,7 @@ typedef struct hpmli_columns {
     bool              back;      /* added to dx; else filled from x */
 } hpmli_columns;
 
-/* One tap of one channel when filled; all taps of a channel going back, where they add to the same numbers. */
+/* A task fills one tap of one channel; backward it adds all taps of a channel, because they share elements of dx. */
 HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_columns *m = (const hpmli_columns *)arg;
@@ -7027,7 +7028,7 @@ HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int threa
     }
 }
 
-/* One image in NHWC: of each window all channels side by side. at: which pixel has won. */
+/* Max pooling of one image in NHWC, all channels of a window together. at: index of the pixel of each maximum. */
 HPMLI_FN void hpmli_max_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
 {
     const hpml_node   *n = w->n;
@@ -8006,7 +8007,7 @@ HPMLI_FN int64_t hpmli_edge_tasks(const hpmli_edge *e, const hpmli_copy *c)
     return wanted ? (c->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN : 0;
 }
 
-/* A piece of one of the copies. */
+/* One task: loads or saves a piece of one of the copies. */
 HPMLI_FN void hpmli_edge_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_edge    *e = (const hpmli_edge *)arg;
@@ -8039,10 +8040,10 @@ HPMLI_FN bool hpmli_is_mean(hpml_op op)
     return op == HPML_OP_CROSS_ENTROPY || op == HPML_OP_BCE || op == HPML_OP_HUBER;
 }
 
-/* The tensor whose samples make the blocks. */
+/* The tensor whose samples are cut into blocks. */
 HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n->op) ? n->src[0] : n->out; }
 
-/* Samples of a block; 0: the op is run on all at once, as it joins samples, or as they are few. */
+/* Number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is small. */
 HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
 {
     const hpml_tensor *y = hpmli_edge_batch(n);
@@ -8055,7 +8056,7 @@ HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
         const hpml_tensor *s = n->src[i];
         bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
         if (s && s->batch_rows) numbers += hpml_tensor_count(s);
-        else if (s && (rows_meet || hpmli_is_mean(n->op))) return 0; /* its row i goes with row i of the batch */
+        else if (s && (rows_meet || hpmli_is_mean(n->op))) return 0; /* s has a row for each row of the batch */
     }
     batch = y->shape[0] / y->batch_rows;
     int64_t rows  = hpml_tensor_count(y) / y->shape[y->ndim - 1] / batch, each = 2 * numbers / batch;
@@ -8063,7 +8064,7 @@ HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
     return block < batch ? block : 0;
 }
 
-/* hpml_backend.plan, once for each node: the size of its blocks, memory for their copies and for what each saves. */
+/* hpml_backend.plan, once for each node: sets the size of its blocks, the bytes of their copies and saved values. */
 HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
@@ -8379,7 +8380,7 @@ HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
         int first = m->inside[k] ? m->part[m->path[k]] : m->whole[m->path[k]];
         if (first) list[count++] = first;
     }
-    do { /* until no list objects to what the others allow */
+    do { /* until the offset is free in every list */
         before = at;
         for (int k = 0; k < count; k++)
             for (const hpmli_range *r; r = &m->ranges[list[k]], list[k] && r->from < at + bytes; list[k] = r->next)
@@ -8462,7 +8463,7 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
    allocates nothing.
 
    Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
-   may work in place on a source that nobody else wants. A node's out_root and grad_root follow such links. */
+   may work in place on a source that no other op reads. A node's out_root and grad_root follow such links. */
 
 typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
     int  last;                 /* time until which the value lives */
@@ -8502,7 +8503,7 @@ struct hpml_graph {
     bool           idle;       /* see hpml_run */
 };
 
-/* Is t among the inputs found? Its number, which another graph may have left, is checked by what has that number. */
+/* Whether t is among the inputs found. t->leaf may be from another graph, so the input with that index is compared. */
 HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
 {
     return t->leaf < g->leaf_count && g->leaves[t->leaf] == t;
@@ -9217,7 +9218,7 @@ HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
 
-/* Room for a batch of the output, when it is first wanted on the host; what the CPU has in f32 is there already. */
+/* Host memory for a batch of the output, allocated on first use; an f32 output on the CPU is in host memory already. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
     if (t->ctx->backend == hpml_backend_cpu() && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
@@ -9434,17 +9435,17 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
         const char *where = i < 0 ? "the data of" : "the result of";
         if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->data, false)) return ctx->status;
     }
-    for (int i = g->param_count - 1; i >= 0; i--) /* as the backward pass came to them */
+    for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
         if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
                       hpmli_plain_nan(value));
 }
 
-HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* tells of what an update found, or has made */
+HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* reports non-finite gradients and parameters */
 {
     int32_t bad  = t->ctx->status == HPML_OK ? hpmli_trainer_bad(t) : 0;
     bool    grad = bad & HPML_BAD_GRADIENT;
-    for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* as the backward pass came to them */
+    for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* in the order of the backward pass */
         if (hpmli_blame(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
                         grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
                         t->bad[i] & (grad ? HPML_BAD_GRADIENT : HPML_BAD_STEP)))
@@ -9709,7 +9710,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     hpml_loader_free(l);
     hpml_graph_batch(t->graph, t->graph->batch);
     if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
-    /* what a device has found in the gradients of the last step */
+    /* reports non-finite values that a device found in the last step */
     if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
     return status;
 }
@@ -9960,7 +9961,8 @@ HPMLI_FN bool hpmli_follow(char *path, size_t room)
     return false;
 }
 
-/* Whether the file open as w->fd may be overwritten: it is locked, ours, no link, and still has the temporary name. */
+/* Whether the file open as w->fd may be overwritten: locked, owned by this user, no link, still under its temporary
+   name. */
 HPMLI_FN bool hpmli_temporary_ours(const hpmli_writer *w)
 {
     struct stat mine, there;
@@ -10011,7 +10013,7 @@ HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t room)
 /* Syncs the folder, so that a crash of the machine does not take the new name away. */
 HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
 {
-    char *folder = w->temporary, *end = strrchr(folder, '/'); /* its file has the other name now */
+    char *folder = w->temporary, *end = strrchr(folder, '/'); /* unused now, because the file has been renamed */
     if (end) end[end == folder] = 0;
     else strcpy(folder, ".");
     int fd = open(folder, O_RDONLY);
@@ -10025,7 +10027,7 @@ HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
 /* seeks: the start of the file is written last, which a pipe does not allow. */
 HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path, bool seeks)
 {
-    size_t room = 4096 + 48; /* what a system takes as a path, and a number */
+    size_t room = 4096 + 48; /* bytes: the longest path that systems accept, and a number */
     memset(w, 0, sizeof *w);
     w->ctx = ctx, w->fd = -1;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
@@ -10058,7 +10060,7 @@ HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
     w->size += size;
 }
 
-/* What is written next replaces the start of the file. */
+/* Rewinds: the next writes replace the start of the file. */
 HPMLI_FN void hpmli_write_start(hpmli_writer *w)
 {
     if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
@@ -10086,7 +10088,7 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
-    bool here = false; /* has its name */
+    bool here = false; /* the file is under its final name */
 #if HPMLI_POSIX
     if (good && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
 #endif
@@ -10141,7 +10143,7 @@ HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
         if (p[i] >> 6 != 2) return 0;
         code = code << 6 | (p[i] & 0x3fu);
     }
-    bool good = code >= least[n] && code <= 0x10ffff && code >> 11 != 0x1b; /* and no half of a UTF-16 pair */
+    bool good = code >= least[n] && code <= 0x10ffff && code >> 11 != 0x1b; /* and no UTF-16 surrogate */
     return good ? n : 0;
 }
 
@@ -10356,7 +10358,7 @@ HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
     return !j->bad && !(close == ')' && hpmli_json_is(j, close));
 }
 
-/* How many elements the list or object that comes next has, at most; it stays. */
+/* Upper bound of the number of elements of the list or object that comes next, which is not consumed. */
 HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
 {
     int64_t count = 1;
@@ -10656,7 +10658,7 @@ typedef struct hpmli_csv {
     char        separator;
 } hpmli_csv;
 
-/* Takes a field, to [*text, *stop) without the blanks and quotes around it; whether another one follows on the line. */
+/* Reads a field into [*text, *stop), without blanks and quotes around it. True: another field follows on the line. */
 HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop)
 {
     const char *p = c->p;
@@ -10678,7 +10680,7 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
    header would be lost. */
 HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
 {
-    static const char none[][4] = { "nan", "inf" }; /* numbers of other programs, not of this reader */
+    static const char none[][4] = { "nan", "inf" }; /* count as numbers here, although as data they are errors */
     const char *start = c->p, *text, *stop;
     bool        more = true, numbers = false, words = false;
     double      v;
@@ -10708,13 +10710,13 @@ HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t col
                end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
 }
 
-/* One line to one sample. */
+/* Parses a line into a sample. */
 HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
     bool        more = true, fits = s && s->d.count < c->room; /* what does not fit is no whole row, see below */
-    bool        first = !c->names && (!s || s->d.count == 0);  /* may have been meant as a header */
+    bool        first = !c->names && (!s || s->d.count == 0);  /* the line may be meant as a header */
     for (; more; column++) {
         double v = 0;
         more = hpmli_csv_field(c, &text, &stop);
@@ -11602,10 +11604,10 @@ typedef struct hpmli_safe_content {
     uint32_t              *sums; /* (count) checksums; NULL: the file has none */
 } hpmli_safe_content;
 
-/* All names are UTF-8, and there are no two of one name; `things` begin with theirs. */
+/* Whether all names are UTF-8 and distinct, else an error; each of the `things` is a struct that begins with a name. */
 HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *things, int count, size_t size)
 {
-    const char *wrong = NULL, *why = "there are two", *name;
+    const char *wrong = NULL, *why = "the name is used twice", *name;
     char       *sorted = (char *)hpmli_alloc_array(ctx, count, size);
     if (!sorted) return false;
     if (count > 0) memcpy(sorted, things, (size_t)count * size);
@@ -11613,7 +11615,7 @@ HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *thi
     for (int i = 0; i < count && !wrong; i++) {
         name = *(const char *const *)(const void *)((const char *)things + (size_t)i * size);
         if (!hpmli_utf8_all(name, strlen(name))) wrong = name, why = "it is not UTF-8";
-        if (strcmp(name, HPMLI_SAFE_META) == 0) wrong = name, why = "the format keeps that for itself";
+        if (strcmp(name, HPMLI_SAFE_META) == 0) wrong = name, why = "the format reserves that name";
     }
     if (wrong)
         hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", what,
@@ -11622,7 +11624,7 @@ HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *thi
     return !wrong;
 }
 
-/* All of it may stand in a file; else an error. */
+/* Whether these contents can be written to a file, else an error. */
 HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 {
     const hpml_safetensor *t = c->t;
@@ -11646,7 +11648,7 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 
 #define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
 
-/* All that stands in front of the data; its size does not depend on `length`, the header's, and on the checksums. */
+/* Writes everything before the data. Its size in bytes depends neither on the header's `length` nor on checksums. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";
@@ -11712,7 +11714,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // >>checkpoint   parameters and whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Named arrays on the device become a file, and back. All are checked, then changed. */
+/* Saves named arrays of a device to a file, and loads them. Loading checks all arrays before it changes any. */
 
 typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
@@ -11778,7 +11780,7 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, co
     return ctx->status;
 }
 
-/* Every tensor that has a checksum fits it. Files of other programs, and older ones of hpml, have none. */
+/* Checks every tensor that has a checksum. Files of other programs, and older files of hpml, have no checksums. */
 HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
 {
     for (int i = 0; i < f->meta_count; i++) {
@@ -11796,7 +11798,7 @@ HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const c
     return true;
 }
 
-/* The n numbers of a tensor in a file as f32: where they lie, or converted to a->host. */
+/* The n numbers of a tensor of a file as f32: in the file's memory, or converted into a->host. */
 HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
 {
     if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
@@ -11804,7 +11806,7 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
     return a->host;
 }
 
-/* Array i of a has its place in f, with numbers that make sense. */
+/* Whether file f has array i of a, with its shape and valid numbers; else an error. */
 HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
                                 const char *path)
 {
@@ -11864,7 +11866,7 @@ enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, H
        HPMLI_NUMBERS };
 static const char *const hpmli_numbers[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
-#define HPMLI_NUMBERS_SUM "hpml.crc32c" /* the checksum of these texts, one behind the other */
+#define HPMLI_NUMBERS_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
 #define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
 
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
@@ -11888,7 +11890,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS + 1);
 }
 
-/* The numbers of a checkpoint, checked; else an error. */
+/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_NUMBERS] and checks them; false: an error. */
 HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n)
 {
     const char *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
@@ -11900,8 +11902,8 @@ HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const
         errno = 0;
         n[i]  = text ? strtoll(text, &end, 10) : 0;
         if (!text)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare "
-                               "parameters with hpml_params_load", path);
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no state of a training; load "
+                               "them with hpml_params_load", path);
         if (end == text || *end != 0 || errno == ERANGE)
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
                                path, hpmli_numbers[i], text);
@@ -11912,7 +11914,7 @@ HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const
     }
     snprintf(is, sizeof is, "%08x", (unsigned)crc);
     if (sum && strcmp(sum, is) != 0)
-        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the position of the training is damaged: its CRC-32C is "
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the state of the training is damaged: its CRC-32C is "
                            "%s, the file says %s; take an older file", path, is, sum);
     return true;
 }
@@ -11928,7 +11930,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
         (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; "
-                   "a LARS of 5 lacks the rates in its momentum); load bare parameters with hpml_params_load", path,
+                   "a LARS of 5 lacks the rates in its momentum); load only the parameters with hpml_params_load", path,
                    (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
     if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)n[HPMLI_SEED];
@@ -12006,7 +12008,7 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
     hpml_trace_add(ctx, &e);
 }
 
-/* A step that ends now, and its loss. */
+/* Adds the events of a step that ends now: its span and its loss. */
 HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
 {
     hpml_trace_event e = HPMLI_ZEROED;
@@ -12038,7 +12040,7 @@ HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
     if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
 }
 
-/* A string without its quotes. */
+/* Writes a JSON string without its quotes. */
 HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
 {
     for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
@@ -12049,7 +12051,7 @@ HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
     }
 }
 
-/* Not by %f and %g, which write a comma in many a locale. */
+/* Writes no %f or %g, because these use a decimal comma in some locales. */
 HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
 {
     long long ns = (long long)(1e9 * seconds);

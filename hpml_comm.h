@@ -134,13 +134,14 @@ typedef struct hpml_comm_desc {
 } hpml_comm_desc;
 
 /* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher of another MPI, a rank that
-   has not called this within the deadline, ... It goes with its context. A rank whose context has an error tells the
-   others; all have then failed, cleared or not. With MPI, while this call lasts, no receive of yours from any rank with
-   any tag may be open on .mpi_comm, because the ranks find each other there with its highest tag. */
+   has not called this function within the deadline, ... The communicator is freed with its context. An error on one
+   rank's context fails all ranks; clearing that error does not revive the communicator. With MPI no receive with
+   MPI_ANY_SOURCE and MPI_ANY_TAG may be pending on .mpi_comm during this call, because the ranks exchange messages
+   there with its highest tag. */
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
-/* Optional, collective: with MPI it waits, within the deadline, until all ranks have called it, or have freed their
-   contexts. Free communicators, or their contexts, before MPI_Finalize: later it does no harm, but the other ranks have
-   had no goodbye. A process that calls exit while it has one tells the other ranks so first. */
+/* Optional, collective: with MPI waits, within the deadline, until all ranks have called this function or freed their
+   contexts. Free communicators, or their contexts, before MPI_Finalize: freeing later is safe, but then the other ranks
+   are not notified. A process that calls exit before it has freed its communicator notifies the other ranks first. */
 HPML_API void       hpml_comm_free(hpml_comm *c);
 
 /* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone.
@@ -165,8 +166,8 @@ typedef struct hpml_launch_desc {
     bool                check;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores shared out among the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes it for a rank: a GPU of its own */
-    bool                alone;     /* THREADS, CLOCK in each of several processes of mpiexec or srun: an error, because
-                                      each would train by itself, unless this or HPML_RUN says that it is meant */
+    bool                alone;     /* allows THREADS and CLOCK in each of several processes of mpiexec or srun; else
+                                      an error, because each process would train alone. HPML_RUN allows it as well */
     uint32_t            _end;
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
@@ -187,17 +188,18 @@ HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or 
 /* CLOCK: time passes, as for nothing else that is computed; else sleeps as long. On the timeline: "compute". */
 HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 
-/* Ranks of the same color form a new communicator, ordered by key, then rank. Negative color: none for me (NULL). With
-   MPI it has no MPI communicator of its own, because MPI makes one of some ranks only by a call without a deadline: its
-   messages have tags of their own on the first one's. So a part has no HPML_NATIVE, unless all ranks are in it in their
-   old order; and at most 127 parts of a communicator (15 where MPI has no tag above 32,767) live at the same time. */
+/* Ranks of the same color form a new communicator, a part, ordered by key, then rank. Negative color: this rank joins
+   no part and gets NULL. With MPI a part sends over the MPI communicator of hpml_comm_create, with tags of its own,
+   because MPI creates a communicator of some ranks only by a call without a deadline. So a part has no HPML_NATIVE,
+   unless it has all ranks in their old order, and at most 127 parts (15 where MPI has no tag above 32,767) exist at the
+   same time. */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
-/* This rank is at work that may take longer than a deadline: it comes back, or calls this again, within `seconds`, and
-   ranks that wait for it, or for one that waits for it, wait until then. Call it as often as the work advances (most
-   calls cost nothing), and with 0 at its end: a deadline begins. hpml_distribute_save gives the rank that writes a
-   minute each time that bytes are on the disk. */
+/* Extends the deadlines of the ranks that wait for this rank, directly or through other ranks, while this rank works
+   alone: they wait at least until `seconds` seconds from now. Call the function again as the work advances (most calls
+   cost nothing), and with 0 when the work ends: an ordinary deadline starts then. hpml_distribute_save extends the
+   deadlines by a minute each time that bytes of the checkpoint have reached the disk. */
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
 /* What this rank has sent since the last reset. Background work is included: reading waits until it is done. */
@@ -230,7 +232,7 @@ typedef struct hpml_message {
     size_t               bytes, moved;
     size_t               posted;       /* MPI: pieces given to MPI; else the sender's rank */
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
-    double               arrival;      /* THREADS, CLOCK: not before; MPI: when the others last heard of this wait */
+    double               arrival;      /* seconds: THREADS, CLOCK: earliest arrival; MPI: last notice of this wait */
     struct hpml_message *next;         /* private, as all below */
     struct hpml_comm    *owner;
     void                *native[2];
@@ -244,18 +246,18 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
 typedef struct hpml_transport {
     const char *name;
     void (*start)(hpml_comm *c, hpml_message *m); /* begins a send or a receive */
-    void (*test)(hpml_comm *c, hpml_message *m);  /* sets m->done, and m->status, when it is over */
+    void (*test)(hpml_comm *c, hpml_message *m);  /* sets m->done and m->status when m is complete */
     void (*block)(hpml_comm *c, hpml_message *m, double until); /* sleeps until something may have changed */
-    void (*abandon)(hpml_comm *c, hpml_message *m); /* after this rank has failed: nobody touches its data any more */
-    void (*tell)(hpml_comm *c, const char *text); /* this rank has failed: the others' waits end */
-    /* Collective; part NULL: this rank is in none (MPI). */
+    void (*abandon)(hpml_comm *c, hpml_message *m); /* after an error: stops m, whose buffer is then unused */
+    void (*tell)(hpml_comm *c, const char *text); /* this rank has failed: ends the other ranks' waits */
+    /* Collective; part NULL: this rank joins no part (MPI). */
     hpml_status (*split)(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color);
     void (*close)(hpml_comm *c);
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int dtype, int op); /* optional: native */
     size_t piece; /* AUTO sums large arrays in pieces of as many bytes, which stay in the caches; 0: whole */
     double alpha, beta; /* typical seconds a message, seconds a byte: what AUTO starts from */
-    /* optional: the rank at the end of a chain of ranks that wait for one another, which begins with m's peer, and
-       until when that rank is busy; -1: a test of m says that another rank has failed. NULL: m's peer */
+    /* optional, when the deadline of m has passed: the last rank of the chain of waits that begins with m's peer, and
+       until when that rank is busy; -1: a rank has failed, as the next test of m reports. NULL: m's peer */
     int  (*lost)(hpml_comm *c, const hpml_message *m, double *busy);
     void (*busy)(hpml_comm *c, double seconds); /* optional: see hpml_comm_busy */
 } hpml_transport;
@@ -305,11 +307,11 @@ typedef struct hpml_allreduce_desc {
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
 /* Measures alpha and beta of this communicator once (some milliseconds), for AUTO. Collective. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c);
-HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes); /* what AUTO takes; NONE: no memory, or c
-                                                                                  is NULL */
+HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes); /* what AUTO chooses; NONE: out of memory,
+                                                                                  or c is NULL */
 
 /* Block r of an array of n elements is [n r / p, n (r+1) / p). */
-HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n index / parts: where block `index` begins;
+HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n index / parts: offset of block `index`;
                                                                        0 where there are no parts */
 
 /* In place. reduce_scatter: then my block holds the result, the rest is scratch. allgather: at first my block is mine,
@@ -409,7 +411,7 @@ HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background
    deadline names a tensor that makes all wait, and its rank. */
 HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
 /* Bytes that this rank sends in one run: by messages exactly (AUTO: as hpml_comm_choose chooses now), by NATIVE or a
-   link as a ring would; what ranks ask one another for hpml_exchange_ready is not in it. */
+   link as a ring would. The messages of hpml_exchange_ready are not counted. */
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x);
 /* Residuals: tensor by tensor, (leaves, rows, cols) of this rank, and its stripe. NULL when the codec keeps none. */
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
@@ -497,8 +499,8 @@ typedef struct hpml_distribute_report {
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
     double  plain_bytes;       /* what a ring allreduce of f32 would have sent */
-    double  loss;              /* of the last step, mean over all ranks' samples. With `delayed` it travels with the
-                                  gradients: of the step before. NaN: of none yet */
+    double  loss;              /* mean over all ranks' samples of the last step; with `delayed` of the step before,
+                                  because the loss is sent with the gradients. NaN: before the first step */
     int64_t samples;           /* of the same step, on all ranks */
     int32_t buckets;
 } hpml_distribute_report;
@@ -710,7 +712,7 @@ typedef struct hpmlc_agent      hpmlc_agent;      /* a thread in virtual time: s
 
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>moves */
 
-typedef struct hpmlc_text { /* where the reason of an error goes that no context keeps; may be NULL */
+typedef struct hpmlc_text { /* buffer for the text of an error that no context keeps; may be NULL */
     char  *text;
     size_t size;
 } hpmlc_text;
@@ -727,17 +729,17 @@ struct hpml_comm {
     double                timeout;
     bool                  check;
     int                   spin;     /* tests before a wait yields the core, and as many before it sleeps */
-    double                crowded;  /* until this time of hpml_now a wait does not yield: it would cost too much */
+    double                crowded;  /* hpml_now() before which waits do not yield, because yielding was slow */
     uint32_t              sequence; /* collectives so far: each has tags of its own */
     int64_t               step;     /* of the trainer, for messages; 0: of none */
     const char           *doing;
     int                   round;
     double                since;    /* when the collective began */
     int64_t               bytes;    /* of the collective's array */
-    bool                  within;   /* a collective, whose messages are arrows on the timeline */
+    bool                  within;   /* inside a collective, whose messages are arrows on the timeline */
     hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
     uint64_t              key;      /* of this communicator, the same on all its ranks */
-    uint32_t            (*arrows)[2]; /* (size) messages to each rank, and from each, in rounds of collectives */
+    uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
     hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
@@ -746,8 +748,8 @@ struct hpml_comm {
     hpmlc_room           *room;     /* THREADS, CLOCK */
     hpmlc_mpi            *mpi;
     unsigned              seen;     /* changes of the inbox that have been looked at; MPI: turns of waiting */
-    double                busy;     /* until when it has said that it is busy */
-    hpmlc_text            farewell; /* MPI: for an error of closing, which comes when the context ends */
+    double                busy;     /* hpml_now() until which this rank has announced that it is busy */
+    hpmlc_text            farewell; /* MPI: buffer for an error of closing, because the context ends with it */
     hpmlc_agent          *agent;    /* CLOCK */
     hpmlc_background     *background;
     hpml_comm            *first;    /* the communicator this one was split from, or itself */
@@ -909,7 +911,7 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
 #define HPMLC_TAGS           1023 /* of collectives, which take them in turn: messages of one tag stay in order */
-#define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* MPI: of words; THREADS: of splits */
+#define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* MPI: of control messages; THREADS: of splits */
 #define HPMLC_TAG_SPAN       (HPMLC_TAG_EXTRA + 1)
 
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
@@ -963,9 +965,9 @@ HPMLC_FN void hpmlc_pause(bool yield)
 #define HPMLC_COSTLY 100e-6 /* seconds: a yield that takes longer has given the core to another program */
 #define HPMLC_EARLY  60e-6  /* seconds before a message arrives at which a sleep ends, because the system wakes late */
 
-/* One turn of a wait for m on this core: keeps it, then offers it to others. False: sleep instead, because there have
-   been enough turns, or the message is on its way and known to take longer, or yielding has cost a program's time
-   slice; then it is not tried again for a hundred times as long. */
+/* One turn of a wait for m without sleeping: spins in early turns, yields the core in later ones. False: the caller
+   sleeps instead, because the turns are used up, or the message is in flight and known to take longer, or a yield has
+   cost another program's time slice; after such a yield none is tried for 100 times as long as the yield took. */
 HPMLC_FN bool hpmlc_linger(hpml_comm *c, const hpml_message *m, int turn)
 {
     const int spin = hpmlc_spin(c);
@@ -993,7 +995,7 @@ HPMLC_FN int  hpmlc_cores(int ranks);
 /* A sender learns from the receiver's thread that its message is done. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Of the receives of m's rank and tag that are under way the oldest, furthest on in the list, gets the next message. */
+/* The receive that gets the next message from m's peer with m's tag: the oldest one pending, the last in the list. */
 HPMLC_FN const hpml_message *hpmlc_next(const hpml_message *m)
 {
     const hpml_message *next = m;
@@ -1015,11 +1017,11 @@ HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
                            "the same counts", c->doing, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
 }
 
-HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer); /* THREADS: for this rank, -1: no more */
-HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m); /* MPI: the wait for m is over */
+HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer); /* THREADS: notes whom this rank waits for; -1: nobody */
+HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m); /* MPI: announces that the wait for m is over */
 
-/* The deadline of m has passed. A rank at work, which others wait for, gets a new one; else the wait is over, with an
-   error that names the rank that holds up all. Returns the time until which to wait. */
+/* Handles the deadline of m: extends the deadline where the rank at the end of the chain of waits is busy, else ends
+   the wait with an error that names that rank. Returns the hpml_now() until which to wait. */
 HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
 {
     const int peer = c->origin[m->peer];
@@ -1027,7 +1029,7 @@ HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
     char      chain[48] = "";
     int       lost = c->t->lost ? c->t->lost(c, m, &busy) : peer;
     if (lost < 0) return hpml_now();
-    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* it may be done earlier */
+    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* the rank may finish earlier */
     if (lost != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", lost);
     hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
                "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->doing, c->round,
@@ -1073,7 +1075,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
     return m->status;
 }
 
-/* A span of communication, about what the communicator works on. */
+/* Adds a span to the timeline, about the tensors in c->about. */
 HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
 {
     if (!hpml_trace_on(c->trace)) return;
@@ -1092,7 +1094,7 @@ HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
     uint64_t ends = (uint64_t)(receives ? other : me) << 32 | (uint64_t)(receives ? me : other);
     uint64_t id   = ((c->key * 0x9e3779b97f4a7c15u + ends) * 0x9e3779b97f4a7c15u + count) * 0x9e3779b97f4a7c15u;
     e.kind = receives ? HPML_TRACE_RECEIVE : HPML_TRACE_SEND, e.lane = HPML_LANE_COMM, e.name = "message";
-    e.start = hpml_comm_now(c), e.number = (int64_t)(id >> 12); /* what a double can hold */
+    e.start = hpml_comm_now(c), e.number = (int64_t)(id >> 12); /* 52 bits, because a double holds these exactly */
     hpml_trace_add(c->trace, &e);
 }
 
@@ -1175,7 +1177,7 @@ typedef struct hpmlc_inbox {
     hpmlc_gate    gate;
     hpml_message *posted, **last; /* sends, in order of arrival */
     hpml_comm    *owner;          /* while it is open */
-    int           peer;           /* whom its owner waits for: rank of the world, -1: nobody */
+    int           peer;           /* world rank that the owner waits for, -1: none */
     const char   *doing;
     int           core;           /* 1 + that of its owner's last wait */
     char          pad[64];
@@ -1202,7 +1204,7 @@ struct hpml_world {
     hpmlc_agent        *agents, *turn; /* CLOCK: all threads, and the one that runs */
     int                 agent_count;
     double             *card;     /* (2 (ranks + nodes)) when each sender's and receiver's card is free again */
-    double             *busy;     /* (ranks) until when each has said that it is at work */
+    double             *busy;     /* (ranks) hpml_now() until which each rank is busy */
 };
 
 /* Deadlines count by a clock that nobody sets, where condition variables can have one (not under -std=c99). */
@@ -1396,8 +1398,9 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Whom rank `at` of the world waits for, -1: nobody: it works, or hangs. Its thread that serves `room` is asked first,
-   then its others, because a thread may itself wait for the one in the background. w->mutex held. */
+/* The rank that world rank `at` waits for; -1: none, because rank `at` computes or hangs. The thread of rank `at` that
+   serves `room` is checked before its other threads, because a thread may wait for its own background thread. The
+   caller holds w->mutex. */
 HPMLC_FN int hpmlc_world_waits(hpml_world *w, hpmlc_room **room, int at)
 {
     hpmlc_room *first = *room;
@@ -1421,9 +1424,9 @@ HPMLC_FN int hpmlc_threads_lost(hpml_comm *c, const hpml_message *m, double *bus
     for (int hops = 0, next; hops < w->ranks; hops++, at = next)
         if (hpml_now() < w->busy[at] || (next = hpmlc_world_waits(w, &room, at)) < 0) break;
     *busy = w->busy[at];
-    if (w->failed) at = -1; /* who has told of it waits no more: the chain may be broken */
+    if (w->failed) at = -1; /* a rank that reports an error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
-    return at == c->origin[c->rank] ? peer : at; /* in a circle nobody is the one */
+    return at == c->origin[c->rank] ? peer : at; /* a cycle of waits has no last rank */
 }
 
 HPMLC_FN void hpmlc_threads_busy(hpml_comm *c, double seconds)
@@ -1472,7 +1475,7 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_unlock(&in->gate.mutex);
 }
 
-/* Posts a copy of the send m, which is then done, as behind the buffer of a network card: the sender goes on. */
+/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: no wait for the sender. */
 HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
@@ -1716,23 +1719,23 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 // >>mpi   messages between processes, by MPI
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Of MPI's calls only MPI_Init and MPI_Finalize wait for another rank: sends, receives, MPI_Iallreduce and
-   MPI_Comm_idup are begun, then tested, so that waiting is ours. (The probe for words, and the calls that ask, set and
-   free are local; MPI_Comm_free sends nothing in MPICH and Open MPI either.) Messages travel in pieces of HPMLC_PIECE
-   bytes, two in flight at a time: counts beyond 2^31 are no matter, and one piece is added while the next arrives. One
-   lock serves all communicators of a process, which lets a background thread work under MPI_THREAD_SERIALIZED.
+/* Only MPI_Init and MPI_Finalize block: sends, receives, MPI_Iallreduce and MPI_Comm_idup are started, then polled with
+   MPI_Test, because a blocking call of MPI has no deadline. (Probes, queries, setters and frees are local calls;
+   MPI_Comm_free sends nothing in MPICH and Open MPI either.) Messages are sent in pieces of HPMLC_PIECE bytes, two in
+   flight at a time, so that counts may exceed 2^31 and one piece is reduced while the next arrives. One lock serves all
+   communicators of a process, which lets a background thread run under MPI_THREAD_SERIALIZED.
 
-   Words are short messages from each rank to each: "I have failed, because ...", "I have left", "I wait for rank 3, and
-   have done so for half the deadline", "I am at work". A rank that waits polls for words, so a wait for a rank that has
-   failed or left ends at once; the deadline ends a wait for a rank that was killed without a word, and the chain of who
-   waits for whom names that rank. */
+   Words are control messages from each rank to every other: "I have failed, because ...", "I have left", "I wait for
+   rank 3, and have done so for half the deadline", "I am busy". A waiting rank polls for words, so a wait for a rank
+   that has failed or left ends at once. A rank that was killed sends no word: the deadline ends the waits for that
+   rank, and the chain of waits names it. */
 
 #ifdef HPML_USE_MPI
 
 #define HPMLC_PIECE ((size_t)4 << 20)
-#define HPMLC_WORD  256  /* bytes of 'L' (left) or 'F' (failed) and a text; what else is said is shorter */
-#define HPMLC_BUSY  40   /* words for it, up to 68 years */
-#define HPMLC_PARTS 128  /* at most, with the first communicator */
+#define HPMLC_WORD  256  /* bytes of the word 'L' (left) or 'F' (failed) with a text; other words are shorter */
+#define HPMLC_BUSY  40   /* words "I am busy", one for each of the durations 2^k / 256 s, up to 68 years */
+#define HPMLC_PARTS 128  /* communicators at most that share an MPI communicator, the first one included */
 
 typedef struct hpmlc_shared hpmlc_shared;
 struct hpmlc_mpi {
@@ -1743,35 +1746,35 @@ struct hpmlc_mpi {
     hpml_message *sending; /* sends of many pieces, and those behind them; oldest first */
 };
 
-struct hpmlc_shared { /* by a first communicator with all that were split from it */
+struct hpmlc_shared { /* by the communicator of hpml_comm_create and all parts of it */
     int            rank, size;
     double         timeout;
     hpml_comm     *owner;   /* the first communicator */
     hpmlc_shared  *next;    /* see hpmlc_mpi_living */
     MPI_Errhandler before;  /* the world's, given back in the end */
-    MPI_Comm       comm;    /* of words, ... */
-    int            tag;     /* ... and their tag */
-    int            from;    /* whose word arrives, -1: nobody's */
-    MPI_Request    hearing; /* its receive */
+    MPI_Comm       comm;    /* on which words are sent, ... */
+    int            tag;     /* ... with this tag */
+    int            from;    /* rank whose word is being received, -1: none */
+    MPI_Request    hearing; /* the receive of that word */
     char           word[HPMLC_WORD];
-    char          *heard;   /* (size) the first letter of what each has said last; 0: nothing */
-    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., words themselves: a rank's is "I wait for it", size
-                               "I wait for all", size + 1 + k "I am at work, for up to 2^k / 256 s"; its own:
-                               "I wait no more" */
-    double        *awaits;  /* (size, 2) the number that each has said last, and until when it counts */
-    double         busy;    /* until when this rank has said that it is at work; 0: it is not */
+    char          *heard;   /* (size) first letter of each rank's last word with a letter; 0: none */
+    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., send buffers of words: r "I wait for rank r", size
+                               "I wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s"; this rank's own
+                               number: "I wait no more" */
+    double        *awaits;  /* (size, 2) the last number from each rank, and hpml_now() until which it is valid */
+    double         busy;    /* hpml_now() until which this rank has announced that it is busy; 0: it is not */
     int            failed;  /* 1 + the first rank that said it has failed */
     char           text[HPMLC_WORD];
-    char           mine[HPMLC_WORD]; /* my last word, */
-    MPI_Request   *saying;           /* (size) while it is being sent */
+    char           mine[HPMLC_WORD]; /* this rank's final word, 'L' or 'F' */
+    MPI_Request   *saying;           /* (size) sends of the final word that are in flight */
     bool           told;
     bool           roomy;   /* a core for each rank of this node */
     int            level;   /* of thread support */
-    int            parts;   /* numbers that MPI's tags suffice for */
-    int64_t        newest;  /* the last part's number, before it is taken modulo `parts` */
-    bool           taken[HPMLC_PARTS]; /* by a living part of this rank */
-    int            users;   /* the first communicator, until it is closed, and parts; 0: this goes */
-    bool           kept;    /* until the process ends, because MPI may still send from it */
+    int            parts;   /* number of communicators that MPI's tags suffice for */
+    int64_t        newest;  /* number of the newest part, before the modulo by `parts` */
+    bool           taken[HPMLC_PARTS]; /* numbers in use by parts of this rank */
+    int            users;   /* parts, and the first communicator until it is closed; 0: this struct is freed */
+    bool           kept;    /* not freed before the process ends, because MPI may still send from it */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
@@ -1785,7 +1788,7 @@ HPMLC_FN void hpmlc_mpi_lock(hpmlc_shared *x HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_mpi_unlock(hpmlc_shared *x HPMLC_UNUSED) {}
 #endif
 
-/* m NULL: of what all ranks do. */
+/* Reports an error of MPI; m NULL: of a collective call. */
 HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
     char text[MPI_MAX_ERROR_STRING];
@@ -1908,8 +1911,8 @@ HPMLC_FN bool hpmlc_mpi_over(void)
     return over;
 }
 
-/* Sends `word`, which must stay as it is until it has arrived, to all others. requests NULL: that is never tested,
-   because the word stays for ever. x is locked. */
+/* Sends `word` to all other ranks; its buffer must stay unchanged until the sends are complete. requests NULL: the
+   sends are never tested, because the buffer lives at least as long as they do. The caller holds the lock of x. */
 HPMLC_FN void hpmlc_mpi_send(hpmlc_shared *x, const void *word, int bytes, MPI_Request *requests)
 {
     for (int i = 0; i < x->size && !hpmlc_mpi_over(); i++) {
@@ -1927,7 +1930,7 @@ HPMLC_FN void hpmlc_mpi_send_number(hpmlc_shared *x, int number)
     hpmlc_mpi_unlock(x);
 }
 
-/* The last word of this rank: 'F' failed, because of the text; 'L' left. */
+/* Sends the final word of this rank, once: 'L' (left) or 'F' (failed) and a text. */
 HPMLC_FN void hpmlc_mpi_say(hpmlc_shared *x, char kind, const char *text)
 {
     hpmlc_mpi_lock(x);
@@ -1941,7 +1944,7 @@ HPMLC_FN void hpmlc_mpi_say(hpmlc_shared *x, char kind, const char *text)
 
 HPMLC_FN void hpmlc_mpi_tell(hpml_comm *c, const char *text) { hpmlc_mpi_say(c->mpi->shared, 'F', text); }
 
-/* The next word that has arrived, in x->word: who sends it, or -1. */
+/* Receives the next word that has arrived into x->word. Returns its sender, or -1 where none has arrived. */
 HPMLC_FN int hpmlc_mpi_hear(hpmlc_shared *x, int *bytes)
 {
     MPI_Status status;
@@ -1960,7 +1963,7 @@ HPMLC_FN int hpmlc_mpi_hear(hpmlc_shared *x, int *bytes)
     return from;
 }
 
-/* Takes note of all words that have arrived. */
+/* Receives all words that have arrived and records them in x. */
 HPMLC_FN void hpmlc_mpi_listen(hpmlc_shared *x)
 {
     int bytes = 0;
@@ -1982,14 +1985,14 @@ HPMLC_FN void hpmlc_mpi_listen(hpmlc_shared *x)
     hpmlc_mpi_unlock(x);
 }
 
-/* The number that a rank has said, as long as it counts: for a deadline, or as long as it is busy; -1: none. */
+/* The last number that a rank has sent, while it is valid (one deadline, or as long as the rank is busy); -1: none. */
 HPMLC_FN int hpmlc_mpi_said(const hpmlc_shared *x, int rank)
 {
     const int number = (int)x->awaits[2 * rank];
     return number != rank && hpml_now() < x->awaits[2 * rank + 1] ? number : -1;
 }
 
-/* Until when this rank has said that it is at work: its thread in the background asks, too. */
+/* Time until which this rank has announced that it is busy; its background thread reads it, too. */
 HPMLC_FN double hpmlc_mpi_works(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
@@ -1998,8 +2001,9 @@ HPMLC_FN double hpmlc_mpi_works(hpmlc_shared *x)
     return busy;
 }
 
-/* Says whom this rank waits for, size: for all, when half the deadline is over, and then in each half of one. While it
-   is at work, that is what the others must know of it, not what its thread in the background waits for. */
+/* Announces that this rank waits for rank `number` (size: for all ranks): first when half the deadline has passed, then
+   every half deadline. *said: the time of the last announcement. A busy rank announces nothing, because the others must
+   know that it is busy and not for whom its background thread waits. */
 HPMLC_FN void hpmlc_mpi_worry(hpmlc_shared *x, int number, double until, double *said)
 {
     double now = hpml_now();
@@ -2009,7 +2013,7 @@ HPMLC_FN void hpmlc_mpi_worry(hpmlc_shared *x, int number, double until, double 
     hpmlc_mpi_send_number(x, number);
 }
 
-/* A wait that others have heard of is over: else they would hold the rank it was for responsible for what comes. */
+/* Announces that an announced wait is over, because the other ranks would go on to blame the rank that was awaited. */
 HPMLC_FN void hpmlc_mpi_calm(hpmlc_shared *x, double said)
 {
     if (said > 0 && hpml_now() >= hpmlc_mpi_works(x)) hpmlc_mpi_send_number(x, x->rank);
@@ -2020,7 +2024,7 @@ HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m)
     if (c->mpi) hpmlc_mpi_calm(c->mpi->shared, m->arrival);
 }
 
-/* When all are waited for: the first rank without a word, or else the first that is at work. -1: all wait. */
+/* The rank that delays a wait for all ranks: the first that has sent no number, else the first busy one; -1: none. */
 HPMLC_FN int hpmlc_mpi_absent(const hpmlc_shared *x)
 {
     int absent = -1;
@@ -2031,8 +2035,8 @@ HPMLC_FN int hpmlc_mpi_absent(const hpmlc_shared *x)
     return absent;
 }
 
-/* The end of those who wait for one another, from `at` on; -1: from all on, and back there. *busy: until when it is at
-   work, if it says so. */
+/* The last rank of the chain of waits that begins at rank `at`, or, where `at` is -1, at a wait for all ranks; -1:
+   every rank waits for all. *busy: hpml_now() until which that last rank is busy, 0: it is not. */
 HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
 {
     if (at < 0) at = hpmlc_mpi_absent(x);
@@ -2066,7 +2070,7 @@ HPMLC_FN void hpmlc_mpi_busy(hpml_comm *c, double seconds)
     hpmlc_mpi_send_number(x, x->size + 1 + k);
 }
 
-/* A receive can be called off, unless half of it is here; such a one, and a send, cannot, and its data must live as
+/* Cancels a receive. A receive that is partly complete, and a send, cannot be cancelled: their buffers must live as
    long as the process, which ends soon. */
 HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
 {
@@ -2111,7 +2115,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
     else hpmlc_nap(30e-6);
 }
 
-/* The deadline of hpmlc_mpi_all has passed. Returns a later one where a rank says that it is busy. */
+/* Handles the deadline of hpmlc_mpi_all. Returns a later deadline where the rank that delays the others is busy. */
 HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
 {
     hpmlc_shared *x = c->mpi->shared;
@@ -2127,8 +2131,8 @@ HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
     return hpml_now();
 }
 
-/* Until a request is done in which all ranks take part: as fast as MPI's blocking call, but with a deadline and an ear
-   for ranks that have failed. An error of MPI's names no rank, so the deadline is waited for to know who is silent. */
+/* Waits for the request of a collective MPI call: as fast as the blocking call, but with a deadline, and a failed rank
+   ends the wait. After an error of MPI the wait lasts until the deadline, which shows the rank that is silent. */
 HPMLC_FN hpml_status hpmlc_mpi_all(hpml_comm *c, int code, MPI_Request *request)
 {
     hpmlc_shared *x     = c->mpi->shared;
@@ -2185,7 +2189,8 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
 // >>mpi-create   creating, splitting, closing over MPI; exit
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A duplicate, asked for by all ranks. After an error its place is never freed, because MPI may still write there. */
+/* Duplicates `from`, collectively. After an error the memory of the new handle leaks, because MPI may still write to
+   it. */
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
     hpmlc_shared *x     = c->mpi->shared;
@@ -2210,13 +2215,14 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
     hpmlc_mpi_unlock(x);
 }
 
-/* The number of a part, for its tags: above all that its ranks have had, until MPI's tags run out; then the next that
-   no living part has on any rank. All ranks of c agree on it. 0: none is free, or an error. */
+/* Chooses the number of a new part, which selects its tags: above all numbers that its ranks have used, until MPI's
+   tags run out; then the next number that is free on every rank. All ranks of c agree. 0: no number is free, or an
+   error. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
 HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
 {
     hpmlc_shared *x      = c->mpi->shared;
-    int64_t       ask[2] = { 0, 0 }; /* a number; parts that live on one rank */
+    int64_t       ask[2] = { 0, 0 }; /* a candidate number; parts that exist on this rank */
     hpmlc_mpi_lock(x);
     ask[0] = x->newest + 1;
     for (int i = 0; i < x->parts; i++) ask[1] += x->taken[i];
@@ -2263,12 +2269,12 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     return HPML_OK;
 }
 
-/* The one mutable static of this header, because exit passes nothing to its handlers: what the communicators share that
-   hpml_comm_create has made and that live in this process. Its lock is held for moments. */
+/* The one mutable static of this header, because exit passes no argument to its handlers: the list of the shared
+   structs of all communicators in this process. The lock is held only to change the list. */
 static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
-/* Waits to hear from all others, too, that they have left or failed, so that nobody ends MPI under a message. Returns
-   -1, or the rank that keeps one of them from saying so. */
+/* Waits until all ranks have sent a final word and have received this rank's, so that no rank calls MPI_Finalize while
+   a word is in flight. Returns -1, or, when `patience` seconds have passed, the rank that delays the others. */
 HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
 {
     double limit = hpml_now() + patience, busy = 0;
@@ -2289,7 +2295,8 @@ HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
     }
 }
 
-/* exit was called: the others hear of it. A launcher may end them when this process ends, so they get a moment. */
+/* Handler of exit: notifies the other ranks, then waits up to 5 s for their final words and 0.3 s more, because a
+   launcher may kill the other ranks when this process ends. */
 HPMLC_FN void hpmlc_mpi_exit(void)
 {
     bool said = false;
@@ -2336,7 +2343,7 @@ HPMLC_FN void hpmlc_shared_leave(hpmlc_shared *x)
 HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
 {
     hpmlc_shared *x = c->mpi->shared;
-    if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else messages of its tags may still be on their way */
+    if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else it keeps its tags, because messages with them may be in flight */
         hpmlc_mpi_lock(x);
         if (c->mpi->native != MPI_COMM_NULL && !hpmlc_mpi_over()) MPI_Comm_free(&c->mpi->native);
         hpmlc_mpi_unlock(x);
@@ -2355,7 +2362,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     }
     hpmlc_mpi_list(x, false);
     x->kept = hpmlc_mpi_over();
-    if (x->kept) { /* what MPI still had to send was in x */
+    if (x->kept) { /* because sends of MPI may read x */
         hpmlc_shared_leave(x);
         return;
     }
@@ -2368,7 +2375,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed) MPI_Comm_free(&c->mpi->comm);
-    x->kept = absent >= 0; /* what is being sent */
+    x->kept = absent >= 0; /* because sends in flight read x */
     hpmlc_shared_leave(x);
 }
 
@@ -2378,7 +2385,7 @@ static const hpml_transport hpmlc_mpi_transport = {
     hpmlc_mpi_lost, hpmlc_mpi_busy
 };
 
-/* Which ranks have hosts of one name, as node numbers by first appearance. */
+/* Numbers the nodes by first appearance: ranks whose hosts have the same name share a node. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
 {
     char     name[MPI_MAX_PROCESSOR_NAME + 1] = { 0 };
@@ -2393,7 +2400,7 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
     host[c->rank] = (int64_t)(hash >> 1);
     if (hpmlc_agree(c, "hpml_comm_create", host, c->size) == HPML_OK)
         for (int i = 0; i < c->size; i++) {
-            int same = i - 1; /* mostly the one before */
+            int same = i - 1; /* mostly on the same host as the rank before */
             while (same >= 0 && host[same] != host[i]) same--;
             c->node[i] = same >= 0 ? c->node[same] : count++;
         }
@@ -2401,7 +2408,7 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
     hpml_comm_counters_reset(c);
 }
 
-/* Everything in one block, so that sends which nobody waits for have their data as long as it is there. */
+/* Allocates all arrays in one block, so that the buffers of sends that are never tested live as long as the struct. */
 HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
 {
     int rank, size, found = 0, *most = NULL;
@@ -2428,7 +2435,7 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     return x;
 }
 
-/* The deadline of hpmlc_mpi_meet has passed: the error names those that do not even say that they wait. */
+/* Handles the deadline of hpmlc_mpi_meet: the error names the ranks that have not even announced that they wait. */
 HPMLC_FN bool hpmlc_mpi_late(hpml_ctx *ctx, hpmlc_shared *x, char word)
 {
     char text[160], names[64] = "";
@@ -2443,7 +2450,8 @@ HPMLC_FN bool hpmlc_mpi_late(hpml_ctx *ctx, hpmlc_shared *x, char word)
     return false;
 }
 
-/* Says `word` to all and waits until all have said it, or 'N': such a rank could not start, and none goes on. */
+/* Sends `word` to all ranks and waits until each has sent the same word, or 'N', could not start, which fails all
+   ranks. */
 HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *word)
 {
     char   theirs = *word == 'N' ? 'Y' : *word;
@@ -2470,8 +2478,8 @@ HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *word)
     }
 }
 
-/* All ranks come, then all duplicate the caller's communicator, then all have: a rank that is lost on the way is known
-   by what it has not said. A rank without memory comes, too, to say so. */
+/* All ranks meet ('Y'), duplicate the caller's communicator and meet again ('D'), because the word that is missing then
+   shows which rank was lost. A rank that is out of memory meets the others, too, with 'N'. */
 HPMLC_FN bool hpmlc_mpi_gather(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
 {
     static const char words[] = { 'N', 'Y', 'D' };
@@ -2511,7 +2519,7 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     if (!hpmlc_mpi_gather(ctx, c, x, given)) {
         MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
         MPI_Errhandler_free(&x->before);
-        if (!x->told) hpmlc_shared_free(x); /* else what is being sent stays until the process ends */
+        if (!x->told) hpmlc_shared_free(x); /* else x leaks, because sends in flight read it */
         if (c) c->t = NULL;
         return NULL;
     }
@@ -2536,8 +2544,8 @@ HPMLC_FN void hpmlc_calm(hpml_comm *c HPMLC_UNUSED, const hpml_message *m HPMLC_
 /* Every thread has a clock of its own, moved by hpml_comm_compute and by the arrival of messages; real time does not
    count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
    of their time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. A
-   receive is over when its message has arrived: who waits for it moves its clock there and lets the others run that are
-   still behind, before it takes the message. */
+   receive is complete when its message has arrived: the receiving thread moves its clock to that time, and lets threads
+   whose clocks are behind run before it reads the message. */
 
 #ifndef HPML_NO_THREADS
 
@@ -2717,7 +2725,7 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
         return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
     }
     c->t    = &hpmlc_clock;
-    c->spin = 0; /* one thread runs at a time: nothing comes while this one looks */
+    c->spin = 0; /* one thread runs at a time: nothing arrives while this thread spins */
     /* What layers compute takes no time, but has its place in it. */
     c->agent->under = (hpmlc_agent *)(uintptr_t)hpml_trace_clock(ctx, &c->agent->clock);
     hpmlc_agent_enter(c);
@@ -2960,7 +2968,7 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
     return true;
 }
 
-/* Threads in each of mpiexec's processes are separate runs that look like one: refused unless they are meant. */
+/* Refuses threads in each of several processes of mpiexec, unless allowed, because these are separate runs. */
 HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_text *to)
 {
     const char *run       = getenv("HPML_RUN"), *kind = d->transport == HPML_TRANSPORT_CLOCK ? "clock" : "threads";
@@ -3027,7 +3035,7 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 #endif
 }
 
-/* Reads desc.run, and refuses what cannot be run or meant. */
+/* Parses desc.run; an error where its ranks or transport are out of range or not allowed (.alone). */
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
@@ -3050,7 +3058,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
     hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
     hpmlc_say_no(&to, refused, "%s", refused == HPML_OK ? "" : text);
-    bool cleared = !d._begin && !d._end; /* else .log may be any address */
+    bool cleared = !d._begin && !d._end; /* in a desc that is not cleared .log may be any address */
     if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
     if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
@@ -4293,7 +4301,7 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
-/* What follows on the timeline is about x: its plain tensors from `at` to `end`, or all others; NULL: about nothing. */
+/* Sets the label of the next spans: the plain tensors of x in [at, end), or all others of x; x NULL: no label. */
 HPMLC_FN void hpmlc_about(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
 {
     memset(&c->about, 0, sizeof c->about);
@@ -5930,9 +5938,9 @@ HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetens
     return HPML_OK;
 }
 
-#define HPMLC_DISK 60 /* seconds in which some more bytes of a checkpoint are on the disk, or it is broken */
+#define HPMLC_DISK 60 /* seconds within which a working disk writes more bytes of a checkpoint */
 
-/* Other ranks, which wait for the one that writes, hear that it is at work. */
+/* Progress callback of a checkpoint: announces that this rank is busy, because the other ranks wait for it. */
 HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 {
     const hpml_distributed *d = (const hpml_distributed *)user;
@@ -6255,7 +6263,7 @@ HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
     return text;
 }
 
-/* Time 0 of all ranks becomes that of the first event of any. */
+/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
 HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
 {
     double      first  = -hpml_trace_first(c->ctx);
@@ -6316,7 +6324,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 typedef struct hpmlc_sim_event {
     double time;
     int    rank;
-    int    run;  /* in the heap: of which this event is the first */
+    int    run;  /* in the heap: the run whose first event this is */
 } hpmlc_sim_event;
 
 typedef struct hpmlc_sim_letter { /* has been sent to a rank that waits for something else */
@@ -6330,7 +6338,7 @@ typedef struct hpmlc_sim_rank { /* what the queue keeps of a rank, side by side 
     int64_t bytes;       /* that the move sends */
     int     want;        /* the rank whose message is awaited, or -1 */
     int     first, last; /* letters, -1: none */
-    int     next;        /* the rank behind it in its run, -1: none */
+    int     next;        /* the next rank of its run, -1: none */
 } hpmlc_sim_rank;
 
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
@@ -6478,7 +6486,7 @@ HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
 }
 
-/* Finds the move that rank r is at; false when it is through. */
+/* Finds the current move of rank r; false when rank r has none left. */
 HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -6650,7 +6658,7 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
     double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (p) */
     double  card = s->out[p];
-    int32_t *order = s->phases; /* (m) those who stand for others, by clock */
+    int32_t *order = s->phases; /* (m) ranks that represent all others, sorted by clock */
     for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
         for (int j = 1; j < m; j++) { /* by insertion: there is little to move */

@@ -447,12 +447,12 @@ HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
 typedef struct hpmlg_note {
     long long        index;
     int              value;
-    int              nonfinite; /* not 0: hpmlg_device.worst names a step and a parameter */
-    const hpml_node *node;      /* whose index and value these are; NULL: no op's */
+    int              nonfinite; /* 1: hpmlg_device.worst names the step and the parameter; else 0 */
+    const hpml_node *node;      /* the op that read `value` at `index`, out of range; NULL: no op did */
 } hpmlg_note;
 
-/* Where products and convolutions have run, [0] by a library, [1] by own kernels, and how often the library had refused
-   those; epilogues, [0] that cuBLASLt's products took along, [1] that it refused. */
+/* Counts. products, convolutions: [0] run by a library, [1] by own kernels; _refused: those of [1] that the library had
+   refused. fused: convolutions with bias and activation. epilogues: [0] fused into cuBLASLt's products, [1] refused. */
 enum hpmlg_epilogue { HPMLG_BIAS, HPMLG_RELU, HPMLG_GELU, HPMLG_GELU_BACK, HPMLG_SUMS, HPMLG_EPILOGUES };
 typedef struct hpmlg_ran {
     long long products[2], convolutions[2], products_refused, convolutions_refused, fused;
@@ -469,7 +469,7 @@ typedef struct hpmlg_now {
 #define HPMLG_SLOT_BYTES ((size_t)4 << 20)
 #endif
 
-typedef struct hpmlg_slot { /* a piece of pinned memory on its way to the device, and where it lands */
+typedef struct hpmlg_slot { /* pinned host memory of an upload in flight, and its destination on the device */
     unsigned char *host, *device;
     cudaEvent_t    landed, free;
 } hpmlg_slot;
@@ -478,19 +478,19 @@ typedef struct hpmlg_slot { /* a piece of pinned memory on its way to the device
 #define HPMLG_SCRATCH ((size_t)1 << 20)
 #define HPMLG_RESULT  ((size_t)4096)
 
-typedef struct hpmlg_left { /* what one op leaves for others to know, replayed or not */
-    const void      *y, *labels; /* whose hits the last cross-entropy has counted */
-    const hpml_node *sloped;     /* the layer whose gradient was multiplied by its act' by the layer behind */
+typedef struct hpmlg_left { /* results of an op that a later op reuses; kept with a recorded pass */
+    const void      *y, *labels; /* arguments of the last cross-entropy, whose hits are counted */
+    const hpml_node *sloped;     /* the layer whose gradient the next layer has multiplied by act' */
 } hpmlg_left;
 
 typedef struct hpmlg_pass {
     hpml_pass       key;
     hpmlg_left      left;
-    hpmlg_ran       ran;   /* by one replay */
-    bool            tried; /* op by op, without an error: what its ops bring up is there */
-    bool            given_up; /* recording it has failed: it stays op by op */
+    hpmlg_ran       ran;   /* counts of one replay */
+    bool            tried; /* has run op by op without an error, so its ops' memory is allocated */
+    bool            given_up; /* recording has failed: the pass always runs op by op */
     cudaGraphExec_t exec;  /* NULL: not recorded yet */
-    uint64_t        used;  /* when last */
+    uint64_t        used;  /* clock of the last use */
 } hpmlg_pass;
 
 typedef struct hpmlg_weights { /* the half copy of a parameter */
@@ -501,14 +501,14 @@ typedef struct hpmlg_weights { /* the half copy of a parameter */
     struct hpmlg_weights *next;
 } hpmlg_weights;
 
-typedef struct hpmlg_block { /* memory of tensors; what is left goes with the device */
+typedef struct hpmlg_block { /* memory of tensors; freed with the device at the latest */
     void               *p;
     struct hpmlg_block *next;
 } hpmlg_block;
 
 #define HPMLG_LOOKS 1024
 
-typedef struct hpmlg_look { /* work that somebody looks at: events before and behind it, and who is told */
+typedef struct hpmlg_look { /* a timed span of work: events before and after it, and where its seconds go */
     cudaEvent_t from, to;
     const char *name;
     double     *seconds;
@@ -529,7 +529,7 @@ typedef struct hpmlg_device {
     hpmlg_note    *note;
     void          *result;         /* HPMLG_RESULT bytes: small downloads land there */
     int           *note_taken;     /* on the device */
-    unsigned long long *worst;     /* on the device: what an update has found that is not finite, see hpmlg_worst_of */
+    unsigned long long *worst;     /* on the device: the first non-finite gradient or parameter, see hpmlg_worst_of */
     hpmlg_now     *now, now_host;  /* on the device; what stands there */
     bool           now_known;
     hpmlg_pass     passes[HPMLG_PASSES];
@@ -545,16 +545,16 @@ typedef struct hpmlg_device {
     uint64_t       clock;
     hpmlg_weights *weights;
     void          *workspace;      /* workspace_bytes, d.workspace at least */
-    size_t         workspace_bytes, workspace_most; /* most: what it may grow to */
-    size_t         workspace_asked;  /* by algorithms in use, the largest */
-    hpmlg_ran      ran, ran_before;  /* before: when the recording that goes on began */
-    hpmlg_left     left_before;      /* the same */
-    long long      passes_ran[4];    /* op by op, recorded, replayed, given up */
-    long long      waits;            /* of the host for the device */
+    size_t         workspace_bytes, workspace_most; /* bytes; most: the upper limit */
+    size_t         workspace_asked;  /* bytes: the largest request of an algorithm in use */
+    hpmlg_ran      ran, ran_before;  /* before: at the start of the current recording */
+    hpmlg_left     left_before;      /* at the start of the current recording */
+    long long      passes_ran[4];    /* passes run op by op, recorded, replayed, given up; see enum hpmlg_way */
+    long long      waits;            /* times that the host has waited for the device */
     void          *scratch;        /* HPMLG_SCRATCH bytes for partial sums */
     void          *updates;        /* the table of an optimizer's step */
     size_t         updates_room;   /* its bytes */
-    void          *blas, *dnn;     /* cuBLASLt, cuDNN and what they said about shapes; NULL: not in use */
+    void          *blas, *dnn;     /* cuBLASLt, cuDNN, each with its plans by shape; NULL: not in use */
 } hpmlg_device;
 
 /* An error of CUDA or one of its libraries becomes the context's, with what to do where that is known. */
@@ -831,21 +831,22 @@ HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
     hpmlg_look_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
 }
 
-/* What an update has found that is not finite, in one number to take the largest of: the earliest step first, then the
-   parameter whose gradient the backward pass came to first, and a gradient before a step of the optimizer. */
+/* Packs a finding, something that is not finite, into a number, such that the largest of all findings is the one to
+   report: of the earliest step, then of the parameter whose gradient backward computed first, then a gradient before a
+   step of the optimizer. */
 HPMLG_DEVICE unsigned long long hpmlg_worst_of(uint64_t step, int param, bool gradient)
 {
     return (unsigned long long)(0xffffffffu - (unsigned)step) << 32 | (unsigned)(2 * (param + 1) + (gradient ? 1 : 0));
 }
 
-/* As an error. */
+/* Reports the finding on the device as an error and clears it. */
 HPMLG_FN hpml_status hpmlg_nonfinite(hpmlg_device *d)
 {
     unsigned long long worst = 0;
     cudaError_t        e = cudaMemcpyAsync(&worst, d->worst, sizeof worst, cudaMemcpyDeviceToHost, d->stream);
     HPMLG_TRY(e, cudaMemsetAsync(d->worst, 0, sizeof *d->worst, d->stream));
     HPMLG_TRY(e, cudaStreamSynchronize(d->stream));
-    if (e != cudaSuccess) return hpmlg_check(d, e, "what an update has found");
+    if (e != cudaSuccess) return hpmlg_check(d, e, "download of non-finite findings");
     const hpml_tensor *p = hpml_param_at(d->ctx, (int)(worst & 0xffffffffu) / 2 - 1);
     return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "step %llu: the first NaN or infinity is in %s \"%s\"; look at "
                          "the data, lower the learning rate or set clip_norm. The rest of this step is in the "
@@ -887,7 +888,7 @@ HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_
     return status;
 }
 
-/* On the device: this index of what node `node` reads is out of range. */
+/* Leaves the note, on the device, that `value` at `index` of the labels or tokens that `node` reads is out of range. */
 HPMLG_DEVICE void hpmlg_complain(hpmlg_note *note, int *taken, long long index, int value, const hpml_node *node)
 {
     if (atomicCAS(taken, 0, 1) != 0) return;
@@ -902,9 +903,9 @@ HPMLG_DEVICE void hpmlg_complain(hpmlg_note *note, int *taken, long long index, 
 
 /* A step launches hundreds of small kernels, always the same ones on the same memory. The second time a pass comes by
    it is recorded as a CUDA graph, and from then on it is one launch. The first time goes op by op: libraries take their
-   memory then. What changes from step to step, the number of the step that keys random masks, is read from memory. A
-   pass that cannot be recorded, whatever the reason, has not run: its ops run by themselves, then and later; an error
-   that is theirs shows again. */
+   memory then. The number of the step, which keys random masks, changes from step to step, so kernels read that number
+   from memory. Whatever the reason that a pass cannot be recorded, no op of it has run: its ops are launched one by
+   one, then and from then on, and an error that an op caused occurs again. */
 
 HPMLG_FN void hpmlg_now_set(hpmlg_device *d, const hpml_run *run)
 {
@@ -916,7 +917,7 @@ HPMLG_FN void hpmlg_now_set(hpmlg_device *d, const hpml_run *run)
     d->now_known = hpmlg_upload(d, d->now, &now, sizeof now) == HPML_OK;
 }
 
-/* What is kept of this key, in one of N places; else the place that was idle longest, dropped and cleared for it. */
+/* The entry of a cache that has this key; else the least recently used entry, dropped, cleared and given this key. */
 template <class P, class K, int N> HPMLG_FN P *hpmlg_kept(hpmlg_device *d, P (&all)[N], const K &key)
 {
     P *oldest = &all[0];
@@ -940,7 +941,7 @@ HPMLG_FN void hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w);
 
 enum hpmlg_way { HPMLG_OP_BY_OP, HPMLG_RECORDED, HPMLG_REPLAYED, HPMLG_GIVEN_UP };
 
-/* to += from - less, number by number; less NULL: nothing. */
+/* to += from - less, count by count; less NULL: zeros. */
 HPMLG_FN void hpmlg_ran_add(hpmlg_ran *to, const hpmlg_ran *from, const hpmlg_ran *less)
 {
     long long       *t = (long long *)(void *)to;
@@ -953,7 +954,7 @@ HPMLG_FN hpml_status hpmlg_replay(hpmlg_device *d, hpmlg_pass *p)
     d->left = p->left, d->passing = false;
     d->passes_ran[HPMLG_REPLAYED]++;
     hpmlg_ran_add(&d->ran, &p->ran, NULL);
-    return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a pass");
+    return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a recorded pass");
 }
 
 HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *key, bool *done)
@@ -978,7 +979,7 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     return HPML_OK;
 }
 
-/* The pass that was being recorded has not run, and is given up: all is as before. */
+/* Gives up recording a pass, none of whose ops has run: restores the state from before and runs it op by op. */
 HPMLG_FN hpml_status hpmlg_give_up(hpmlg_device *d, hpmlg_pass *p)
 {
     cudaGetLastError();
@@ -1732,7 +1733,7 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
             for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - most);
         }
         sum = hpmlg_group(sum, space, TEAM, false);
-        float less = logf(sum), scale = 1 / sum; /* most + less would be rounded at the size of most */
+        float less = logf(sum), scale = 1 / sum; /* because most + less is rounded at the magnitude of most */
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             for (int j = 0; j < 8; j++) e[k].v[j] = log ? e[k].v[j] - most - less : expf(e[k].v[j] - most) * scale;
@@ -2312,21 +2313,21 @@ HPMLG_OP(dropout)
 
 /* The gradient of the table without float atomics: the positions of each token are brought together and sorted, then
    every row of the table adds its own in order. Places come from integer atomics: which one a position gets first is
-   chance, but ranks among a token's positions put them in order. A token of more than HPMLG_LONG positions, as blanks
-   are, is cut into pieces of so many, which are added up apart and then joined in order. */
+   chance, but ranks among a token's positions put them in order. A token of more than HPMLG_LONG positions, such
+   as a blank, is long: its positions are cut into pieces of HPMLG_LONG, summed piece by piece, then added in order. */
 #define HPMLG_LONG 64
 typedef struct hpmlg_buckets {
     const int *token;              /* (tokens) */
-    int64_t    tokens, vocabulary, most; /* most: pieces of long tokens */
-    int       *count, *used;       /* (vocabulary): positions of a token; (2): of `order`, of pieces */
-    int       *start;              /* (vocabulary): where a token's positions begin in `order` */
-    int       *first;              /* (vocabulary): the first of a long token's pieces */
-    int       *slot, *order;       /* (tokens): place of a position within its token, in any order; the positions */
-    int       *piece;              /* (most): the token of a piece */
-    float     *sums;               /* (most, width) */
+    int64_t    tokens, vocabulary, most; /* most: upper bound of the number of pieces */
+    int       *count, *used;       /* (vocabulary): positions of a token; (2): entries used of `order`, `piece` */
+    int       *start;              /* (vocabulary): offset of a token's positions in `order` */
+    int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
+    int       *slot, *order;       /* (tokens): index of a position in its token, then sorted positions; unsorted */
+    int       *piece;              /* (most): the token that a piece belongs to */
+    float     *sums;               /* (most, width): the sum of each piece */
 } hpmlg_buckets;
 
-/* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
+/* y[i] = table[token[i]], a warp for each row; a token out of range gets a row of zeros and an error. */
 static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg_buckets b, int64_t width,
                                          hpmlg_note *note, int *taken, const hpml_node *node)
 {
@@ -2340,8 +2341,8 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg
     }
 }
 
-/* Step 0 counts and gives places, in step 1 the first of a token takes room in `order`, step 2 fills it, step 3 puts
-   positions in places by their ranks: the slots are done with and take them. */
+/* Step 0 counts positions and gives each its slot, in step 1 the position with slot 0 reserves entries of `order` for
+   its token, step 2 fills `order`, step 3 sorts each token's positions, into `slot` because the slots are used up. */
 static __global__ void hpmlg_k_bucket(hpmlg_buckets b, int step)
 {
     int64_t i = hpmlg_me();
@@ -2360,11 +2361,11 @@ static __global__ void hpmlg_k_bucket(hpmlg_buckets b, int step)
     b.slot[b.start[t] + rank] = (int)i;
 }
 
-/* The sum of columns c to c + 7 of n rows of x, those at[0], at[1], ..., or, at NULL, the first n. */
+/* The sum, for columns c to c + 7, of n rows of x: rows at[0], at[1], ..., or, where `at` is NULL, the first n. */
 HPMLG_DEVICE hpmlg_eight hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int64_t width, int64_t c)
 {
     hpmlg_eight sum = {}, e[4];
-    for (int k = 0; k < n; k += 4) { /* four loads at a time are under way */
+    for (int k = 0; k < n; k += 4) { /* keeps four loads in flight */
         HPMLG_UNROLL for (int q = 0; q < 4; q++) {
             bool    in  = k + q < n;
             int64_t row = in && at ? at[k + q] : k + q;
@@ -2376,7 +2377,7 @@ HPMLG_DEVICE hpmlg_eight hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int
     return sum;
 }
 
-/* The sums of the pieces of long tokens: a warp for 256 columns of a piece. */
+/* Sums each piece of a long token: a warp for 256 columns of a piece. */
 static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_buckets b, int64_t width)
 {
     int64_t     parts = (width + 255) / 256;
@@ -2408,7 +2409,7 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
     }
 }
 
-/* Lays the arrays out in the node's working space, once there is one; its bytes. */
+/* Lays the arrays out in the node's scratch memory, where it is allocated. Returns the bytes that they need. */
 HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_buckets *b)
 {
     b->tokens = hpml_tensor_count(n->src[0]), b->vocabulary = n->src[1]->shape[0];
@@ -3045,9 +3046,9 @@ HPMLG_FN size_t hpmlg_factor_bytes(const hpmlg_device *d, const hpml_tensor *t)
 /* Row-major matrices are column-major ones, transposed: c = a b is c^T = b^T a^T, so the operands change places. What
    the library said about a shape (its algorithm, or that it will not) is kept. Bias, relu, gelu and gelu' ride on the
    product, and so do sums of a's rows; where the library has no such kernel, an activation follows by itself, and the
-   others are left to the caller. In HPML_CUDA_F32 gelu and gelu' do not ride: the library's have the 11 bits of the
-   hardware's tanh. Its relu is max(z, 0), which turns a NaN into 0: the update finds the NaN in the gradient of the
-   layer's weights, where 0 is multiplied by what was NaN. */
+   others are left to the caller. In HPML_CUDA_F32 gelu and gelu' are not fused, because the library's have only the 11
+   bits of the hardware's tanh. Its relu is max(z, 0), which turns a NaN into 0: the update finds the NaN in the
+   gradient of the layer's weights, where 0 is multiplied by what was NaN. */
 HPMLG_FN void hpmlg_list_add(int list[16], int *count, int v)
 {
     int i = 0;
@@ -3082,7 +3083,7 @@ typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
     uint64_t               used;
     bool                   set, usable;
-    int                    id; /* the algorithm's number */
+    int                    id; /* of the algorithm, in cuBLASLt */
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t   algo;
@@ -3149,7 +3150,7 @@ HPMLG_FN cublasStatus_t hpmlg_blas_point(hpmlg_blas_plan *p, const void *bias, v
     return s;
 }
 
-/* Asks for an algorithm; a refusal is an answer as well. */
+/* Asks cuBLASLt for an algorithm and keeps the answer in *p, also a refusal. */
 HPMLG_FN void hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasLtMatmulPreference_t       want = NULL;
@@ -3180,7 +3181,7 @@ HPMLG_FN void hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan 
     if (!hpmlg_blas_refused(s)) hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
 }
 
-/* The numbers of the algorithms that products go by. */
+/* Lists cuBLASLt's ids of the algorithms that products use; returns their count. */
 HPMLG_FN int hpmlg_blas_algorithms(const hpmlg_device *d, int list[16])
 {
     const hpmlg_blas *blas = (const hpmlg_blas *)d->blas;
@@ -3190,8 +3191,9 @@ HPMLG_FN int hpmlg_blas_algorithms(const hpmlg_device *d, int list[16])
     return count;
 }
 
-/* line: bias or sums. Where that does not begin at a multiple of 16 bytes the library is not asked, because none of its
-   preferences is about vectors. */
+/* Describes the product for cuBLASLt; false: cuBLASLt must not be asked. line: the vector of bias or bias sums. A
+   vector that is not aligned to 16 bytes is refused here, because cuBLASLt has no preference for the alignment of
+   vectors. */
 HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const void *line)
 {
     memset(k, 0, sizeof *k);
@@ -3203,11 +3205,11 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const vo
     k->a_type = g->a.x.type, k->c_type = g->c.type, k->add = g->add;
     uintptr_t places = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p | (uintptr_t)line |
                        (uintptr_t)g->z.p;
-    for (k->align = 256; places % (uintptr_t)k->align; k->align /= 2) {} /* what all are multiples of */
+    for (k->align = 256; places % (uintptr_t)k->align; k->align /= 2) {} /* bytes, of all arrays */
     return (k->batch == 1 || !g->bias) && (uintptr_t)line % 16 == 0;
 }
 
-/* What may ride on the product: the library's b is our a. */
+/* The epilogue to fuse into the product: cuBLASLt's B is our A. */
 HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpmlg_gemm *g, bool act)
 {
     bool bias = g->bias != NULL, z = g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0;
@@ -3221,7 +3223,7 @@ HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpm
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-/* Counts what rode on a product, or was refused. */
+/* Counts the epilogue that was fused into a product, or that cuBLASLt refused. */
 HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refused)
 {
     long long *n = d->ran.epilogues[refused];
@@ -3234,7 +3236,7 @@ HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refus
     }
 }
 
-/* With all aboard where the library can, else without, and an activation after. False: by neither. */
+/* Runs the product with its epilogue fused, else plain, with the activation as a kernel after. False: neither works. */
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g)
 {
     hpmlg_blas      *blas = (hpmlg_blas *)d->blas;
@@ -3257,7 +3259,7 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g)
         cublasStatus_t s = p->usable ? hpmlg_blas_point(p, line, z) : CUBLAS_STATUS_NOT_SUPPORTED;
         HPMLG_TRY(s, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c, p->c, c,
                                     p->c, &p->algo, d->workspace, d->d.workspace, d->stream));
-        p->usable = !hpmlg_blas_refused(s); /* also where it did not say so when asked */
+        p->usable = !hpmlg_blas_refused(s); /* cuBLASLt may refuse only when called */
         hpmlg_blas_count(d, e, !p->usable);
         if (!p->usable) continue;
         hpmlg_blas_check(d, s, "cublasLtMatmul");
@@ -3560,8 +3562,8 @@ HPMLG_OP(conv2d)
    where there is none, ours runs. HPML_CUDA_F32 takes no Winograd and no FFT, whose sums are not products of the f32
    operands. In a half model cuDNN gives the gradient of the weights in halves, which are added to the f32 gradient. */
 
-/* The workspace has so many bytes from now on, or, false, it may not or cannot. Recorded passes hold the address of the
-   smaller one: they are dropped, and recorded anew when they next run. */
+/* Grows the workspace to `bytes` bytes. False: over the limit, while recording, or out of memory. Recorded passes are
+   dropped and recorded again when they next run, because they hold the old address. */
 HPMLG_FN bool hpmlg_workspace_grow(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->workspace_bytes) return true;
@@ -3777,7 +3779,7 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     return true;
 }
 
-/* The numbers of the algorithms that a pass of convolutions goes by. */
+/* Lists cuDNN's ids of the algorithms that this pass of convolutions uses; returns their count. */
 HPMLG_FN int hpmlg_dnn_algorithms(const hpmlg_device *d, int pass, int list[16])
 {
     const hpmlg_dnn *dnn = (const hpmlg_dnn *)d->dnn;
@@ -4570,7 +4572,7 @@ typedef struct hpmlg_step {
     int         param;                    /* its number in the context; -1: not known */
 } hpmlg_step;
 
-typedef struct hpmlg_finder { /* where to note what is not finite */
+typedef struct hpmlg_finder { /* where an update records a non-finite gradient or parameter */
     unsigned long long *worst;
     hpmlg_note         *note;
 } hpmlg_finder;
@@ -4715,7 +4717,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
     ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
     if (!lamb) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
     if (ww > 0 && gg > 0 && (lamb || s->u.trust > 0)) s->u.lr *= (float)((lamb ? 1 : (double)s->u.trust) * ww / gg);
-    if (s->u.bad && !lamb && !isfinite(gg)) s->u.lr = 0; /* what is not finite has no direction */
+    if (s->u.bad && !lamb && !isfinite(gg)) s->u.lr = 0; /* a non-finite gradient has no direction: no step */
     if (lamb) return;
     s->u.grad_scale *= s->u.lr, s->u.weight_decay *= s->u.lr, s->u.lr = 1;
 }

@@ -28,7 +28,7 @@ static hpml_tensor *record_model(const options *o, hpml_tensor *x)
     conv.workspace = (size_t)o->workspace * 1024;
     if (strcmp(o->model, "linear") == 0) return hpml_linear(hpml_flatten(x), 10, NULL);
     if (strcmp(o->model, "mlp") == 0) return hpml_linear(hpml_linear(hpml_flatten(x), 128, &relu), 10, NULL);
-    if (strcmp(o->layout, "nhwc") == 0) x = hpml_to_layout(x, HPML_NHWC); /* all that follows goes by it */
+    if (strcmp(o->layout, "nhwc") == 0) x = hpml_to_layout(x, HPML_NHWC); /* later layers keep this layout */
     x = hpml_max_pool2d(hpml_conv2d(x, 16, &conv), 2, 0, 0); /* (B, 16, 14, 14) */
     x = hpml_max_pool2d(hpml_conv2d(x, 32, &conv), 2, 0, 0); /* (B, 32, 7, 7) */
     return hpml_linear(hpml_linear(hpml_flatten(x), 128, &relu), 10, NULL);

@@ -1,6 +1,6 @@
 // What you learn: hpml inside a C++17 program that has its own arrays. Difficulty 2 of 4.
 //   c++ -std=c++17 -O2 examples/04_embed_cpp.cpp -o embed -lm -lpthread && ./embed
-// Four things an embedder wants: a matrix product, the rest of BLAS, a small model, 1-bit packing of a gradient buffer.
+// Four uses of the library from C++: a matrix product, the rest of BLAS, a small model, 1-bit packing of gradients.
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
 #include <cmath>

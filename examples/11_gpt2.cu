@@ -106,7 +106,7 @@ static int on_step(const hpml_step_info *i, void *user)
     return 0;
 }
 
-/* What ran where so far, and the GPU's time for each layer: of steps that run op by op, not as recorded passes. */
+/* Prints the counts of hpml_cuda_text, and the GPU's time for each layer, of steps run op by op, not recorded. */
 static int report(hpml_ctx *ctx, const options *o, hpml_trainer *t, hpml_dataset *data)
 {
     static char   text[65536];

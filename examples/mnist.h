@@ -17,11 +17,11 @@ typedef struct options {
     int         json, exact, compare;
 } options;
 
-/* What depends on other options where it was not given. */
+/* Sets defaults that depend on other options. */
 static void defaults(options *o)
 {
     if (o->epochs == 0) o->epochs = o->data ? 6 : 3;
-    if (!o->codec) o->codec = strcmp(o->precision, "f16") == 0 ? "none" : "onebit"; /* overflows cannot be packed */
+    if (!o->codec) o->codec = strcmp(o->precision, "f16") == 0 ? "none" : "onebit"; /* 1 bit cannot hold an overflow */
     if (o->lr == 0) o->lr = strcmp(o->model, "cnn") == 0 ? 0.03 : 0.05;
     if (o->stop == 0 || o->stop > o->epochs) o->stop = o->epochs;
 }

@@ -25,7 +25,7 @@ typedef struct option_words {
 typedef struct option {
     const char *name; /* "--batch" */
     option_kind kind;
-    void       *to;    /* where the value goes; holds the default */
+    void       *to;    /* receives the value; holds the default */
     const char *value; /* how --help shows the value: "N", "DIR", "none|bf16|onebit"; NULL for a flag */
     const char *help;  /* what it does, and its default */
 } option;

@@ -116,7 +116,7 @@ static int report_plot(const report *r, const char *const *names, int count, con
     return plot_svg(path, "Training", "step", count > 1 ? "loss (smoothed)" : "loss, accuracy (smoothed)", s, n);
 }
 
-/* Says which files were written: the plots that are named, and the timeline. */
+/* Prints the names of the files written: plots and timeline. */
 static void report_drawn(const char *dir, const char *plots)
 {
     char text[1024];

@@ -1,4 +1,4 @@
-/* What the examples print fits the terminal: its width, and paragraphs broken between words. */
+/* Fits the examples' output to the terminal: its width in columns, and paragraphs broken between words. */
 #ifndef HPML_SCREEN_H
 #define HPML_SCREEN_H
 
@@ -14,7 +14,7 @@ static inline int screen_columns(void)
     return ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
-/* Prints a text of one or more lines; a line that is too long is broken between words. */
+/* Prints a text; lines wider than the terminal are broken between words. */
 static inline void screen_paragraph(const char *text)
 {
     int columns = screen_columns() - 1, at = 0;

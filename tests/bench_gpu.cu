@@ -40,7 +40,7 @@ static void row(const char *name, const char *unit, double value, const char *pe
         snprintf(ratio, sizeof ratio, "%.3f", value / peer_value);
     }
     printf("%-46s %10.4g %-10s %-18s %10s %7s\n", name, value, unit, peer, theirs, ratio);
-    if (strcmp(ran, shown) != 0) printf("    %s\n", ran); /* once, where a result has several peers */
+    if (strcmp(ran, shown) != 0) printf("    %s\n", ran); /* printed once for a result with several peers */
     snprintf(shown, sizeof shown, "%s", ran);
     fflush(stdout);
     if (!f) return;

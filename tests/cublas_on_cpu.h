@@ -68,7 +68,7 @@ inline float library_tanh(float x)
     if (!library_is(LIBRARY_GELU)) return t;
     uint32_t u;
     memcpy(&u, &x, sizeof u);
-    return t * (1 + (u * 2654435761u >> 31 ? 1 : -1) * 0x1p-11f); /* up or down by what x is */
+    return t * (1 + (u * 2654435761u >> 31 ? 1 : -1) * 0x1p-11f); /* up or down, as a hash of x decides */
 }
 
 struct cublas_layout {

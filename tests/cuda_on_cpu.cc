@@ -39,7 +39,7 @@ extern "C" void cuda_on_cpu_fault(const char *what, long k)
         e.fail_capture   = library_is(LIBRARY_CAPTURE) ? 4 : 0;
     }
 }
-static const bool cuda_on_cpu_started = (cuda_on_cpu_fault("none", 0), true); /* HPML_LIBRARIES holds from the start */
+static const bool cuda_on_cpu_started = (cuda_on_cpu_fault("none", 0), true); /* reads HPML_LIBRARIES before main */
 
 extern "C" long cuda_on_cpu_count(const char *what)
 {

@@ -143,7 +143,7 @@ inline bool cudnn_fits(const cudnn_thing *x, const cudnn_thing *w, const cudnn_t
            y->h == out(0, x->h, w->h) && y->w == out(1, x->w, w->w);
 }
 
-/* What the tensor-core algorithms for NCHW want where the library turns x and y to NHWC: room for both. */
+/* Bytes of workspace of tensor-core algorithms for NCHW, because the library converts x and y to NHWC. */
 inline size_t cudnn_wants(const cudnn_thing &x, const cudnn_thing &y)
 {
     bool turns = library_is(LIBRARY_NCHW) && x.type == CUDNN_DATA_BFLOAT16;
@@ -167,7 +167,7 @@ inline size_t cudnn_wants(const cudnn_thing &x, const cudnn_thing &y)
         cudnn_on_cpu_ran[4]++, *count = 0;                                                                          \
         if (cudnn_refused(2) || library_is(LIBRARY_REFUSE)) return CUDNN_STATUS_NOT_SUPPORTED_SHAPE;                \
         if (!cudnn_fits(x, w, v, y) || asked < 6) return CUDNN_STATUS_BAD_PARAM;                                    \
-        if (v->math == CUDNN_DEFAULT_MATH) return CUDNN_STATUS_BAD_PARAM; /* of an answer, not of a question */     \
+        if (v->math == CUDNN_DEFAULT_MATH) return CUDNN_STATUS_BAD_PARAM; /* of a result, not of a query */         \
         cudnnMathType_t math = v->math == CUDNN_FMA_MATH ? CUDNN_FMA_MATH : CUDNN_DEFAULT_MATH;                     \
         cudnnMathType_t other = math == CUDNN_FMA_MATH ? CUDNN_TENSOR_OP_MATH : math;                               \
         const algo      good = (algo)1, winograd = CUDNN_CONVOLUTION_##KIND##_ALGO_WINOGRAD_NONFUSED;               \

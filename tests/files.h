@@ -1,4 +1,4 @@
-/* A folder of this program's own, and files in it. */
+/* A private folder of this program, and the paths of files in it. */
 #include <glob.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -16,12 +16,12 @@ static void folder_remove(void)
     if (system(command) != 0) printf("%s stays\n", folder);
 }
 
-/* The path of a file, good until four more are asked for. */
+/* The path of a file; valid until four more calls. */
 static const char *file(const char *name)
 {
     static char path[4][160];
     static int  turn;
-    if (!folder[0]) { /* in memory where that can be: a busy disk takes minutes to sync as many files as tests make */
+    if (!folder[0]) { /* in memory if possible, because a busy disk takes minutes to sync the tests' files */
         strcpy(folder, access("/dev/shm", W_OK) == 0 ? "/dev/shm/hpml_XXXXXX" : "/tmp/hpml_XXXXXX");
         if (!mkdtemp(folder) || atexit(folder_remove) != 0) exit(1);
     }

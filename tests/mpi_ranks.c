@@ -95,7 +95,7 @@ static hpml_status part_outlives(void)
     return status;
 }
 
-/* The others wait for it when they free their communicators. */
+/* The other ranks wait for this rank when they free their communicators. */
 static hpml_status stays(hpml_comm *c, void *user)
 {
     (void)user;
@@ -385,7 +385,7 @@ static int late(void)
     _exit(bad);
 }
 
-/* The context goes after MPI has ended: nothing happens. */
+/* Freeing the context after MPI_Finalize does nothing. */
 static int free_late(void)
 {
     hpml_comm_desc d;

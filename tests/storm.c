@@ -64,7 +64,7 @@ static void touch(const char *name, int rank, long content)
     fclose(f);
 }
 
-/* Until all others have been judged: then no message of this rank can help them. */
+/* Waits until every other rank has been judged, because a message of this rank could end their waits. */
 static void hang(bool mpi)
 {
     for (int tenths = 0; tenths < 10 * PATIENCE; tenths++) {
@@ -85,7 +85,7 @@ static void strike(int sig)
     hang(true);
 }
 
-/* The fault, if this is its rank and operation. True: the rank leaves its function. */
+/* Commits the fault if this rank and operation are the victim's. True: the rank returns. */
 static bool fault(hpml_comm *c, int op, bool mpi)
 {
     bool any_moment = storm.kind == KILL || (mpi && storm.kind == HANG);
@@ -196,7 +196,7 @@ static hpml_status run(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
-/* `text` holds "rank N" of the one that is at fault. */
+/* Whether the error `text` contains "rank N" for the victim N. */
 static bool names(const char *text, int rank)
 {
     char   name[24];
@@ -216,7 +216,7 @@ static bool judge(int rank, hpml_status status, const char *text)
 }
 
 #ifdef HPML_USE_MPI
-/* Communicators made and freed, one after another. */
+/* Creates and frees communicators, one after another. */
 static hpml_status create(char *error, size_t size)
 {
     hpml_status status = HPML_OK;

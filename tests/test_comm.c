@@ -606,7 +606,7 @@ static hpml_status clock_allreduce(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
-/* On a network a send is over when it has left: before anybody receives it, and its array may change then. */
+/* On a simulated network a send is complete before its message is received; its array may change then. */
 static hpml_status sent_and_gone(hpml_comm *c, void *user)
 {
     enum { BYTES = 1 << 20 };
@@ -616,7 +616,7 @@ static hpml_status sent_and_gone(hpml_comm *c, void *user)
         CHECK(hpml_send(c, 1, 0, data, BYTES) == HPML_OK);
         memset(data, 2, BYTES);
         CHECK(hpml_send(c, 1, 1, &byte, 1) == HPML_OK);
-        return hpml_send(c, 1, 2, &byte, 1); /* which nobody receives */
+        return hpml_send(c, 1, 2, &byte, 1); /* no rank receives this message */
     }
     CHECK(hpml_recv(c, 0, 1, &byte, 1) == HPML_OK);
     CHECK(hpml_recv(c, 0, 0, data, BYTES) == HPML_OK);
@@ -695,7 +695,7 @@ TEST(virtual_time_replays_exactly)
     ENSURE(memcmp(end[1], end[0], sizeof end[0]) != 0);
 }
 
-/* A message of second 10 is awaited, and one of second 1: each is received in its second. */
+/* Two receives, of messages that arrive after 10 s and 1 s: each completes at its own virtual time. */
 static hpml_status two_receives(hpml_comm *c, void *user)
 {
     char         bytes[3] = { 'a', 'b', 'c' }, got[3] = { 0 };
@@ -728,7 +728,7 @@ TEST(a_wait_moves_the_clock_to_its_own_message)
     ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 3, &net, two_receives, NULL) == HPML_OK);
 }
 
-/* Whatever threads do one after another has no earlier time than what was done before. */
+/* Virtual time never decreases from one operation to the next, across threads. */
 typedef struct order { double last; int events, turned; } order;
 
 static void event(hpml_comm *c, order *o)

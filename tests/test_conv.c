@@ -56,7 +56,7 @@ static hpml_tensor *images(hpml_ctx *ctx, hpml_layout layout, int64_t B, int64_t
     return x;
 }
 
-/* Where number i of (B, C, H, W) is in t. */
+/* Offset in t of number i of (B, C, H, W). */
 static int64_t place(const hpml_tensor *t, int64_t i)
 {
     int64_t C = t->shape[3], pixels = t->shape[1] * t->shape[2];
@@ -188,7 +188,7 @@ static double conv_check(const char *isa, int threads, const convolution *full, 
     return worst;
 }
 
-/* The other fields of each are 0: what they stand for is gone through by the tests. */
+/* The other fields are 0: the tests set them to every value in turn. */
 #define CONV(...) { __VA_ARGS__, HPML_NCHW, HPML_CONV_AUTO, 0 },
 static const convolution convolutions[] = {
     /*   B C  H   W   OC  kernel stride padding dilation groups bias act */
@@ -418,7 +418,7 @@ static hpml_tensor *small_net(hpml_tensor *x)
 
 /* Trains the same model in NCHW and in NHWC, fed by a loader that augments: the same parameters to begin with, nearly
    the same after some steps. */
-TEST(a_model_in_both_layouts)
+TEST(a_model_trains_the_same_in_nchw_and_nhwc)
 {
     float   *x = (float *)malloc(sizeof(float) * 64 * 3 * 12 * 12), *after[2];
     int32_t  y[64];
@@ -453,7 +453,7 @@ TEST(a_model_in_both_layouts)
     free(after[0]), free(after[1]), free(x);
 }
 
-TEST(layout_errors)
+TEST(invalid_layouts_are_errors)
 {
     hpml_ctx        *ctx = context(NULL, 1);
     hpml_tensor     *x = hpml_input_4d(ctx, 2, 3, 6, 6), *y = images(ctx, HPML_NHWC, 2, 3, 6, 6);

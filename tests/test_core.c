@@ -207,7 +207,7 @@ TEST(tensors_refuse)
 
 /* A result that is stored in halves says so in its dtype, takes half the memory and is f32 on the host; combinations
    without a meaning are refused by a sentence. */
-TEST(results_in_halves)
+TEST(results_stored_in_halves_are_f32_on_the_host)
 {
     static const char *const names[] = { "f32", "bf16", "f16" };
     const float v[8] = { 1, -2.5f, 0.15625f, 100, 1.00390625f, 3e-8f, 70000, 0 };
@@ -337,7 +337,7 @@ TEST(inputs_as_outputs)
     hpml_ctx_free(ctx);
 }
 
-/* Lives of kind 0: from the start; 1: nested, as in training; 2: short, as in evaluation; 3: any. */
+/* Lifetimes of kind 0: from time 0; 1: nested, as in training; 2: short, as in evaluation; 3: random. */
 static void lives(inside_slot *s, int n, int kind, int sizes, hpml_rng *rng)
 {
     for (int i = 0; i < n; i++) {
@@ -348,8 +348,8 @@ static void lives(inside_slot *s, int n, int kind, int sizes, hpml_rng *rng)
     }
 }
 
-/* Both ways give each array the same place; arrays that are needed at the same time have places apart. */
-TEST(two_ways_to_the_same_places)
+/* Both algorithms give each array the same offset; arrays that live at the same time do not overlap. */
+TEST(both_placement_algorithms_give_the_same_offsets)
 {
     enum { MOST = 300 };
     hpml_ctx *ctx = hpml_ctx_create(NULL);
@@ -371,8 +371,8 @@ TEST(two_ways_to_the_same_places)
     hpml_ctx_free(ctx);
 }
 
-/* Every allocation of the tree fails in turn: an error, and nothing is left. */
-TEST(places_without_memory)
+/* Each allocation of the tree fails in turn: an error, and no memory leaks. */
+TEST(placement_survives_failing_allocations)
 {
     inside_slot slots[200];
     hpml_rng    rng = { 6, 0, 0 };
@@ -416,7 +416,7 @@ static double time_of_model(int kind, int n)
     return least;
 }
 
-TEST(large_models_take_time_in_proportion)
+TEST(planning_time_is_linear_in_model_size)
 {
     static const int n[] = { 20000, 3000, 10000 };
     for (int kind = 0; kind < 3; kind++) {

@@ -1555,7 +1555,7 @@ static hpml_status train_behind_relu(const relu_case *c, bool gpu, int steps, in
 
 /* cuBLASLt's relu makes 0 of a NaN, and so the loss is finite: the update finds the NaN, names parameter and step, and
    keeps it out of the parameters, whatever else the step does. The CPU's relu keeps it. */
-TEST(a_nan_behind_a_relu)
+TEST(a_nan_that_relu_hides_is_named_by_the_update)
 {
     static const relu_case relus[] = {
         { HPML_CUDA_F32, HPML_OPT_SGD, 0, NAN, 0, 1, 0 },    { HPML_CUDA_F32, HPML_OPT_ADAMW, 0, NAN, 0, 0, 0 },
@@ -1582,8 +1582,8 @@ TEST(a_nan_behind_a_relu)
     }
 }
 
-/* What fit has done in its last step is known when it returns. */
-TEST(fit_returns_what_its_last_step_found)
+/* A non-finite value in the last step is an error of hpml_trainer_fit itself. */
+TEST(fit_reports_a_nan_of_its_last_step)
 {
     static float  x[12 * 8];
     const int32_t y[12] = { 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0 };
@@ -1626,7 +1626,7 @@ TEST(a_step_that_overflows_is_named)
     hpml_ctx_free(ctx);
 }
 
-/* Recording fails, in each of its steps: the pass runs op by op, with the same bits, then and later. */
+/* Recording fails at each of its stages: the pass runs op by op, with the same bits, from then on. */
 TEST(a_pass_that_cannot_be_recorded_runs_op_by_op)
 {
     float plain[3];
@@ -1648,7 +1648,7 @@ TEST(a_pass_that_cannot_be_recorded_runs_op_by_op)
     products = AS_EVER;
 }
 
-/* Aligned products and convolutions are the libraries': what the header's own kernels did is named in one line. */
+/* Libraries compute aligned products and convolutions; hpml_cuda_text counts those of the header's own kernels. */
 static void two_layers(hpml_cuda_precision precision, bool record, char text[1024])
 {
     float          *x = numbers(1, 16 * 8 * 8 * 8, 0);
@@ -1669,7 +1669,7 @@ static void two_layers(hpml_cuda_precision precision, bool record, char text[102
     free(x);
 }
 
-TEST(the_libraries_do_what_is_aligned)
+TEST(libraries_compute_aligned_products_and_convolutions)
 {
     char text[1024];
     if (no_device()) SKIP("no CUDA device");
@@ -1694,8 +1694,8 @@ TEST(the_libraries_do_what_is_aligned)
     }
 }
 
-/* One line says that everything, or an epilogue, was refused. */
-TEST(the_text_names_what_is_refused)
+/* hpml_cuda_text counts refused products, convolutions and epilogues. */
+TEST(hpml_cuda_text_counts_refusals)
 {
     enum { BGRADB_BIT = 512, ALL = 0xfff, CUDNN_ASK = 2 };
     char text[1024], own[1024], whole[1024];
@@ -1775,7 +1775,7 @@ TEST(a_nan_goes_through_products)
         }
 }
 
-TEST(the_loss_scale_finds_its_place)
+TEST(the_dynamic_loss_scale_settles)
 {
     if (no_device()) SKIP("no CUDA device");
     hpml_ctx *ctx = context(true, HPML_CUDA_F16);

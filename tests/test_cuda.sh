@@ -113,7 +113,7 @@ contact() { # STATUS SLEEP LIMIT WANT TEXT
 contact 0 0 100 0 ok
 contact 3 0 100 1 'FAILED: exit 1'
 contact 0 20 9 1 'FAILED: not done in'
-# doctor says why an nvcc does not compile.
+# doctor.sh reports the reason when nvcc cannot compile.
 doctor() {
     printf '#!/bin/sh\n[ "$1" = --version ] && exec echo "tools, release 12.4, V1"\necho "%s" >&2; exit 1\n' "$1" \
         >"$tmp/without/nvcc"

@@ -317,7 +317,8 @@ TEST(names_with_codes)
                  "no tensor \"deep\", which this model has");
     hpml_ctx_free(deep);
     t[1].name = t[4].name;
-    ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 5, NULL, 0), HPML_ERR_ARGUMENT, "there are two");
+    ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 5, NULL, 0), HPML_ERR_ARGUMENT,
+                 "the name is used twice");
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), NULL, 1, NULL, 0), HPML_ERR_ARGUMENT, "1 tensors");
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), NULL, 0, NULL, 3), HPML_ERR_ARGUMENT, "3 pairs");
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, -1, NULL, 0), HPML_ERR_ARGUMENT, "-1 tensors");

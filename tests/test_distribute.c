@@ -271,7 +271,7 @@ TEST(exact_equals_serial)
     ENSURE_NEAR(apart(&serial, &exact), 0, 1e-5);
 }
 
-/* A program without a word about ranks but the call of hpml_distribute, and ways to go wrong with its data. */
+/* A program whose only call about ranks is hpml_distribute, and wrong ways to give it data. */
 typedef enum sharing { UNCHANGED, BY_HAND, BY_HAND_TWICE, OTHER_SEED, OTHER_EPOCHS, SHARINGS } sharing;
 typedef struct shared {
     sharing  how;
@@ -346,7 +346,7 @@ TEST(data_that_is_divided_by_hand_is_not_divided_again)
 
 /* Results of ops stored in halves: ranks train as one does, up to the rounding of gradients, which have another scale
    where a rank has fewer samples; leaf by leaf with the same bits. In f16 all ranks find the same overflows. */
-TEST(ranks_that_store_halves)
+TEST(ranks_with_results_in_halves_train_as_one)
 {
     static const double near[] = { 0, 0.02, 0.005 };
     for (int store = HPML_DTYPE_BF16; store <= HPML_DTYPE_F16; store++)
@@ -1074,7 +1074,7 @@ static bool all_is_named(int rank, int steps)
            loss > 0 && loss < 10 && trace_counters(&seen, rank, "bytes sent", &bytes) == steps && bytes > 1000;
 }
 
-/* Ends of arrows; -1: one lacks the other. */
+/* Number of arrow ends; -1: an end without its partner. */
 static int arrows_of_all(void)
 {
     int n = 0;
@@ -1120,7 +1120,7 @@ static hpml_status bucketed(hpml_comm *c, void *user)
     return hpml_comm_trace_save(c, "build/bucketed_test.json");
 }
 
-TEST(a_timeline_names_what_travels_together)
+TEST(a_timeline_names_the_tensors_of_a_bucket)
 {
     for (int packed = 0; packed < 2; packed++) {
         bool pack = packed;
@@ -1140,8 +1140,8 @@ TEST(a_timeline_names_what_travels_together)
     }
 }
 
-/* Names of any bytes, a loss that is no number. */
-TEST(a_timeline_is_json_whatever_is_in_it)
+/* Names of arbitrary bytes, and a loss that is NaN. */
+TEST(a_timeline_is_json_for_any_bytes_in_names)
 {
     static const char *const names[] = {
         "plain", "\"quoted\" \\ and\n\t\x01", "Z\xc3\xbcrich", "\xff\xfe", "cut \xe2\x82",

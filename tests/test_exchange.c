@@ -133,7 +133,7 @@ static hpml_status declare_bytes(hpml_comm *c, void *user)
                          (long long)sent);
 }
 
-TEST(bytes_declared_are_those_sent)
+TEST(exchange_bytes_equal_the_bytes_sent)
 {
     static const hpml_exchange_desc ways[] = { { .codec.kind = HPML_CODEC_NONE }, { .fuse_bytes = 300 },
         { .codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 100 } }, { .method = HPML_METHOD_TOPK },

@@ -230,7 +230,7 @@ TEST(every_call_of_a_reader_may_fail)
 }
 
 /* Another program cuts the file short after it was opened. */
-TEST(files_that_shrink)
+TEST(readers_report_files_that_shrink)
 {
     hpml_ctx     *ctx  = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
     hpml_trainer *t    = small_trainer(ctx);
@@ -370,7 +370,7 @@ static bool rewrite(hpml_ctx *ctx, const char *path, const char *key, const char
     return status == HPML_OK;
 }
 
-TEST(senseless_checkpoints)
+TEST(checkpoints_with_invalid_numbers_are_errors)
 {
     static const struct { const char *key, *value, *says; } bad[] = {
         { "hpml.step", "9223372036854775807", "\"hpml.step\" is 9223372036854775807, expected 0 to 2^53" },
@@ -472,7 +472,7 @@ TEST(damaged_checkpoints)
 
 /* Headers of safetensors files: what the reference implementation (0.8) accepts and refuses. */
 #define ENTRY(name, from) "\"" name "\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[" from "]}"
-TEST(headers_as_the_reference_reads_them)
+TEST(safetensors_headers_are_judged_as_by_the_reference)
 {
     static const struct { bool good; const char *header; size_t data; } cases[] = {
         { true, "{" ENTRY("a", "0,4") "}", 4 }, { true, " \n{" ENTRY("a", "0,4") "\t}\r\n", 4 }, { true, "{}", 0 },
@@ -545,7 +545,7 @@ TEST(names_that_would_make_a_file_unreadable)
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("u"), &e, 1, NULL, 0), HPML_ERR_ARGUMENT, "it is not UTF-8");
     e.name = "w";
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("u"), &e, 1, meta, 2), HPML_ERR_ARGUMENT,
-                 "metadata cannot be called \"a\": there are two");
+                 "metadata cannot be called \"a\": the name is used twice");
     meta[1].key = "\x80";
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("u"), &e, 1, meta, 2), HPML_ERR_ARGUMENT, "it is not UTF-8");
     meta[1].key = "b", meta[1].value = "\xc3";

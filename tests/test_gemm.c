@@ -399,7 +399,7 @@ TEST(vectors_of_every_length_and_increment)
     ENSURE(on_all(check_vectors) == 0);
 }
 
-TEST(blas_refuses_what_makes_no_sense)
+TEST(blas_rejects_invalid_arguments)
 {
     hpml_ctx *ctx = context(NULL, 1);
     float     x[4] = { 1, 2, 3, 4 }, y[4] = { 0 };

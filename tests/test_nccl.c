@@ -613,7 +613,7 @@ TEST(a_nan_over_the_link_is_named)
 
 /* A NaN in one rank's batch that the relu of cuBLASLt turns into 0: the gradients' sum has it, every rank's update
    keeps it out, and every rank names parameter and step, in the next step or when fit returns. */
-TEST(a_nan_behind_a_relu_is_named_on_every_rank)
+TEST(a_nan_that_relu_hides_is_named_on_every_rank)
 {
     for (int variant = 0; variant < 6; variant++) { /* the host's exchange, NCCL, in nodes; in the last step */
         job j = { .steps = variant < 3 ? 5 : 10, .nan = true, .nccl = variant % 3 > 0 };

@@ -422,7 +422,7 @@ static hpml_status both_ways(hpml_comm *c, void *user)
 /* g, with momentum: 1 bit, a step's delay and momentum 0.9 at rate 0.05 lose 2 to 5 points of accuracy whoever
    implements them, so accuracy is no check. The weights of the first steps are, until roundings flip bits, and the
    mean loss. */
-TEST(double_buffering_is_the_method)
+TEST(delayed_onebit_matches_plain_c)
 {
     twice            both = { { 0, 0 }, 1 };
     hpml_launch_desc l = { .ranks = WORKERS, .timeout = 60, .ctx = { .seed = 5, .threads = 1 } };

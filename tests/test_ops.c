@@ -245,7 +245,7 @@ TEST(losses_and_labels_of_many_blocks)
 }
 
 /* A parameter with a row for each sample of a batch that is larger than a block: each sample meets its own row. */
-TEST(rows_of_a_parameter_beside_many_blocks)
+TEST(each_block_reads_its_own_rows_of_a_parameter)
 {
     enum { B = 3, ROWS = 256, COLS = 512, N = B * ROWS * COLS };
     hpml_param_desc d = { .ndim = 3, .shape = { B, ROWS, COLS }, .init = HPML_INIT_NORMAL };

@@ -23,7 +23,7 @@ static const uint8_t *bytes_of[2]; /* the content where it stays in memory, whic
 static size_t         size_of[2];
 static int            opened;      /* which of the two was opened last */
 
-enum { HEAP = 1000 }; /* descriptors from here on are no files */
+enum { HEAP = 1000 }; /* descriptors from here on are memory, not files */
 
 static int heap_open(const char *name, int flags, ...)
 {
@@ -71,7 +71,7 @@ const char *const fuzz_names[FUZZ_TARGETS] = { "idx", "gzip", "cifar", "csv", "t
                                                "checkpoint", "params" };
 
 static hpml_ctx         *ctx;
-static hpml_trainer     *trainer; /* what checkpoints are of */
+static hpml_trainer     *trainer; /* whose checkpoints are fuzzed */
 static volatile uint64_t sink;
 static bool              in_file; /* zlib opens a file by its name */
 
@@ -132,7 +132,7 @@ static void read_bytes(const void *bytes, size_t size)
     for (size_t i = 0; i < size; i++) sink += ((const unsigned char *)bytes)[i];
 }
 
-/* Reads all of a dataset, and by a loader. */
+/* Reads a whole dataset directly, then through a loader. */
 static void use(hpml_dataset *d)
 {
     promise((d != NULL) == (hpml_ctx_status(ctx) == HPML_OK), "a dataset or an error");
@@ -216,7 +216,7 @@ static bool finite_parameters(void)
     return true;
 }
 
-/* Parameters or a whole training: all or nothing; a training goes on from there, or says why not. */
+/* Loads parameters or a checkpoint: completely or not at all; then trains a step, or checks the error. */
 static void load(const char *from, bool training)
 {
     static const float   x[6] = { 1, 2, 3, 4, 5, 6 };

@@ -1,4 +1,4 @@
-/* What is fuzzed: a target for each reader. */
+/* Fuzz targets, one for each reader. */
 #include <stddef.h>
 #include <stdint.h>
 

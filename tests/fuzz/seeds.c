@@ -38,7 +38,7 @@ static void little(uint64_t x, int bytes)
     for (int i = 0; i < bytes; i++) input[size++] = (unsigned char)(x >> 8 * i);
 }
 
-/* The input is whole: it is written, or run, also changed. */
+/* Writes the finished seed, or runs its target on the seed and on changed copies. */
 static void seed(int target)
 {
     static unsigned char changed[sizeof input];
