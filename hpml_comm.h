@@ -1414,7 +1414,7 @@ HPMLC_FN int hpmlc_world_waits(hpml_world *w, hpmlc_room **room, int at)
     return -1;
 }
 
-/* The chain ends at a rank that is at work, even if its thread in the background waits, and if the chain began there. */
+/* The chain ends at a rank at work, even if its thread in the background waits, and even if the chain began there. */
 HPMLC_FN int hpmlc_threads_lost(hpml_comm *c, const hpml_message *m, double *busy)
 {
     hpml_world *w    = c->room->world;
@@ -1614,11 +1614,10 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 }
 
 /* Under the mutex, because others go through the rooms to find who waits for whom. */
-HPMLC_FN void hpmlc_room_enter(hpmlc_room *room, hpml_comm *c)
+HPMLC_FN void hpmlc_room_enter(hpmlc_room *room, int rank, hpml_comm *owner)
 {
-    c->room = room;
     pthread_mutex_lock(&room->world->mutex);
-    room->inbox[c->rank].owner = c;
+    room->inbox[rank].owner = owner;
     pthread_mutex_unlock(&room->world->mutex);
 }
 
@@ -1654,7 +1653,8 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
     } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&room, sizeof room, NULL);
     if (status != HPML_OK) return status;
     if (!room) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    hpmlc_room_enter(room, part);
+    part->room = room;
+    hpmlc_room_enter(room, part->rank, part);
     return HPML_OK;
 }
 
@@ -1693,7 +1693,7 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
     c->spin = w->ranks <= hpmlc_cores(1) ? HPMLC_ROOMY : 20;
-    hpmlc_room_enter(c->room, c);
+    hpmlc_room_enter(c->room, c->rank, c);
     return c;
 }
 
@@ -2721,7 +2721,8 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     hpml_world *w = d->world;
     c->agent      = hpmlc_agent_new(w, c->rank, 0);
     if (!c->agent) {
-        c->t = NULL, c->room->inbox[c->rank].owner = NULL;
+        hpmlc_room_enter(c->room, c->rank, NULL);
+        c->t = NULL;
         return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
     }
     c->t    = &hpmlc_clock;

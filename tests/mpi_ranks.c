@@ -88,7 +88,7 @@ static hpml_status part_outlives(void)
     hpml_comm *c = hpml_comm_create(ctx, &d), *part = hpml_comm_split(c, 0, 0);
     hpml_allreduce(part, &x, 1, NULL);
     hpml_comm_free(c);
-    hpml_comm_free(part);
+    hpml_comm_free(part); /* its tags were numbers of the first one's */
     hpml_status status = hpml_ctx_status(ctx);
     hpml_ctx_free(ctx);
     MPI_Finalize();
