@@ -751,8 +751,8 @@ struct hpml_comm {
     double                busy;     /* hpml_now() until which this rank has announced that it is busy */
     hpmlc_text            farewell; /* MPI: buffer for an error of closing, because the context ends with it */
     hpmlc_agent          *agent;    /* CLOCK */
+    bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
     hpmlc_background     *background;
-    hpml_comm            *first;    /* the communicator this one was split from, or itself */
     char                 *staging;  /* MPI: two pieces */
     hpml_device_link      link;     /* begin NULL: none */
     char                 *scratch;  /* copies of what is sent while it is added to */
@@ -828,7 +828,7 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
 {
     hpml_comm *c = (hpml_comm *)hpml_ctx_alloc(ctx, sizeof *c, hpmlc_comm_drop);
     if (!c) return NULL;
-    c->ctx = c->trace = ctx, c->rank = rank, c->size = size, c->first = c;
+    c->ctx = c->trace = ctx, c->rank = rank, c->size = size;
     c->origin = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->origin * (size_t)size, NULL);
     c->node   = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
     c->to     = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->to * (size_t)size, NULL);
@@ -1625,7 +1625,7 @@ HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
 {
     hpml_world  *w = c->room->world;
     hpmlc_room **at, *gone = NULL;
-    bool         first = c->first == c;
+    bool         first = !c->is_part;
     pthread_mutex_lock(&w->mutex);
     c->room->inbox[c->rank].owner = NULL;
     if (first) w->left[c->rank] = true;
@@ -2356,7 +2356,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 {
     hpmlc_shared *x      = c->mpi->shared;
     bool          failed = hpml_ctx_status(c->ctx) != HPML_OK;
-    if (c != c->first) {
+    if (c->is_part) {
         hpmlc_mpi_close_part(c);
         return;
     }
@@ -2694,7 +2694,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
 {
     hpml_world   *w     = c->room->world;
     hpmlc_agent  *agent = c->agent;
-    bool          mine  = c->first == c;
+    bool          mine  = !c->is_part;
     const double *top   = mine ? hpml_trace_clock(c->ctx, (const double *)agent->under) : NULL;
     if (top && top != &agent->clock) {
         hpmlc_agent *over = (hpmlc_agent *)(uintptr_t)top;
@@ -2848,7 +2848,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or none goes on */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
     part->key   = (c->key * 31 + c->sequence) * 31 + (uint64_t)color + 1;
-    part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
+    part->is_part = true, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
     part->inside = c->inside, part->between = c->between, part->agent = c->agent; /* until a twin gets its own */
     hpmlc_comm_layout(part);
     if (c->t->split && c->t->split(c, part, ranks, count, color) != HPML_OK) return NULL;
@@ -3893,8 +3893,12 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
     if (!b) return NULL;
     HPMLC_ZERO(hpml_ctx_desc, d);
     d.threads = 1, d.allocator = hpml_ctx_allocator(c->ctx);
-    b->c    = c, b->ctx = hpml_ctx_create(&d);
-    b->twin = b->ctx ? hpmlc_part(c, b->ctx, c->first->origin, c->size, 0) : NULL; /* the first one's are 0, 1, 2 ... */
+    int32_t *all = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof *all * (size_t)c->size, NULL);
+    for (int i = 0; all && i < c->size; i++) all[i] = i;
+    b->c    = c;
+    b->ctx  = all ? hpml_ctx_create(&d) : NULL;
+    b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, 0) : NULL;
+    hpml_ctx_release(c->ctx, all);
     if (!b->twin) {
         hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s",
                    b->ctx ? hpml_ctx_error(b->ctx) : "no memory");
