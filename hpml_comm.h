@@ -140,8 +140,9 @@ typedef struct hpml_comm_desc {
    there with its highest tag. */
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
 /* Optional, collective: with MPI waits, within the deadline, until all ranks have called this function or freed their
-   contexts. Free communicators, or their contexts, before MPI_Finalize: freeing later is safe, but then the other ranks
-   are not notified. A process that calls exit before it has freed its communicator notifies the other ranks first. */
+   contexts. Free a communicator after its parts, because with MPI they cannot send without it. Free communicators, or
+   their contexts, before MPI_Finalize: freeing later is safe, but then the other ranks are not notified. A process that
+   calls exit before it has freed its communicator notifies the other ranks first. */
 HPML_API void       hpml_comm_free(hpml_comm *c);
 
 /* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone.
@@ -1774,6 +1775,7 @@ struct hpmlc_shared { /* by the communicator of hpml_comm_create and all parts o
     int64_t        newest;  /* number of the newest part, before the modulo by `parts` */
     bool           taken[HPMLC_PARTS]; /* numbers in use by parts of this rank */
     int            users;   /* parts, and the first communicator until it is closed; 0: this struct is freed */
+    bool           closed;  /* the first communicator has been freed: parts cannot send any more */
     bool           kept;    /* not freed before the process ends, because MPI may still send from it */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
@@ -1850,6 +1852,12 @@ HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
 {
     hpml_message **last = &c->mpi->sending;
     c->seen = 0;
+    if (c->mpi->shared->closed) {
+        m->done   = true;
+        m->status = hpmlc_fail(c, HPML_ERR_STATE, "the communicator that this part was split from has been freed; free "
+                               "it after its parts");
+        return;
+    }
     if (m->receiving && m->reduce) {
         if (!c->staging) c->staging = (char *)hpml_ctx_alloc(c->ctx, 2 * HPMLC_PIECE, NULL);
         m->staging = c->staging;
@@ -2361,7 +2369,8 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
         return;
     }
     hpmlc_mpi_list(x, false);
-    x->kept = hpmlc_mpi_over();
+    x->closed = true;
+    x->kept   = hpmlc_mpi_over();
     if (x->kept) { /* because sends of MPI may read x */
         hpmlc_shared_leave(x);
         return;
