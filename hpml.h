@@ -7961,6 +7961,7 @@ HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tenso
     }
     if (half || value & HPMLI_ROUND) to->data = hpmli_edge_copy(e, to->data, n, most, value & ~once);
     if (half && has_grad) to->grad = hpmli_edge_copy(e, to->grad, n, most, grad & ~once);
+    if (half) to->dtype = HPML_DTYPE_F32; /* as its copies are: ops count bytes by it */
 }
 
 /* The op on samples [first, first + samples), its copies laid out from `at` on. */

@@ -297,6 +297,37 @@ TEST(conv_keeps_to_its_workspace)
     }
 }
 
+/* The gradient of images that are stored in halves: both algorithms agree within the rounding of their copies. */
+TEST(conv_algorithms_agree_on_halves)
+{
+    for (int i = 0; i < 8; i++) {
+        float      *dx[2], scale = 0;
+        int64_t     n = 0;
+        convolution t = convolutions[0];
+        t.B = 9, t.layout = i / 2 % 2 ? HPML_NHWC : HPML_NCHW, t.act = HPML_ACT_NONE;
+        for (int k = 0; k < 2; k++) {
+            model m = { .ctx = hpml_ctx_create(&(hpml_ctx_desc){
+                            .threads = 2, .store = i % 2 ? HPML_DTYPE_F16 : HPML_DTYPE_BF16 }) };
+            t.algorithm = k ? HPML_CONV_IM2COL : HPML_CONV_DIRECT;
+            m.x   = images(m.ctx, t.layout, t.B, t.C, t.H, t.W);
+            m.y   = conv_record(hpml_scale(m.x, 1, 0), &t);
+            noise = 9;
+            ENSURE(model_make(&m));
+            hpml_graph_batch(m.g, i / 4 ? t.B - 2 : t.B);
+            hpml_graph_forward(m.g, true, 1);
+            ENSURE(hpml_graph_backward(m.g, 1, false) == HPML_OK);
+            n     = hpml_tensor_count(m.x);
+            dx[k] = (float *)malloc((size_t)n * sizeof(float));
+            memcpy(dx[k], m.x->grad, (size_t)n * sizeof(float));
+            hpml_ctx_free(m.ctx);
+        }
+        for (int64_t j = 0; j < n; j++) scale = fmaxf(scale, fabsf(dx[0][j]));
+        ENSURE(scale > 0);
+        for (int64_t j = 0; j < n; j++) ENSURE_NEAR(dx[1][j], dx[0][j], (double)scale / 128);
+        for (int k = 0; k < 2; k++) free(dx[k]);
+    }
+}
+
 /* Shapes drawn at random. */
 TEST(conv_random)
 {
