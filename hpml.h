@@ -4053,6 +4053,7 @@ struct hpml_ctx {
     int                 *names;     /* (name_size) hash table of names: 1 + number of the parameter, 0: free */
     int64_t              name_size; /* a power of two, at least twice the parameters */
     int                  node_count; /* recorded so far: names and mask keys */
+    int                  turn_count; /* of these, by hpml_to_layout: no name counts them */
     hpml_node            spare;      /* see hpmli_node_create */
     hpmli_trace         *trace;      /* NULL: off */
     const double        *clock;      /* see hpml_trace_clock */
@@ -5105,7 +5106,7 @@ HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const cha
     char text[64];
     if (hpmli_failed(ctx)) return NULL;
     if (name && name[0]) return hpmli_strdup(ctx, name);
-    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count);
+    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count - ctx->turn_count);
     return hpmli_strdup(ctx, text);
 }
 
@@ -6336,8 +6337,11 @@ HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout)
 {
     static const int dims[2][4] = { { 0, 3, 1, 2 }, { 0, 2, 3, 1 } };
     if (!hpmli_layout_check(x, layout)) return NULL;
-    hpml_tensor *y = x->layout == layout ? x : hpml_permute(x, dims[layout]);
-    if (y) y->layout = layout;
+    if (x->layout == layout) return x;
+    hpml_tensor *y = hpml_permute(x, dims[layout]);
+    if (!y) return NULL;
+    y->layout = layout;
+    x->ctx->turn_count++;
     return y;
 }
 

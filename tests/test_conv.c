@@ -328,6 +328,23 @@ TEST(conv_algorithms_agree_on_halves)
     }
 }
 
+/* Layers without a name of their own are called the same in both layouts, so that files of parameters fit either. */
+TEST(layouts_name_parameters_alike)
+{
+    hpml_ctx *ctx[2];
+    for (int nhwc = 0; nhwc < 2; nhwc++) {
+        hpml_conv2d_desc c = { .kernel_h = 3 };
+        ctx[nhwc] = hpml_ctx_create(NULL);
+        hpml_tensor *h = hpml_to_layout(hpml_input_4d(ctx[nhwc], 2, 3, 9, 9), nhwc ? HPML_NHWC : HPML_NCHW);
+        h = hpml_conv2d(hpml_batchnorm(hpml_conv2d(h, 4, &c), NULL), 4, &c);
+        ENSURE(hpml_linear(hpml_flatten(h), 2, NULL));
+    }
+    ENSURE(hpml_param_count(ctx[0]) == hpml_param_count(ctx[1]) && hpml_param_count(ctx[0]) > 8);
+    for (int i = 0; i < hpml_param_count(ctx[0]); i++)
+        ENSURE(strcmp(hpml_param_at(ctx[0], i)->name, hpml_param_at(ctx[1], i)->name) == 0);
+    for (int nhwc = 0; nhwc < 2; nhwc++) hpml_ctx_free(ctx[nhwc]);
+}
+
 /* Shapes drawn at random. */
 TEST(conv_random)
 {
