@@ -472,6 +472,7 @@ TEST(a_model_in_both_layouts)
     int32_t  y[64];
     uint64_t start[2];
     int64_t  n = 0;
+    noise = 5; /* whatever tests ran before, because some data bring a relu so near to 0 that rounding decides */
     for (int64_t i = 0; i < 64 * 3 * 12 * 12; i++) x[i] = uniform();
     for (int i = 0; i < 64; i++) y[i] = i % 5;
     for (int k = 0; k < 2; k++) {
