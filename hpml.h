@@ -8799,6 +8799,13 @@ HPMLI_FN void hpmli_graph_rows(hpml_graph *g)
     }
 }
 
+/* All samples of a batch again, after an error as well. */
+HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
+{
+    g->batch_now = g->batch;
+    hpmli_graph_rows(g);
+}
+
 HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
 {
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
@@ -9635,7 +9642,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     hpml_loader_desc d = HPMLI_ZEROED;
     const hpml_tensor *x = t->d.input, *y = t->target;
     if (hpmli_failed(t->ctx) || !data) return NULL;
-    hpml_graph_batch(t->graph, t->graph->batch);
+    hpmli_graph_whole(t->graph);
     int64_t have  = hpmli_cropped(data), need = hpml_tensor_count(x) / t->graph->batch;
     int64_t learn = hpml_tensor_count(y) / t->graph->batch;
     if (have != need || x->dtype != (data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32) ||
@@ -9712,7 +9719,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
     }
     hpml_loader_free(l);
-    hpml_graph_batch(t->graph, t->graph->batch);
+    hpmli_graph_whole(t->graph);
     if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
     /* what a device has found in the gradients of the last step */
     if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
@@ -9766,7 +9773,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
         if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
     }
     hpml_loader_free(l);
-    hpml_graph_batch(t->graph, t->graph->batch);
+    hpmli_graph_whole(t->graph);
     if (out->samples > 0) out->loss /= (double)out->samples;
     out->accuracy = counted > 0 ? (double)correct / (double)counted : -1;
     out->seconds  = hpml_now() - start;
@@ -9779,26 +9786,27 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g = t->graph;
-    hpml_graph_batch(g, g->batch);
+    hpmli_graph_whole(g);
     int64_t each = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
     int64_t row  = hpml_tensor_count(t->d.output) / g->batch;
-    for (int64_t i = 0; i < samples; i += g->batch) {
+    for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
-        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) return t->ctx->status;
+        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
         hpmli_put(t, t->d.input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
             hpml_run run = hpmli_run_of(g, false, 0, 1);
             if (g->nodes[p]->out == t->loss) continue;
-            if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
+            if (hpmli_run_node(g, &run, p, false) != HPML_OK) break;
         }
+        if (t->ctx->status != HPML_OK) break;
         hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
         int64_t at = t->d.no_finite_check ? n * row : hpmli_first_nonfinite(out + i * row, n * row);
         if (at < n * row)
-            return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the "
-                              "data, and whether training has left the parameters finite", (long long)(at % row),
-                              (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
+            hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the data, and "
+                       "whether training has left the parameters finite", (long long)(at % row),
+                       (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
     }
-    hpml_graph_batch(g, g->batch);
+    hpmli_graph_whole(g);
     return t->ctx->status;
 }
 

@@ -642,6 +642,19 @@ TEST(evaluation_and_prediction_name_the_sample_that_is_not_finite)
     }
 }
 
+/* The last batch, which is short, has the NaN: after the error tensors have their whole shapes again. */
+TEST(a_prediction_that_fails_leaves_whole_batches)
+{
+    float         in[200] = { 0 }, out[300];
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_tensor  *x   = hpml_input_2d(ctx, 32, 2), *y = hpml_linear(x, 3, NULL);
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y });
+    in[2 * 97] = (float)NAN;
+    ENSURE_ERROR(ctx, hpml_trainer_predict(t, in, 100, out) == HPML_ERR_NONFINITE, HPML_ERR_NONFINITE, "sample 97");
+    ENSURE(x->shape[0] == 32 && y->shape[0] == 32);
+    hpml_ctx_free(ctx);
+}
+
 /* LAMB scales every parameter, biases too: the first direction is the gradient's signs, its length the root of 2. */
 TEST(lamb_scales_biases_as_the_paper_does)
 {
