@@ -11918,9 +11918,10 @@ HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const
         if (end == text || *end != 0 || errno == ERANGE)
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
                                path, hpmli_numbers[i], text);
-        if (i >= HPMLI_STEP && i <= HPMLI_EPOCH_STEP && (n[i] < 0 || n[i] > HPMLI_COUNT_END))
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected 0 to 2^53", path,
-                               hpmli_numbers[i], (long long)n[i]);
+        int least = i == HPMLI_SCALE_STEPS ? -1 : 0; /* -1: a loss scale that is fixed */
+        if (i != HPMLI_SEED && i != HPMLI_OPTIMIZER && i != HPMLI_SCALE && (n[i] < least || n[i] > HPMLI_COUNT_END))
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path,
+                               hpmli_numbers[i], (long long)n[i], least);
         crc = ctx->k->crc32c(crc, text, strlen(text));
     }
     snprintf(is, sizeof is, "%08x", (unsigned)crc);
