@@ -5224,11 +5224,17 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 
 #define HPMLI_NAME 256 /* room for the name of an array in a file */
 
+#define HPMLI_HASH UINT64_C(14695981039346656037)
+HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n) /* FNV-1a, begun with HPMLI_HASH */
+{
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
+    return hash;
+}
+
 /* Where the table of names has the parameter `name`, or has a free entry for it. */
 HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
 {
-    uint64_t hash = UINT64_C(14695981039346656037); /* FNV-1a */
-    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * UINT64_C(1099511628211);
+    uint64_t hash = hpmli_hash(HPMLI_HASH, name, strlen(name));
     for (uint64_t at = hash ^ hash >> 32;; at++) {
         int *entry = &ctx->names[at & (uint64_t)(ctx->name_size - 1)];
         if (*entry == 0 || strcmp(ctx->params[*entry - 1]->name, name) == 0) return entry;
@@ -5393,13 +5399,6 @@ HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
     }
     hpmli_free(ctx, w);
     return ctx->status;
-}
-
-#define HPMLI_HASH UINT64_C(14695981039346656037)
-HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n) /* FNV-1a, begun with HPMLI_HASH */
-{
-    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
-    return hash;
 }
 
 HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
