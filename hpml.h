@@ -11258,10 +11258,10 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 /* Waits for the next batch of the thread, which it starts; false when there is none. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
-    if (l->threaded && hpmli_forked(l->ctx)) {
+    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* no thread of the parent's is here, and none is started */
         hpmli_loader_stop(l);
         l->d.no_prefetch = true;
-        l->made = l->taken; /* what the thread had begun is made again */
+        l->made          = l->taken; /* a batch that the parent's thread had begun is made again */
     }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);

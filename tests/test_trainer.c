@@ -4,6 +4,7 @@
 #include "test.h"
 #include "mlp.h"
 #include "steep.h"
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -712,6 +713,27 @@ TEST(a_child_of_fork_goes_on_alone)
         close(pipes[0]), close(pipes[1]);
         ENSURE(hash != 0 && go_on(ctx, t, l) == hash);
     }
+}
+
+/* Nor does a loader that the child itself makes: Linux counts the threads as links of a folder. */
+TEST(a_child_of_fork_starts_no_thread)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    hpml_dataset *d   = blobs(ctx, 64);
+    int           status = 1;
+    pid_t         child  = fork();
+    if (child == 0) {
+        struct stat  before = { 0 }, after = { 0 };
+        hpml_batch   b;
+        hpml_loader *l = hpml_loader_create(ctx, d, &(hpml_loader_desc){ .batch = 8 });
+        alarm(60);
+        stat("/proc/self/task", &before);
+        bool good = hpml_loader_next(l, &b) && hpml_loader_next(l, &b);
+        stat("/proc/self/task", &after);
+        _exit(!good || before.st_nlink != after.st_nlink);
+    }
+    ENSURE(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    hpml_ctx_free(ctx);
 }
 
 /* Settings and data that make no sense, and data that do not fit the model. */
