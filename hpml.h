@@ -4053,6 +4053,7 @@ struct hpml_ctx {
     int                 *names;     /* (name_size) hash table of names: 1 + number of the parameter, 0: free */
     int64_t              name_size; /* a power of two, at least twice the parameters */
     int                  node_count; /* recorded so far: names and mask keys */
+    int                  turn_count; /* of these, by hpml_to_layout: no name counts them */
     hpml_node            spare;      /* see hpmli_node_create */
     hpmli_trace         *trace;      /* NULL: off */
     const double        *clock;      /* see hpml_trace_clock */
@@ -5105,7 +5106,7 @@ HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const cha
     char text[64];
     if (hpmli_failed(ctx)) return NULL;
     if (name && name[0]) return hpmli_strdup(ctx, name);
-    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count);
+    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count - ctx->turn_count);
     return hpmli_strdup(ctx, text);
 }
 
@@ -5223,11 +5224,17 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 
 #define HPMLI_NAME 256 /* room for the name of an array in a file */
 
+#define HPMLI_HASH UINT64_C(14695981039346656037)
+HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n) /* FNV-1a, begun with HPMLI_HASH */
+{
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
+    return hash;
+}
+
 /* The entry of the table of names for the parameter `name`: its own, or a free one. */
 HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
 {
-    uint64_t hash = UINT64_C(14695981039346656037); /* FNV-1a */
-    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * UINT64_C(1099511628211);
+    uint64_t hash = hpmli_hash(HPMLI_HASH, name, strlen(name));
     for (uint64_t at = hash ^ hash >> 32;; at++) {
         int *entry = &ctx->names[at & (uint64_t)(ctx->name_size - 1)];
         if (*entry == 0 || strcmp(ctx->params[*entry - 1]->name, name) == 0) return entry;
@@ -5392,13 +5399,6 @@ HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
     }
     hpmli_free(ctx, w);
     return ctx->status;
-}
-
-#define HPMLI_HASH UINT64_C(14695981039346656037)
-HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n) /* FNV-1a, begun with HPMLI_HASH */
-{
-    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
-    return hash;
 }
 
 HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
@@ -6337,8 +6337,11 @@ HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout)
 {
     static const int dims[2][4] = { { 0, 3, 1, 2 }, { 0, 2, 3, 1 } };
     if (!hpmli_layout_check(x, layout)) return NULL;
-    hpml_tensor *y = x->layout == layout ? x : hpml_permute(x, dims[layout]);
-    if (y) y->layout = layout;
+    if (x->layout == layout) return x;
+    hpml_tensor *y = hpml_permute(x, dims[layout]);
+    if (!y) return NULL;
+    y->layout = layout;
+    x->ctx->turn_count++;
     return y;
 }
 
@@ -7962,6 +7965,7 @@ HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tenso
     }
     if (half || value & HPMLI_ROUND) to->data = hpmli_edge_copy(e, to->data, n, most, value & ~once);
     if (half && has_grad) to->grad = hpmli_edge_copy(e, to->grad, n, most, grad & ~once);
+    if (half) to->dtype = HPML_DTYPE_F32; /* as its copies are: ops count bytes by it */
 }
 
 /* The op on samples [first, first + samples), its copies laid out from `at` on. */
@@ -8795,6 +8799,13 @@ HPMLI_FN void hpmli_graph_rows(hpml_graph *g)
     }
 }
 
+/* All samples of a batch again, after an error as well. */
+HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
+{
+    g->batch_now = g->batch;
+    hpmli_graph_rows(g);
+}
+
 HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
 {
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
@@ -9472,13 +9483,17 @@ HPMLI_FN hpml_status hpmli_trainer_see(hpml_trainer *t)
     return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
 }
 
-/* Half of a dynamic loss scale after an overflow, twice of it after a long time without. */
+#define HPMLI_SCALE_MOST 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
+
+/* Halves a dynamic loss scale after an overflow and doubles it after 2,000 updates without one. */
 HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
 {
     if (t->scale_steps < 0) return;
     t->scale_steps = t->overflowed ? 0 : t->scale_steps + 1;
     if (t->overflowed) t->loss_scale /= 2;
-    if (t->scale_steps == 2000) t->loss_scale *= 2, t->scale_steps = 0;
+    if (t->scale_steps < 2000) return;
+    t->scale_steps = 0;
+    if (t->loss_scale < HPMLI_SCALE_MOST) t->loss_scale *= 2;
 }
 
 HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
@@ -9631,7 +9646,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     hpml_loader_desc d = HPMLI_ZEROED;
     const hpml_tensor *x = t->d.input, *y = t->target;
     if (hpmli_failed(t->ctx) || !data) return NULL;
-    hpml_graph_batch(t->graph, t->graph->batch);
+    hpmli_graph_whole(t->graph);
     int64_t have  = hpmli_cropped(data), need = hpml_tensor_count(x) / t->graph->batch;
     int64_t learn = hpml_tensor_count(y) / t->graph->batch;
     if (have != need || x->dtype != (data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32) ||
@@ -9708,7 +9723,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
     }
     hpml_loader_free(l);
-    hpml_graph_batch(t->graph, t->graph->batch);
+    hpmli_graph_whole(t->graph);
     if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
     /* reports non-finite values that a device found in the last step */
     if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
@@ -9762,7 +9777,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
         if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
     }
     hpml_loader_free(l);
-    hpml_graph_batch(t->graph, t->graph->batch);
+    hpmli_graph_whole(t->graph);
     if (out->samples > 0) out->loss /= (double)out->samples;
     out->accuracy = counted > 0 ? (double)correct / (double)counted : -1;
     out->seconds  = hpml_now() - start;
@@ -9775,26 +9790,27 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g = t->graph;
-    hpml_graph_batch(g, g->batch);
+    hpmli_graph_whole(g);
     int64_t each = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
     int64_t row  = hpml_tensor_count(t->d.output) / g->batch;
-    for (int64_t i = 0; i < samples; i += g->batch) {
+    for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
-        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) return t->ctx->status;
+        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
         hpmli_put(t, t->d.input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
             hpml_run run = hpmli_run_of(g, false, 0, 1);
             if (g->nodes[p]->out == t->loss) continue;
-            if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
+            if (hpmli_run_node(g, &run, p, false) != HPML_OK) break;
         }
+        if (t->ctx->status != HPML_OK) break;
         hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
         int64_t at = t->d.no_finite_check ? n * row : hpmli_first_nonfinite(out + i * row, n * row);
         if (at < n * row)
-            return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the "
-                              "data, and whether training has left the parameters finite", (long long)(at % row),
-                              (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
+            hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the data, and "
+                       "whether training has left the parameters finite", (long long)(at % row),
+                       (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
     }
-    hpml_graph_batch(g, g->batch);
+    hpmli_graph_whole(g);
     return t->ctx->status;
 }
 
@@ -11248,10 +11264,10 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 /* Waits for the next batch of the thread, which it starts; false when there is none. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
-    if (l->threaded && hpmli_forked(l->ctx)) {
+    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* no thread of the parent's is here, and none is started */
         hpmli_loader_stop(l);
         l->d.no_prefetch = true;
-        l->made = l->taken; /* what the thread had begun is made again */
+        l->made          = l->taken; /* a batch that the parent's thread had begun is made again */
     }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
@@ -11404,10 +11420,14 @@ HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **
 {
     char *p = (char *)things, *to = p;
     if (count > 0) qsort(things, (size_t)count, size, hpmli_name_order);
-    for (int i = 0; i < count; i++, p += size, to += size) {
+    for (int i = 0; i < count; i++, p += size) {
         const char *name = *(const char *const *)(const void *)p;
-        if (i + 1 == count || hpmli_name_find(name, p + size) != 0) memmove(to, p, size);
-        else to -= size, *twice = name;
+        if (i + 1 < count && hpmli_name_find(name, p + size) == 0) {
+            *twice = name;
+            continue;
+        }
+        memmove(to, p, size);
+        to += size;
     }
     return (int)((size_t)(to - (char *)things) / size);
 }
@@ -11907,9 +11927,10 @@ HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const
         if (end == text || *end != 0 || errno == ERANGE)
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
                                path, hpmli_numbers[i], text);
-        if (i >= HPMLI_STEP && i <= HPMLI_EPOCH_STEP && (n[i] < 0 || n[i] > HPMLI_COUNT_END))
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected 0 to 2^53", path,
-                               hpmli_numbers[i], (long long)n[i]);
+        int least = i == HPMLI_SCALE_STEPS ? -1 : 0; /* -1: a loss scale that is fixed */
+        if (i != HPMLI_SEED && i != HPMLI_OPTIMIZER && i != HPMLI_SCALE && (n[i] < least || n[i] > HPMLI_COUNT_END))
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path,
+                               hpmli_numbers[i], (long long)n[i], least);
         crc = ctx->k->crc32c(crc, text, strlen(text));
     }
     snprintf(is, sizeof is, "%08x", (unsigned)crc);

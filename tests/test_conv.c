@@ -297,6 +297,54 @@ TEST(conv_keeps_to_its_workspace)
     }
 }
 
+/* The gradient of images that are stored in halves: both algorithms agree within the rounding of their copies. */
+TEST(conv_algorithms_agree_on_halves)
+{
+    for (int i = 0; i < 8; i++) {
+        float      *dx[2], scale = 0;
+        int64_t     n = 0;
+        convolution t = convolutions[0];
+        t.B = 9, t.layout = i / 2 % 2 ? HPML_NHWC : HPML_NCHW, t.act = HPML_ACT_NONE;
+        for (int k = 0; k < 2; k++) {
+            model m = { .ctx = hpml_ctx_create(&(hpml_ctx_desc){
+                            .threads = 2, .store = i % 2 ? HPML_DTYPE_F16 : HPML_DTYPE_BF16 }) };
+            t.algorithm = k ? HPML_CONV_IM2COL : HPML_CONV_DIRECT;
+            m.x   = images(m.ctx, t.layout, t.B, t.C, t.H, t.W);
+            m.y   = conv_record(hpml_scale(m.x, 1, 0), &t);
+            noise = 9;
+            ENSURE(model_make(&m));
+            hpml_graph_batch(m.g, i / 4 ? t.B - 2 : t.B);
+            hpml_graph_forward(m.g, true, 1);
+            ENSURE(hpml_graph_backward(m.g, 1, false) == HPML_OK);
+            n     = hpml_tensor_count(m.x);
+            dx[k] = (float *)malloc((size_t)n * sizeof(float));
+            memcpy(dx[k], m.x->grad, (size_t)n * sizeof(float));
+            hpml_ctx_free(m.ctx);
+        }
+        for (int64_t j = 0; j < n; j++) scale = fmaxf(scale, fabsf(dx[0][j]));
+        ENSURE(scale > 0);
+        for (int64_t j = 0; j < n; j++) ENSURE_NEAR(dx[1][j], dx[0][j], (double)scale / 128);
+        for (int k = 0; k < 2; k++) free(dx[k]);
+    }
+}
+
+/* Layers without a name of their own are called the same in both layouts, so that files of parameters fit either. */
+TEST(layouts_name_parameters_alike)
+{
+    hpml_ctx *ctx[2];
+    for (int nhwc = 0; nhwc < 2; nhwc++) {
+        hpml_conv2d_desc c = { .kernel_h = 3 };
+        ctx[nhwc] = hpml_ctx_create(NULL);
+        hpml_tensor *h = hpml_to_layout(hpml_input_4d(ctx[nhwc], 2, 3, 9, 9), nhwc ? HPML_NHWC : HPML_NCHW);
+        h = hpml_conv2d(hpml_batchnorm(hpml_conv2d(h, 4, &c), NULL), 4, &c);
+        ENSURE(hpml_linear(hpml_flatten(h), 2, NULL));
+    }
+    ENSURE(hpml_param_count(ctx[0]) == hpml_param_count(ctx[1]) && hpml_param_count(ctx[0]) > 8);
+    for (int i = 0; i < hpml_param_count(ctx[0]); i++)
+        ENSURE(strcmp(hpml_param_at(ctx[0], i)->name, hpml_param_at(ctx[1], i)->name) == 0);
+    for (int nhwc = 0; nhwc < 2; nhwc++) hpml_ctx_free(ctx[nhwc]);
+}
+
 /* Shapes drawn at random. */
 TEST(conv_random)
 {
@@ -424,6 +472,7 @@ TEST(a_model_trains_the_same_in_nchw_and_nhwc)
     int32_t  y[64];
     uint64_t start[2];
     int64_t  n = 0;
+    noise = 5; /* whatever tests ran before, because some data bring a relu so near to 0 that rounding decides */
     for (int64_t i = 0; i < 64 * 3 * 12 * 12; i++) x[i] = uniform();
     for (int i = 0; i < 64; i++) y[i] = i % 5;
     for (int k = 0; k < 2; k++) {

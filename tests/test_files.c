@@ -374,6 +374,7 @@ TEST(checkpoints_with_invalid_numbers_are_errors)
 {
     static const struct { const char *key, *value, *says; } bad[] = {
         { "hpml.step", "9223372036854775807", "\"hpml.step\" is 9223372036854775807, expected 0 to 2^53" },
+        { "hpml.scale_steps", "9223372036854775807", "9223372036854775807, expected -1 to 2^53" },
         { "hpml.step", "-1", "\"hpml.step\" is -1" }, { "hpml.epoch", "9007199254740993", "\"hpml.epoch\"" },
         { "hpml.epoch_step", "-9223372036854775808", "\"hpml.epoch_step\"" },
         { "hpml.step", "99999999999999999999", "is \"99999999999999999999\", expected a whole number" },
@@ -386,7 +387,7 @@ TEST(checkpoints_with_invalid_numbers_are_errors)
     hpml_trainer *t   = small_trainer(ctx);
     ENSURE(hpml_checkpoint_save(t, file("k")) == HPML_OK);
     uint64_t hash = hpml_param_hash(ctx);
-    for (int i = 0; i < 7; i++) {
+    for (int i = 0; i < 8; i++) {
         ENSURE(rewrite(ctx, file("k"), bad[i].key, bad[i].value, NULL, 0));
         ENSURE_ERROR(ctx, hpml_checkpoint_load(t, file("other")), HPML_ERR_FORMAT, bad[i].says);
     }

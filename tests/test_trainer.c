@@ -4,6 +4,7 @@
 #include "test.h"
 #include "mlp.h"
 #include "steep.h"
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -642,6 +643,19 @@ TEST(evaluation_and_prediction_name_the_sample_that_is_not_finite)
     }
 }
 
+/* The last batch, which is short, has the NaN: after the error tensors have their whole shapes again. */
+TEST(a_prediction_that_fails_leaves_whole_batches)
+{
+    float         in[200] = { 0 }, out[300];
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_tensor  *x   = hpml_input_2d(ctx, 32, 2), *y = hpml_linear(x, 3, NULL);
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y });
+    in[2 * 97] = (float)NAN;
+    ENSURE_ERROR(ctx, hpml_trainer_predict(t, in, 100, out) == HPML_ERR_NONFINITE, HPML_ERR_NONFINITE, "sample 97");
+    ENSURE(x->shape[0] == 32 && y->shape[0] == 32);
+    hpml_ctx_free(ctx);
+}
+
 /* LAMB scales every parameter, biases too: the first direction is the gradient's signs, its length the root of 2. */
 TEST(lamb_scales_biases_as_the_paper_does)
 {
@@ -699,6 +713,27 @@ TEST(a_child_of_fork_goes_on_alone)
         close(pipes[0]), close(pipes[1]);
         ENSURE(hash != 0 && go_on(ctx, t, l) == hash);
     }
+}
+
+/* Nor does a loader that the child itself makes: Linux counts the threads as links of a folder. */
+TEST(a_child_of_fork_starts_no_thread)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    hpml_dataset *d   = blobs(ctx, 64);
+    int           status = 1;
+    pid_t         child  = fork();
+    if (child == 0) {
+        struct stat  before = { 0 }, after = { 0 };
+        hpml_batch   b;
+        hpml_loader *l = hpml_loader_create(ctx, d, &(hpml_loader_desc){ .batch = 8 });
+        alarm(60);
+        stat("/proc/self/task", &before);
+        bool good = hpml_loader_next(l, &b) && hpml_loader_next(l, &b);
+        stat("/proc/self/task", &after);
+        _exit(!good || before.st_nlink != after.st_nlink);
+    }
+    ENSURE(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    hpml_ctx_free(ctx);
 }
 
 /* Settings and data that make no sense, and data that do not fit the model. */
