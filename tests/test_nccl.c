@@ -80,7 +80,7 @@ static hpml_status train(hpml_comm *c, job *j)
     if (j->save) hpml_distribute_save(dist, j->save);
     if (j->trace && hpml_comm_rank(c) == 0) hpml_trace_save(ctx, j->trace);
     if (j->away == hpml_comm_rank(c) + 1) return HPML_OK;
-    hpml_loader_desc own = { .ranks = 1 }; /* fit does not compare the ranks' data, where the absence would be noticed */
+    hpml_loader_desc own = { .ranks = 1 }; /* fit does not compare ranks, where the absence would be noticed */
     fit.max_steps = j->tail, fit.loader = j->away ? &own : NULL;
     if (j->tail) hpml_trainer_fit(t, data, &fit);
     hpml_distribute_report r = { 0 };
