@@ -43,8 +43,8 @@ running() { # "12 of 49 done; running: check_cuda 62 s, test_gemm 3 s"
     for file in $log/*.began; do
         name=${file##*/} name=${name%.began}
         [ -s "$file" ] && [ ! -e "$log/$name.exit" ] || continue
-        read -r began <"$file"
-        text="$text, $name $((now - began)) s"
+        read -r since <"$file"
+        text="$text, $name $((now - since)) s"
     done
     echo "$done of $all done; running: ${text#, }"
 }
