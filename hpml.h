@@ -246,7 +246,7 @@ HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes now hel
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* where its memory comes from; ctx NULL: all zero */
 
 /* Called while safetensors, parameters or a checkpoint are written: each time that 64 MB more are on the disk, with the
-   bytes of the file so far. Cleared: no callback, and the file is synced once, at its end. Returns the previous
+   bytes of the file until then. Cleared: no callback, and the file is synced once, at its end. Returns the previous
    callback. */
 typedef struct hpml_progress {
     void (*fn)(void *user, uint64_t bytes);
@@ -5614,7 +5614,8 @@ HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
     const hpmli_gemm_desc *d = &j->d;
     bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
     bool    along  = thin_m ? d->b_rs == 1 : d->a_cs == 1; /* the operand that is not thin is stored along k */
-    int64_t across, down, side = !thin ? HPMLI_MIXED_SIDE : along ? 8 : 1024; /* thin: long lines */
+    int64_t across, down, side = HPMLI_MIXED_SIDE;
+    if (thin) side = along ? 8 : 1024; /* long lines */
     j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
     j->rows = hpmli_min(d->m, side), j->cols = hpmli_min(d->n, side);
     for (;;) {
@@ -7994,7 +7995,8 @@ HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_nod
         hpmli_edge_tensor(e, &e->t[i], s, value, grad);
     }
     hpml_tensor *y     = e->node.out = &e->t[HPML_MAX_SRC];
-    unsigned     value = !back ? HPMLI_SAVE : needs & HPMLI_NEED_OUT ? HPMLI_LOAD : 0;
+    unsigned     value = back ? 0 : HPMLI_SAVE;
+    if (back && needs & HPMLI_NEED_OUT) value = HPMLI_LOAD;
     hpmli_edge_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
     if (n->op == HPML_OP_LINEAR && n->saved_bytes > 0) { /* the sum before the activation, stored as the result is */
         hpml_tensor z = *n->out;
@@ -11407,7 +11409,8 @@ HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
     const char *x = *(const char *const *)a, *y = *(const char *const *)b;
     int         order = strcmp(x, y);
-    return order || x == y ? order : x < y ? -1 : 1;
+    if (order != 0 || x == y) return order;
+    return x < y ? -1 : 1;
 }
 
 HPMLI_FN int hpmli_name_find(const void *name, const void *b)
@@ -12044,7 +12047,8 @@ HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, flo
 HPMLI_FN const hpml_trace_event *hpmli_trace_at(const hpmli_trace *t, int64_t i)
 {
     int64_t count = __atomic_load_n(&t->count, __ATOMIC_RELAXED), lost = count - t->d.capacity;
-    return i < (lost > 0 ? t->d.capacity : count) ? &t->events[((lost > 0 ? lost : 0) + i) % t->d.capacity] : NULL;
+    if (lost < 0) lost = 0;
+    return i < count - lost ? &t->events[(lost + i) % t->d.capacity] : NULL;
 }
 
 HPML_API double hpml_trace_first(const hpml_ctx *ctx)

@@ -1018,7 +1018,7 @@ HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
                            "the same counts", c->doing, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
 }
 
-HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer); /* THREADS: notes whom this rank waits for; -1: nobody */
+HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer); /* THREADS: notes whom this rank waits for; -1: no rank */
 HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m); /* MPI: announces that the wait for m is over */
 
 /* Handles the deadline of m: extends the deadline where the rank at the end of the chain of waits is busy, else ends
@@ -2376,7 +2376,8 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
         return;
     }
     hpmlc_mpi_say(x, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
-    int absent = hpmlc_mpi_goodbye(x, failed ? 5 : c->timeout < 0 ? 60 : c->timeout);
+    double limit = c->timeout < 0 ? 60 : c->timeout;
+    int    absent = hpmlc_mpi_goodbye(x, failed ? 5 : limit);
     if (absent >= 0 && !failed)
         hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank "
                    "alive? (hpml_comm_busy says that it is at work)", c->timeout, absent, (long long)c->step);
@@ -6329,7 +6330,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 
 /* Every rank has a clock. Ranks that want to send wait in a queue by (clock, rank), as threads do in >>clock, so
    messages enter the cards in the same order and the times are the same. That costs some 50 to 100 ns a message. Two
-   shapes have p^2 messages and need less, because nobody's turn matters in them:
+   shapes have p^2 messages and need less, because the order of turns does not matter in them:
      ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
                   alike, what happens on one happens on all: the ranks of one node stand for all
      all to all   the ranks of one node stand for all likewise

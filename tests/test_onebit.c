@@ -419,9 +419,9 @@ static hpml_status both_ways(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
-/* g, with momentum: 1 bit, a step's delay and momentum 0.9 at rate 0.05 lose 2 to 5 points of accuracy whoever
-   implements them, so accuracy is no check. The weights of the first steps are, until roundings flip bits, and the
-   mean loss. */
+/* g, with momentum: 1 bit, a step's delay and momentum 0.9 at rate 0.05 lose 2 to 5 points of accuracy in every
+   implementation, so accuracy is no check. The weights of the first steps are, until roundings flip bits, and the mean
+   loss. */
 TEST(delayed_onebit_matches_plain_c)
 {
     twice            both = { { 0, 0 }, 1 };
