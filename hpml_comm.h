@@ -42,12 +42,14 @@
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
 //
 // INDEX (grep '^// >>' hpml_comm.h)
+// INTERFACE
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
 //     api-distribute   synchronous data parallelism
 //     api-simulate   step time on machines you do not have
 //     api-mix   averaging with neighbours; one timeline for all ranks
+// PART I   TALK: ranks, messages, transports
 //     base   system headers, what communicators are made of
 //     messages   sending, receiving, waiting
 //     world   ranks as threads: inboxes, links, deadlock
@@ -57,19 +59,22 @@
 //     mpi-create   creating, splitting, closing over MPI; exit
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators; running a function on every rank
+//     timeline   one timeline for all ranks
+// PART II   ADD UP: collectives, codecs on the wire
 //     moves   the algorithms, as moves; adding up elements
 //     collectives   the moves, executed
 //     async   work in the background
 //     exchange   1-bit exchange: stripes, owners, two residuals
 //     stripes   the five steps of an exchange, on the host or on a device
 //     methods   top-k and low rank
+// PART III   STEP TOGETHER: data parallelism, mixing
 //     distribute   synchronous data parallelism: buckets, overlap
 //     distribute-step   buffers, weights, double buffering
 //     exact   the same bits for every number of ranks
 //     attach   attaching to a trainer, reports
 //     carried   checkpoints of the whole job; the largest batch that does not hurt
 //     mix   averaging with neighbours
-//     timeline   one timeline for all ranks
+// PART V   FORESEE: steps in virtual time
 //     simulate   moves in virtual time, by a queue of ranks
 //     simulate-fast   rings and all to all in virtual time without a queue
 //     simulate-step   a step of training in virtual time
@@ -668,6 +673,10 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 
 #if (defined(HPML_IMPLEMENTATION) || defined(HPML_COMM_IMPLEMENTATION)) && !defined(HPML_COMM_BODY)
 #define HPML_COMM_BODY
+
+// =====================================================================================================================
+// PART I   TALK: ranks, messages, transports
+// =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>base   system headers, what communicators are made of
@@ -3090,6 +3099,105 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>timeline   one timeline for all ranks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* How far this rank's clock is ahead of rank 0's: rank 0 answers with its time; the answer of the quickest exchange was
+   made in the middle of it, give or take half of what it took. */
+HPMLC_FN double hpmlc_clock_ahead(hpml_comm *c)
+{
+    double best = 1e300, ahead = 0, theirs = 0;
+    for (int r = 1; r < c->size; r++)
+        for (int i = 0; i < 8 && (c->rank == 0 || c->rank == r); i++) {
+            double start = hpml_comm_now(c), end;
+            if (c->rank == 0) hpml_recv(c, r, 0, &theirs, sizeof theirs), theirs = hpml_comm_now(c);
+            hpml_send(c, c->rank == 0 ? r : 0, 0, &theirs, sizeof theirs);
+            if (c->rank > 0) hpml_recv(c, 0, 0, &theirs, sizeof theirs);
+            end = hpml_comm_now(c);
+            if (c->rank > 0 && end - start < best) best = end - start, ahead = 0.5 * (start + end) - theirs;
+        }
+    return ahead;
+}
+
+HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc)
+{
+    HPMLC_DESC(hpml_trace_desc, d, desc);
+    if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    double ahead = hpmlc_clock_ahead(c), origin = hpml_comm_now(c);
+    if (hpml_broadcast(c, &origin, sizeof origin, 0) != HPML_OK) return hpml_ctx_status(c->ctx);
+    d.rank = c->rank, d.origin = origin + ahead;
+    if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which would mean now */
+    return hpml_trace_start(c->ctx, &d);
+}
+
+/* The whole of a file, with a zero behind it; NULL when it cannot be read. */
+HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
+{
+    FILE *f    = fopen(path, "rb");
+    char *text = NULL;
+    long  end  = f && fseek(f, 0, SEEK_END) == 0 ? ftell(f) : -1;
+    if (end >= 0) text = (char *)hpml_ctx_alloc(ctx, (size_t)end + 1, NULL);
+    if (text && (fseek(f, 0, SEEK_SET) != 0 || fread(text, 1, (size_t)end, f) != (size_t)end)) {
+        hpml_ctx_release(ctx, text);
+        text = NULL;
+    }
+    if (f) fclose(f);
+    *size = end;
+    return text;
+}
+
+/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
+HPMLC_FN hpml_status hpmlc_reduce_unseen(hpml_comm *c, void *data, int64_t n, hpml_element element);
+HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
+{
+    double      first  = -hpml_trace_first(c->ctx);
+    hpml_status status = hpmlc_reduce_unseen(c, &first, 1, HPML_ELEMENT_F64);
+    if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
+    return status;
+}
+
+/* Each rank writes its own file beside `path`; rank 0 strings the events together, with commas between. */
+HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
+{
+    char    own[1024];
+    int64_t size = 0;
+    FILE   *f = NULL;
+    if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    hpmlc_background_drain(c);
+    if (hpmlc_trace_begin(c) != HPML_OK) return hpml_ctx_status(c->ctx);
+    snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
+    if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failed(c), hpml_ctx_status(c->ctx);
+    char *text = hpmlc_slurp(c->ctx, own, &size);
+    remove(own);
+    if (!text || size < 5) return hpmlc_fail(c, HPML_ERR_READ, "trace \"%s\": cannot be read back", own);
+    if (c->rank > 0) {
+        hpml_status status = hpml_send(c, 0, 1, &size, sizeof size);
+        if (status == HPML_OK) status = hpml_send(c, 0, 1, text, (size_t)size);
+        hpml_ctx_release(c->ctx, text);
+        return status;
+    }
+    f = fopen(path, "wb");
+    bool good = f && fwrite(text, 1, (size_t)size - 3, f) == (size_t)size - 3; /* without the last bracket */
+    hpml_ctx_release(c->ctx, text);
+    for (int r = 1; r < c->size; r++) {
+        if (hpml_recv(c, r, 1, &size, sizeof size) != HPML_OK) break;
+        text = (char *)hpml_ctx_alloc(c->ctx, (size_t)size, NULL);
+        if (!text || hpml_recv(c, r, 1, text, (size_t)size) != HPML_OK) break;
+        good = good && fprintf(f, ",\n") > 0 && fwrite(text + 2, 1, (size_t)size - 5, f) == (size_t)size - 5;
+        hpml_ctx_release(c->ctx, text);
+    }
+    good = good && fprintf(f, "\n]\n") > 0;
+    if (f && fclose(f) != 0) good = false;
+    if (!good && hpml_ctx_status(c->ctx) == HPML_OK)
+        return hpmlc_fail(c, HPML_ERR_WRITE, "trace \"%s\": cannot be written", path);
+    return hpml_ctx_status(c->ctx);
+}
+
+// =====================================================================================================================
+// PART II   ADD UP: collectives, codecs on the wire
+// =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>moves   the algorithms, as moves; adding up elements
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -4806,6 +4914,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     return bytes;
 }
 
+// =====================================================================================================================
+// PART III   STEP TOGETHER: data parallelism, mixing
+// =====================================================================================================================
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute   synchronous data parallelism: buckets, overlap
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6230,99 +6342,9 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     return hpmlc_leave(c, status);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>timeline   one timeline for all ranks
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* How far this rank's clock is ahead of rank 0's: rank 0 answers with its time; the answer of the quickest exchange was
-   made in the middle of it, give or take half of what it took. */
-HPMLC_FN double hpmlc_clock_ahead(hpml_comm *c)
-{
-    double best = 1e300, ahead = 0, theirs = 0;
-    for (int r = 1; r < c->size; r++)
-        for (int i = 0; i < 8 && (c->rank == 0 || c->rank == r); i++) {
-            double start = hpml_comm_now(c), end;
-            if (c->rank == 0) hpml_recv(c, r, 0, &theirs, sizeof theirs), theirs = hpml_comm_now(c);
-            hpml_send(c, c->rank == 0 ? r : 0, 0, &theirs, sizeof theirs);
-            if (c->rank > 0) hpml_recv(c, 0, 0, &theirs, sizeof theirs);
-            end = hpml_comm_now(c);
-            if (c->rank > 0 && end - start < best) best = end - start, ahead = 0.5 * (start + end) - theirs;
-        }
-    return ahead;
-}
-
-HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc)
-{
-    HPMLC_DESC(hpml_trace_desc, d, desc);
-    if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    double ahead = hpmlc_clock_ahead(c), origin = hpml_comm_now(c);
-    if (hpml_broadcast(c, &origin, sizeof origin, 0) != HPML_OK) return hpml_ctx_status(c->ctx);
-    d.rank = c->rank, d.origin = origin + ahead;
-    if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which would mean now */
-    return hpml_trace_start(c->ctx, &d);
-}
-
-/* The whole of a file, with a zero behind it; NULL when it cannot be read. */
-HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
-{
-    FILE *f    = fopen(path, "rb");
-    char *text = NULL;
-    long  end  = f && fseek(f, 0, SEEK_END) == 0 ? ftell(f) : -1;
-    if (end >= 0) text = (char *)hpml_ctx_alloc(ctx, (size_t)end + 1, NULL);
-    if (text && (fseek(f, 0, SEEK_SET) != 0 || fread(text, 1, (size_t)end, f) != (size_t)end)) {
-        hpml_ctx_release(ctx, text);
-        text = NULL;
-    }
-    if (f) fclose(f);
-    *size = end;
-    return text;
-}
-
-/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
-HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
-{
-    double      first  = -hpml_trace_first(c->ctx);
-    hpml_status status = hpmlc_reduce_unseen(c, &first, 1, HPML_ELEMENT_F64);
-    if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
-    return status;
-}
-
-/* Each rank writes its own file beside `path`; rank 0 strings the events together, with commas between. */
-HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
-{
-    char    own[1024];
-    int64_t size = 0;
-    FILE   *f = NULL;
-    if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    hpmlc_background_drain(c);
-    if (hpmlc_trace_begin(c) != HPML_OK) return hpml_ctx_status(c->ctx);
-    snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
-    if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failed(c), hpml_ctx_status(c->ctx);
-    char *text = hpmlc_slurp(c->ctx, own, &size);
-    remove(own);
-    if (!text || size < 5) return hpmlc_fail(c, HPML_ERR_READ, "trace \"%s\": cannot be read back", own);
-    if (c->rank > 0) {
-        hpml_status status = hpml_send(c, 0, 1, &size, sizeof size);
-        if (status == HPML_OK) status = hpml_send(c, 0, 1, text, (size_t)size);
-        hpml_ctx_release(c->ctx, text);
-        return status;
-    }
-    f = fopen(path, "wb");
-    bool good = f && fwrite(text, 1, (size_t)size - 3, f) == (size_t)size - 3; /* without the last bracket */
-    hpml_ctx_release(c->ctx, text);
-    for (int r = 1; r < c->size; r++) {
-        if (hpml_recv(c, r, 1, &size, sizeof size) != HPML_OK) break;
-        text = (char *)hpml_ctx_alloc(c->ctx, (size_t)size, NULL);
-        if (!text || hpml_recv(c, r, 1, text, (size_t)size) != HPML_OK) break;
-        good = good && fprintf(f, ",\n") > 0 && fwrite(text + 2, 1, (size_t)size - 5, f) == (size_t)size - 5;
-        hpml_ctx_release(c->ctx, text);
-    }
-    good = good && fprintf(f, "\n]\n") > 0;
-    if (f && fclose(f) != 0) good = false;
-    if (!good && hpml_ctx_status(c->ctx) == HPML_OK)
-        return hpmlc_fail(c, HPML_ERR_WRITE, "trace \"%s\": cannot be written", path);
-    return hpml_ctx_status(c->ctx);
-}
+// =====================================================================================================================
+// PART V   FORESEE: steps in virtual time
+// =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simulate   moves in virtual time, by a queue of ranks

@@ -16,6 +16,8 @@ header() { # FILE LINES
     grep '^// >>' "$1" | sed 's|^// >>||' >"$tmp/tags"
     sed -n '/^\/\/ INDEX/,/^#ifndef/p' "$1" | grep '^//     ' | sed 's|^//     ||' >"$tmp/index"
     check "$1: the index is not the list of sections" "$(diff "$tmp/index" "$tmp/tags")"
+    check "$1: the index and the banners name different PARTs" "$(grep '^// PART ' "$1" | sort | uniq -c |
+        awk '$1 != 2')"
     check "$1: sections of more than 400 lines" \
         "$(awk '/^\/\/ >>/ { if (NR - at > 400 && tag) print tag, NR - at; at = NR; tag = $2 }' "$1")"
     check "$1: functions of more than 60 lines" "$(awk '/^{/ { start = NR }
