@@ -129,10 +129,13 @@ typedef struct hpml_network {
 typedef struct hpml_comm_desc {
     uint32_t            _begin;
     hpml_transport_kind transport;
+    const struct hpml_transport *custom; /* your own transport, used instead of .transport; NULL: none. Not copied */
+    void               *custom_user;  /* given to it, see hpml_comm_state */
     hpml_world         *world;    /* THREADS, CLOCK: required, the same for all ranks */
-    int32_t             rank;     /* THREADS, CLOCK: this one's number; MPI: found out */
+    int32_t             rank;     /* THREADS, CLOCK, custom: number of this rank; MPI: MPI's own */
+    int32_t             ranks;    /* custom: number of ranks, at least 1; THREADS, CLOCK, MPI: known to the transport */
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
-    int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory */
+    int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
     bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
     uint32_t            _end;
@@ -228,45 +231,98 @@ HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size
 HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t out_bytes, int from, void *in,
                                    size_t in_bytes, int tag);
 
-/* Begun now, done when hpml_wait says so; the array must stay untouched until then (MPI: after an error, one that was
-   being sent must stay until the process ends). The struct is yours. */
+/* Memory in a message for its transport, all zero when the transport's `start` is called: one value, or bytes for a
+   struct of the transport's. */
+typedef union hpml_message_state {
+    void   *pointer;
+    int64_t number;
+    double  seconds;
+    char    bytes[64];
+} hpml_message_state;
+
+/* A send or a receive in flight. The struct is the caller's: it and the array stay untouched until hpml_wait returns.
+   (MPI: after an error, an array that was being sent must stay until the process ends.) */
 typedef struct hpml_message {
-    int                  peer, tag;
+    int                  peer, tag;    /* rank in the communicator; 0 to HPML_TAG_MAX, or a collective's above that */
     bool                 receiving, done;
-    hpml_status          status;
+    hpml_status          status;       /* valid when done */
     char                *data;
-    size_t               bytes, moved;
-    size_t               posted;       /* MPI: pieces given to MPI; else the sender's rank */
+    size_t               bytes;
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
-    double               arrival;      /* seconds: THREADS, CLOCK: earliest arrival; MPI: last notice of this wait */
-    struct hpml_message *next;         /* private, as all below */
-    struct hpml_comm    *owner;
-    void                *native[2];
-    void                *staging;
+    double               arrival;      /* seconds of hpml_comm_now at which a message in flight arrives; 0: not known */
+    hpml_message_state   state;        /* the transport's */
+    struct hpml_comm    *owner;        /* where it was begun */
+    struct hpml_message *next;         /* private: a receive that was begun before this one and is not yet done */
 } hpml_message;
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
 
-/* What a transport does: everything above messages is written once over these functions. */
+/* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
+   THREADS, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
+   .custom; tests/outside/own_transport.c is an example. Leave optional functions and properties at zero.
+     Threads: each function is called by the thread that works with communicator c: the rank's thread or, for a part that
+   hpml_background made, a background thread. So two communicators of one process may be in use at the same time, unless
+   is_concurrent says no.
+     Errors: report an error with hpml_ctx_fail on hpml_comm_ctx(c). A function that is given a message m then sets
+   m->status and m->done; the others return the status.
+     A transport must not call back into hpml_comm.h (but split may send over c), and must not keep m, which is the
+   caller's, after m is done. */
 typedef struct hpml_transport {
-    const char *name;
-    void (*start)(hpml_comm *c, hpml_message *m); /* begins a send or a receive */
-    void (*test)(hpml_comm *c, hpml_message *m);  /* sets m->done and m->status when m is complete */
-    void (*block)(hpml_comm *c, hpml_message *m, double until); /* sleeps until something may have changed */
-    void (*abandon)(hpml_comm *c, hpml_message *m); /* after an error: stops m, whose buffer is then unused */
-    void (*tell)(hpml_comm *c, const char *text); /* this rank has failed: ends the other ranks' waits */
-    /* Collective; part NULL: this rank joins no part (MPI). */
+    const char *name; /* required; lives as long as the communicators, as this table does */
+
+    /* Optional, first function called: sets desc->rank and desc->ranks where the caller does not know them. */
+    hpml_status (*locate)(hpml_ctx *ctx, hpml_comm_desc *desc);
+    /* Optional: connects this rank. c has its rank and size; hpml_comm_state(c) is desc->custom_user and may be
+       replaced. After an error, which ends hpml_comm_create, close is not called. */
+    hpml_status (*open)(hpml_comm *c, const hpml_comm_desc *desc);
+    /* Optional: this rank could not start, because of the error on ctx; tells the other ranks. */
+    void (*absent)(hpml_ctx *ctx, const hpml_comm_desc *desc);
+    /* Required, collective over c: makes `part`, ranks[0] to ranks[count - 1] of c, a communicator whose messages never
+       match those of c or of another part; sets its state. part NULL: this rank joins no part. `color` differs between
+       the parts that are made at the same time. Also called for the communicator of a background thread. */
     hpml_status (*split)(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color);
+    /* Optional: c, or a part, is being freed, also after an error; frees its state. May wait for the other ranks. */
     void (*close)(hpml_comm *c);
-    hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int dtype, int op); /* optional: native */
-    size_t piece; /* AUTO sums large arrays in pieces of as many bytes, which stay in the caches; 0: whole */
-    double alpha, beta; /* typical seconds a message, seconds a byte: what AUTO starts from */
-    /* optional, when the deadline of m has passed: the last rank of the chain of waits that begins with m's peer, and
-       until when that rank is busy; -1: a rank has failed, as the next test of m reports. NULL: m's peer */
-    int  (*lost)(hpml_comm *c, const hpml_message *m, double *busy);
-    void (*busy)(hpml_comm *c, double seconds); /* optional: see hpml_comm_busy */
+
+    /* Required: begins m without waiting. A send matches the receive with the same communicator, tag and pair of ranks;
+       messages that match one another arrive in the order sent. A send may be complete at once, if it has been copied. */
+    void (*start)(hpml_comm *c, hpml_message *m);
+    /* Required: advances m without waiting. Sets m->done, last, when m is complete. A receive is completed by
+       hpml_message_deliver. Called for the oldest matching receive first. */
+    void (*test)(hpml_comm *c, hpml_message *m);
+    /* Optional: sleeps until m may have advanced, at most until hpml_now() is `until`. NULL: sleeps for 30 us. */
+    void (*block)(hpml_comm *c, hpml_message *m, double until);
+    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: the wait for m, in which block was called, is over */
+    /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
+    void (*abandon)(hpml_comm *c, hpml_message *m);
+
+    void (*announce_failure)(hpml_comm *c, const char *text); /* optional: this rank has failed: ends others' waits */
+    void (*announce_busy)(hpml_comm *c, double seconds); /* optional: extends others' deadlines, see hpml_comm_busy */
+    /* Optional, after the deadline of m: the rank at the end of the chain of waits that begins with m's peer, and the
+       hpml_now() until which that rank is busy. -1: a rank has failed, as the next test of m reports. NULL: the peer. */
+    int  (*stuck_at)(hpml_comm *c, const hpml_message *m, double *busy);
+
+    /* Optional: HPML_NATIVE. hpml_element and hpml_reduce as int; MEAN: the sum, which the caller divides. */
+    hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int element, int reduce);
+    bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer needs this core: hpml_wait does not spin */
+    bool (*has_delay)(const hpml_comm *c);   /* optional: messages take time that a computation can hide; NULL: those
+                                                between nodes do */
+    bool (*is_concurrent)(const hpml_comm *c); /* optional: a part of c may be used by another thread at the same time;
+                                                  false: background work is done at once. NULL: true */
+    bool   one_process; /* all ranks share this machine's cores and memory, whatever their nodes; a receive is delivered
+                           whole, by one call of hpml_message_deliver */
+    size_t piece;       /* bytes: AUTO sums larger arrays in pieces of this size, which stay in the caches; 0: whole */
+    double alpha, beta; /* typical seconds a message, seconds a byte, from which AUTO starts; 0: 2e-6, 0.25e-9 */
+    const struct hpmlc_schedule *schedule; /* private to THREADS and CLOCK: how a process's threads take turns */
 } hpml_transport;
+
+/* For transports. The state is one pointer; the ranks of a part have a state of their own. */
+HPML_API void *hpml_comm_state(const hpml_comm *c);
+HPML_API void  hpml_comm_set_state(hpml_comm *c, void *state);
+/* Completes the receive m with a message of `bytes` at `from`: copies or reduces it into m's array and sets m->done; an
+   error where the lengths differ. */
+HPML_API void  hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *from, size_t bytes);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-collectives   all ranks together, at once or in the background
@@ -715,10 +771,8 @@ HPMLI_PLAIN
 extern "C" {
 #endif
 
-typedef struct hpmlc_room       hpmlc_room;       /* what the ranks of one communicator share: see >>world */
-typedef struct hpmlc_mpi        hpmlc_mpi;        /* see >>mpi */
 typedef struct hpmlc_background hpmlc_background; /* see >>async */
-typedef struct hpmlc_agent      hpmlc_agent;      /* a thread in virtual time: see >>clock */
+typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where a thread sleeps: see >>world */
 
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>moves */
 
@@ -729,45 +783,59 @@ typedef struct hpmlc_text { /* buffer for the text of an error that no context k
 
 struct hpml_comm {
     hpml_ctx             *ctx;
-    hpml_ctx             *trace;    /* where spans go: for a twin, its parent's context */
-    const hpml_transport *t;
+    hpml_ctx             *trace;    /* context that records spans: for a twin, its parent's */
+    const hpml_transport *t;        /* NULL: nothing to close */
+    void                 *state;    /* the transport's */
     int                   rank, size;
-    int32_t              *origin;   /* (size) the ranks' numbers in the first communicator: what messages call them */
+    int32_t              *origin;   /* (size) each rank's number in the first communicator, which error texts use */
     int32_t              *node;     /* (size) */
     int                   per_node; /* ranks of each node when all nodes are alike, else 0 */
-    bool                  spread;
-    double                timeout;
+    bool                  spread;   /* rank r is on node r % nodes */
+    bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
+    bool                  is_virtual; /* time is virtual: no deadlines, and only links take time */
     bool                  check;
-    int                   spin;     /* tests before a wait yields the core, and as many before it sleeps */
-    double                crowded;  /* hpml_now() before which waits do not yield, because yielding was slow */
-    uint32_t              sequence; /* collectives so far: each has tags of its own */
-    int64_t               step;     /* of the trainer, for messages; 0: of none */
-    const char           *doing;
-    int                   round;
-    double                since;    /* when the collective began */
+    double                timeout;  /* seconds */
+    int                   spin_limit; /* tests before a wait yields the core, and as many before it sleeps */
+    double                no_yield; /* hpml_now() before which waits do not yield, because yielding was slow */
+    double                busy;     /* hpml_now() until which this rank has announced that it is busy */
+    uint32_t              sequence; /* number of collectives begun: each has its own tag */
+    int64_t               step;     /* of the trainer, for error texts; 0: no trainer */
+    const char           *operation; /* for error texts: "allreduce", ... */
+    int                   round;    /* of the operation */
+    double                since;    /* hpml_comm_now() when the collective began */
     int64_t               bytes;    /* of the collective's array */
-    bool                  within;   /* inside a collective, whose messages are arrows on the timeline */
+    bool                  in_collective; /* then messages are arrows on the timeline */
     hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
     uint64_t              key;      /* of this communicator, the same on all its ranks */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
     hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
-    int64_t             (*to)[2];   /* (size) messages and bytes sent to each */
-    hpml_message         *pending;  /* receives that are under way */
-    hpmlc_room           *room;     /* THREADS, CLOCK */
-    hpmlc_mpi            *mpi;
-    unsigned              seen;     /* changes of the inbox that have been looked at; MPI: turns of waiting */
-    double                busy;     /* hpml_now() until which this rank has announced that it is busy */
-    hpmlc_text            farewell; /* MPI: buffer for an error of closing, because the context ends with it */
-    hpmlc_agent          *agent;    /* CLOCK */
-    bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
+    int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
+    hpml_message         *pending;  /* receives in flight, newest first */
+    hpmlc_text            close_error; /* buffer for an error of closing, because the context is freed with it */
     hpmlc_background     *background;
-    char                 *staging;  /* MPI: two pieces */
     hpml_device_link      link;     /* begin NULL: none */
-    char                 *scratch;  /* copies of what is sent while it is added to */
-    size_t                scratch_size;
+    char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
+    size_t                scratch_size; /* bytes */
 };
+
+/* How the threads of one process take turns. THREADS counts the threads that are awake, which reveals a deadlock; CLOCK
+   lets one thread run at a time. Other transports leave both to the operating system. */
+typedef struct hpmlc_schedule {
+    /* Virtual time; NULL: time is real. compute: seconds of work pass; advance: the clock is `time` at least. */
+    double (*now)(const hpml_comm *c);
+    void   (*compute)(hpml_comm *c, double seconds);
+    void   (*advance)(hpml_comm *c, double time);
+    /* The background thread of c: open is called before the thread starts (false: it must not start), enter first in
+       that thread, close last in it, or by the thread of c where it could not start. */
+    bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
+    void   (*thread_enter)(hpml_comm *twin);
+    void   (*thread_close)(hpml_comm *c, hpml_comm *twin);
+    /* Sleeps at a waitpoint, see hpmlc_waitpoint_sleep; wakes the thread that works with communicator `sleeper`. */
+    void   (*sleep)(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until);
+    void   (*wake)(hpml_comm *sleeper, hpmlc_waitpoint *g);
+} hpmlc_schedule;
 
 /* A variable, cleared; and one that is a copy of what the caller has given, cleared where that is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
@@ -777,7 +845,7 @@ HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 HPMLC_PRINTF(3, 4)
-HPMLC_FN hpml_status hpmlc_say_no(const hpmlc_text *to, hpml_status status, const char *format, ...)
+HPMLC_FN hpml_status hpmlc_error_text(const hpmlc_text *to, hpml_status status, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
@@ -786,9 +854,9 @@ HPMLC_FN hpml_status hpmlc_say_no(const hpmlc_text *to, hpml_status status, cons
     return status;
 }
 
-HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text)
+HPMLC_FN void hpmlc_announce_failure(hpml_comm *c, const char *text)
 {
-    if (c->t && c->t->tell) c->t->tell(c, text);
+    if (c->t && c->t->announce_failure) c->t->announce_failure(c, text);
 }
 
 /* Keeps the first error of the context and tells the other ranks. */
@@ -800,7 +868,7 @@ HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *fo
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (status != HPML_ERR_PEER) hpmlc_tell(c, text);
+    if (status != HPML_ERR_PEER) hpmlc_announce_failure(c, text);
     return hpml_ctx_fail(c->ctx, status, "rank %d: %s", c->origin[c->rank], text);
 }
 
@@ -809,7 +877,7 @@ HPMLC_FN bool hpmlc_failed(hpml_comm *c)
 {
     if (!c) return true;
     if (hpml_ctx_status(c->ctx) == HPML_OK) return false;
-    hpmlc_tell(c, hpml_ctx_error(c->ctx));
+    hpmlc_announce_failure(c, hpml_ctx_error(c->ctx));
     return true;
 }
 
@@ -832,23 +900,66 @@ HPMLC_FN void hpmlc_nap(double seconds)
 #endif
 }
 
-/* The part of a communicator that all transports share. */
-HPMLC_FN void       hpmlc_comm_drop(void *object);
+/* Allocates a communicator that has no transport yet, so that nothing is closed if creating it fails. */
+HPMLC_FN void       hpmlc_comm_destroy(void *object);
 HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int rank, int size)
 {
-    hpml_comm *c = (hpml_comm *)hpml_ctx_alloc(ctx, sizeof *c, hpmlc_comm_drop);
+    hpml_comm *c = (hpml_comm *)hpml_ctx_alloc(ctx, sizeof *c, hpmlc_comm_destroy);
     if (!c) return NULL;
-    c->ctx = c->trace = ctx, c->rank = rank, c->size = size;
-    c->origin = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->origin * (size_t)size, NULL);
-    c->node   = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
-    c->to     = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->to * (size_t)size, NULL);
-    c->arrows = (uint32_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->arrows * (size_t)size, NULL);
+    c->ctx     = c->trace = ctx;
+    c->rank    = rank;
+    c->size    = size;
+    c->origin  = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->origin * (size_t)size, NULL);
+    c->node    = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
+    c->sent_to = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->sent_to * (size_t)size, NULL);
+    c->arrows  = (uint32_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->arrows * (size_t)size, NULL);
     if (!c->arrows) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
-    c->t = t; /* last: without it there is nothing to close */
-    c->timeout = 60, c->doing = "start";
-    c->between.latency = t->alpha, c->between.bandwidth = 1 / t->beta, c->inside = c->between;
+    c->timeout           = 60;
+    c->spin_limit        = 200;
+    c->operation         = "hpml_comm_create";
+    c->is_virtual        = t->schedule && t->schedule->now;
+    c->between.latency   = t->alpha > 0 ? t->alpha : 2e-6;
+    c->between.bandwidth = 1 / (t->beta > 0 ? t->beta : 0.25e-9);
+    c->inside            = c->between;
     return c;
+}
+
+HPML_API void *hpml_comm_state(const hpml_comm *c) { return c ? c->state : NULL; }
+
+HPML_API void hpml_comm_set_state(hpml_comm *c, void *state)
+{
+    if (c) c->state = state;
+}
+
+HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->is_virtual ? c->t->schedule->now(c) : hpml_now(); }
+
+HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
+{
+    if (!c || !(seconds > 0)) return;
+    if (c->is_virtual) {
+        c->t->schedule->compute(c, seconds);
+        return;
+    }
+    double start = hpml_now();
+    hpmlc_nap(seconds);
+    hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
+}
+
+/* In virtual time: moves the clock of this thread on to `time`, after all threads whose clocks are behind it. */
+HPMLC_FN void hpmlc_advance(hpml_comm *c, double time)
+{
+    if (c->is_virtual) c->t->schedule->advance(c, time);
+}
+
+/* True where messages take time that a computation can hide: between nodes, over links, in virtual time. */
+HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
+{
+    if (c->is_virtual) return true;
+    if (c->t->has_delay) return c->t->has_delay(c);
+    for (int i = 0; i < c->size; i++)
+        if (c->node[i] != c->node[c->rank]) return true;
+    return false;
 }
 
 /* The number of nodes; 0: a rank's is out of range. */
@@ -871,14 +982,14 @@ HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *ne
     const hpml_link *in = &net->inside, *far = &net->between;
     if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) || !(in->bandwidth >= 0) ||
         !(far->bandwidth >= 0) || (clock && !HPMLC_GOOD(net->jitter)))
-        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
+        return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
                             "between %g s and %g bytes/s, jitter %g: a negative one or NaN", who, net->ranks_per_node,
                             in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
     if (hpmlc_network_nodes(net, p) == 0)
-        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
+        return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
     for (int r = 0; clock && net->slow && r < p; r++)
         if (!(net->slow[r] > 0) || !HPMLC_GOOD(net->slow[r]))
-            return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network.slow[%d] is %g, not above 0", who, r, net->slow[r]);
+            return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "%s: network.slow[%d] is %g, not above 0", who, r, net->slow[r]);
     return HPML_OK;
 }
 
@@ -915,15 +1026,25 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // >>messages   sending, receiving, waiting
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A message is begun by the transport and tested until it is done. Waiting spins for some microseconds, then yields,
-   then sleeps, at once if it is the peer that needs this core: on a busy machine whoever has work gets it. (MPICH spins
-   for ever: with more ranks than cores its own waiting was measured 40 times slower than this.) */
+/* The transport begins a message; hpml_wait tests it until it is done. A wait spins for some microseconds, then yields the
+   core, then sleeps; it sleeps at once if the peer needs this core, because on a busy machine the rank that has work must
+   get it. (MPICH spins for ever: with more ranks than cores its own waiting was measured 40 times slower than this.) */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
-#define HPMLC_TAGS           1023 /* of collectives, which take them in turn: messages of one tag stay in order */
+#define HPMLC_TAGS           1023 /* of collectives, which use them in rotation, so that messages of one tag stay in order */
 #define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* MPI: of control messages; THREADS: of splits */
 #define HPMLC_TAG_SPAN       (HPMLC_TAG_EXTRA + 1)
 
+HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
+{
+    c->counters.messages++;
+    c->counters.bytes += (int64_t)bytes;
+    c->sent_to[peer][0]++;
+    c->sent_to[peer][1] += (int64_t)bytes;
+    if (c->node[peer] != c->node[c->rank]) c->counters.between_bytes += (int64_t)bytes;
+}
+
+/* Begins a send or a receive. After an error m is done and has the status. */
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
                                  hpmlc_reduce_fn *reduce, hpml_message *m)
 {
@@ -934,30 +1055,34 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
         return m->status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: a rank from 0 to %d, a tag from 0 to %d and data "
                                       "were expected", receiving ? "receive from" : "send to", peer, c->size - 1,
                                       HPML_TAG_MAX);
-    m->receiving = receiving, m->peer = peer, m->tag = tag, m->data = data, m->bytes = bytes, m->reduce = reduce;
-    m->owner = c, m->done = false;
-    if (receiving) m->next = c->pending, c->pending = m;
-    else {
-        c->counters.messages++;
-        c->counters.bytes += (int64_t)bytes;
-        c->to[peer][0]++, c->to[peer][1] += (int64_t)bytes;
-        if (c->node[peer] != c->node[c->rank]) c->counters.between_bytes += (int64_t)bytes;
-    }
+    m->done      = false;
+    m->owner     = c;
+    m->receiving = receiving;
+    m->peer      = peer;
+    m->tag       = tag;
+    m->data      = data;
+    m->bytes     = bytes;
+    m->reduce    = reduce;
+    if (receiving) {
+        m->next    = c->pending;
+        c->pending = m;
+    } else hpmlc_count_send(c, peer, bytes);
     c->t->start(c, m);
     return HPML_OK;
 }
 
-/* Takes a message out of a list, if it is there. */
-HPMLC_FN void hpmlc_unlist(hpml_message **at, const hpml_message *m)
+/* Removes m from the list of receives in flight. */
+HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
 {
+    hpml_message **at = &c->pending;
     while (*at && *at != m) at = &(*at)->next;
     if (*at) *at = m->next;
 }
 
-#define HPMLC_ROOMY 2000 /* c->spin of ranks that have a core each */
+#define HPMLC_SPIN_OWN_CORE 2000 /* c->spin_limit of ranks that have a core each */
 
-/* How often to look before the core is given away; a twin's owner changes it while the twin waits. */
-HPMLC_FN int hpmlc_spin(const hpml_comm *c) { return __atomic_load_n(&c->spin, __ATOMIC_RELAXED); }
+/* Atomic, because the rank's thread changes the limit of a twin while the twin waits. */
+HPMLC_FN int hpmlc_spin_limit(const hpml_comm *c) { return __atomic_load_n(&c->spin_limit, __ATOMIC_RELAXED); }
 
 HPMLC_FN void hpmlc_pause(bool yield)
 {
@@ -972,17 +1097,17 @@ HPMLC_FN void hpmlc_pause(bool yield)
     (void)yield;
 }
 
-#define HPMLC_COSTLY 100e-6 /* seconds: a yield that takes longer has given the core to another program */
-#define HPMLC_EARLY  60e-6  /* seconds before a message arrives at which a sleep ends, because the system wakes late */
+#define HPMLC_SLOW_YIELD 100e-6 /* seconds: a yield that takes longer has given the core to another program */
+#define HPMLC_EARLY      60e-6  /* seconds before a message arrives at which a sleep ends, because Linux wakes late */
 
 /* One turn of a wait for m without sleeping: spins in early turns, yields the core in later ones. False: the caller
    sleeps instead, because the turns are used up, or the message is in flight and known to take longer, or a yield has
    cost another program's time slice; after such a yield none is tried for 100 times as long as the yield took. */
-HPMLC_FN bool hpmlc_linger(hpml_comm *c, const hpml_message *m, int turn)
+HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
 {
-    const int spin = hpmlc_spin(c);
-    if (c->room && m->arrival > 0) {
-        if (spin < HPMLC_ROOMY || m->arrival > hpml_now() + HPMLC_EARLY) return false;
+    const int spin = hpmlc_spin_limit(c);
+    if (m->arrival > 0) {
+        if (spin < HPMLC_SPIN_OWN_CORE || m->arrival > hpml_now() + HPMLC_EARLY) return false;
         hpmlc_pause(false);
         return true;
     }
@@ -992,96 +1117,122 @@ HPMLC_FN bool hpmlc_linger(hpml_comm *c, const hpml_message *m, int turn)
         return true;
     }
     double since = hpml_now();
-    if (since < c->crowded) return false;
+    if (since < c->no_yield) return false;
     hpmlc_pause(true);
     double took = hpml_now() - since;
-    if (took > HPMLC_COSTLY) c->crowded = since + 100 * took;
+    if (took > HPMLC_SLOW_YIELD) c->no_yield = since + 100 * took;
     return true;
 }
 
-HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
-HPMLC_FN int  hpmlc_cores(int ranks);
+HPMLC_FN int hpmlc_cores(int ranks);
 
-/* A sender learns from the receiver's thread that its message is done. */
+/* Atomic, because with THREADS the receiver's thread completes a send. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* The receive that gets the next message from m's peer with m's tag: the oldest one pending, the last in the list. */
-HPMLC_FN const hpml_message *hpmlc_next(const hpml_message *m)
+/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, the last in the
+   list. */
+HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
 {
-    const hpml_message *next = m;
+    const hpml_message *oldest = m;
     for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
-        if (!older->done && older->peer == m->peer && older->tag == m->tag) next = older;
-    return next;
+        if (!older->done && older->peer == m->peer && older->tag == m->tag) oldest = older;
+    return oldest;
 }
 
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
-    if (hpmlc_next(m) == m) c->t->test(c, m);
+    if (hpmlc_oldest(m) == m) c->t->test(c, m);
 }
 
-/* A receive has met a message of another length. */
+/* Completes the receive m with an error: a message of another length has come. */
 HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 {
-    m->done   = true;
     m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
-                           "the same counts", c->doing, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
+                           "the same counts", c->operation, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
+    m->done   = true;
 }
 
-HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer); /* THREADS: notes whom this rank waits for; -1: no rank */
-HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m); /* MPI: announces that the wait for m is over */
+HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *from, size_t bytes)
+{
+    if (!c || !m) return;
+    if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
+    else if (m->reduce) m->reduce(m->data, from, bytes);
+    else if (bytes > 0) memcpy(m->data, from, bytes);
+    m->done = true;
+}
+
+/* Gives up the message m after an error of this rank. */
+HPMLC_FN void hpmlc_abandon(hpml_comm *c, hpml_message *m)
+{
+    c->t->abandon(c, m);
+    m->status = hpml_ctx_status(c->ctx);
+}
 
 /* Handles the deadline of m: extends the deadline where the rank at the end of the chain of waits is busy, else ends
    the wait with an error that names that rank. Returns the hpml_now() until which to wait. */
-HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
+HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
 {
     const int peer = c->origin[m->peer];
     double    busy = 0;
     char      chain[48] = "";
-    int       lost = c->t->lost ? c->t->lost(c, m, &busy) : peer;
-    if (lost < 0) return hpml_now();
+    int       stuck = c->t->stuck_at ? c->t->stuck_at(c, m, &busy) : peer;
+    if (stuck < 0) return hpml_now();
     if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* the rank may finish earlier */
-    if (lost != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", lost);
+    if (stuck != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", stuck);
     hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
-               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->doing, c->round,
+               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->operation, c->round,
                (long long)c->step);
-    c->t->abandon(c, m);
-    m->status = hpml_ctx_status(c->ctx);
+    hpmlc_abandon(c, m);
     return hpml_now();
 }
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that calls in between say nothing */
-    if (!c || !c->t->busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that the next calls announce nothing */
+    if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
-    c->t->busy(c, seconds > 0 ? lasts : c->timeout);
+    c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
+}
+
+/* Tests m, then the other receives in flight, because m's peer may wait for one of them. True: another one is done. */
+HPMLC_FN bool hpmlc_test_all(hpml_comm *c, hpml_message *m)
+{
+    bool moved = false;
+    hpmlc_test(c, m);
+    for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next) {
+        if (other == m || other->done) continue;
+        hpmlc_test(c, other);
+        moved = moved || other->done;
+    }
+    return moved;
+}
+
+HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *m, double until)
+{
+    if (c->t->block) c->t->block(c, m, until);
+    else hpmlc_nap(30e-6);
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
-    double limit = 0;
-    bool   beside = false;
+    double limit = 0; /* hpml_now() until which to wait; 0: this wait has not slept yet */
+    bool   shares_core = false;
     if (!c || !m) return HPML_ERR_ARGUMENT;
     for (int turn = 0; !hpmlc_done(m); turn++) {
-        bool moved = false;
-        hpmlc_test(c, m);
-        for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next)
-            if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
+        bool moved = hpmlc_test_all(c, m);
         if (hpmlc_done(m)) break;
-        if (turn == 0) beside = hpmlc_beside(c, m->peer);
-        if (moved || (!beside && hpmlc_linger(c, m, turn))) continue;
+        if (turn == 0 && c->t->shares_core) shares_core = c->t->shares_core(c, m->peer);
+        if (moved || (!shares_core && hpmlc_wait_awake(c, m, turn))) continue;
         if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
-            c->t->abandon(c, m);
-            m->status = hpml_ctx_status(c->ctx);
+            hpmlc_abandon(c, m);
             break;
         }
-        if (limit == 0) limit = c->timeout < 0 || c->agent ? 1e300 : hpml_now() + c->timeout;
-        if (hpml_now() < limit) c->t->block(c, m, limit);
-        else limit = hpmlc_overdue(c, m);
+        if (limit == 0) limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
+        if (hpml_now() < limit) hpmlc_block(c, m, limit);
+        else limit = hpmlc_deadline_passed(c, m);
     }
-    if (limit != 0) hpmlc_waits(c, -1);
-    if (limit != 0 && m->status == HPML_OK) hpmlc_calm(c, m);
-    if (m->receiving) hpmlc_unlist(&c->pending, m);
+    if (limit != 0 && c->t->unblock) c->t->unblock(c, m);
+    if (m->receiving) hpmlc_unlist(c, m);
     return m->status;
 }
 
@@ -1098,7 +1249,7 @@ HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, dou
 HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
 {
     uint32_t count = c->arrows[peer][receives]++;
-    if (!c->within || !hpml_trace_on(c->trace)) return;
+    if (!c->in_collective || !hpml_trace_on(c->trace)) return;
     HPMLC_ZERO(hpml_trace_event, e);
     int      me = c->origin[c->rank], other = c->origin[peer];
     uint64_t ends = (uint64_t)(receives ? other : me) << 32 | (uint64_t)(receives ? me : other);
@@ -1127,14 +1278,14 @@ HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out,
 
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m)
 {
-    if (c) c->doing = "send";
+    if (c) c->operation = "send";
     if (tag > HPML_TAG_MAX) tag = -1; /* beyond are the collectives' */
     return hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)data, bytes, NULL, m);
 }
 
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m)
 {
-    if (c) c->doing = "receive";
+    if (c) c->operation = "receive";
     if (tag > HPML_TAG_MAX) tag = -1;
     return hpmlc_begin(c, true, from, tag, (char *)data, bytes, NULL, m);
 }
@@ -1167,38 +1318,42 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t
 // >>world   ranks as threads: inboxes, links, deadlock
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A room is what the ranks of one communicator share: an inbox for each. A send is posted in the receiver's inbox as a
-   pointer; the receiver copies, or adds, straight from the sender's array and marks the message done: one pass over the
-   data, nothing in between.
+/* A group is what the ranks of one communicator share: an inbox for each. A send is posted in the receiver's inbox as a
+   pointer; the receiver copies, or reduces, straight from the sender's array and marks the send done: one pass over the
+   data and no buffer in between.
 
-   The world counts its running threads. One that goes to sleep leaves the count, whoever wakes it puts it back before
-   it goes on itself; so when the count is zero nobody will ever wake anybody: a deadlock, known at once and exactly. */
+   The world counts the threads that are awake. A thread that goes to sleep leaves the count; the thread that wakes it
+   adds it again before it goes on itself. So when the count is zero no thread can ever wake another: a deadlock, known
+   at once and exactly. */
 
 #ifndef HPML_NO_THREADS
 
-typedef struct hpmlc_gate { /* where one thread sleeps */
+struct hpmlc_waitpoint { /* where one thread sleeps */
     pthread_mutex_t mutex;
     pthread_cond_t  changed;
     unsigned        changes;
     bool            sleeping;
-} hpmlc_gate;
+};
 
 typedef struct hpmlc_inbox {
-    hpmlc_gate    gate;
-    hpml_message *posted, **last; /* sends, in order of arrival */
-    hpml_comm    *owner;          /* while it is open */
-    int           peer;           /* world rank that the owner waits for, -1: none */
-    const char   *doing;
-    int           core;           /* 1 + that of its owner's last wait */
-    char          pad[64];
+    hpmlc_waitpoint wait;
+    hpml_message   *posted, **last; /* sends, in order of arrival */
+    hpml_comm      *owner;          /* NULL: closed */
+    int             peer;           /* world rank that the owner waits for, -1: none */
+    const char     *operation;      /* of that wait */
+    int             core;           /* 1 + the core on which the owner last waited */
+    char            pad[64];
 } hpmlc_inbox;
 
-struct hpmlc_room {
+typedef struct hpmlc_group hpmlc_group;
+struct hpmlc_group {
     hpml_world  *world;
-    hpmlc_room  *next;
-    int          size, open; /* ranks that have not closed it */
+    hpmlc_group *next;
+    int          size, open; /* open: ranks that have not closed it */
     hpmlc_inbox *inbox;      /* (size) */
 };
+
+typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
 
 struct hpml_world {
     hpml_transport_kind kind;
@@ -1206,23 +1361,44 @@ struct hpml_world {
     hpml_network        network;
     pthread_mutex_t     mutex;
     int                 running;  /* threads that are awake */
-    hpmlc_room         *rooms;
+    hpmlc_group        *groups;
     bool               *left;     /* (ranks) have closed their first communicator */
     int                 failed;   /* 1 + the rank that failed first; 0: none. Written once, under the mutex */
     char                text[512];
     bool                buffered; /* sends are copied, and done at once: CLOCK, or some link takes time */
-    hpmlc_agent        *agents, *turn; /* CLOCK: all threads, and the one that runs */
-    int                 agent_count;
+    hpmlc_vthread      *vthreads, *turn; /* CLOCK: all threads, and the one that runs */
+    int                 vthread_count;
     double             *card;     /* (2 (ranks + nodes)) when each sender's and receiver's card is free again */
     double             *busy;     /* (ranks) hpml_now() until which each rank is busy */
 };
 
-/* Deadlines count by a clock that nobody sets, where condition variables can have one (not under -std=c99). */
+/* hpml_comm.state of THREADS and CLOCK. */
+typedef struct hpmlc_thread_state {
+    hpmlc_group   *group;
+    hpmlc_vthread *vthread;    /* CLOCK; a part has its communicator's, a twin its own thread's */
+    unsigned       seen;       /* changes of the inbox before the last sleep */
+} hpmlc_thread_state;
+
+/* hpml_message.state of THREADS and CLOCK. */
+typedef struct __attribute__((may_alias)) hpmlc_post {
+    hpml_message *next;   /* a send: the next one in the inbox */
+    int           from;   /* a send: the sender's rank */
+    size_t        tested; /* a receive: 1 + the changes of the inbox at the last test, 0: not tested yet */
+} hpmlc_post;
+typedef char hpmlc_post_fits[sizeof(hpmlc_post) <= sizeof(hpml_message_state) ? 1 : -1];
+
+HPMLC_FN hpmlc_thread_state *hpmlc_thread(const hpml_comm *c) { return (hpmlc_thread_state *)c->state; }
+HPMLC_FN hpmlc_group *hpmlc_group_of(const hpml_comm *c) { return hpmlc_thread(c)->group; }
+HPMLC_FN hpml_world  *hpmlc_world_of(const hpml_comm *c) { return hpmlc_thread(c)->group->world; }
+HPMLC_FN hpmlc_inbox *hpmlc_inbox_of(const hpml_comm *c) { return &hpmlc_thread(c)->group->inbox[c->rank]; }
+HPMLC_FN hpmlc_post  *hpmlc_post_of(hpml_message *m) { return (hpmlc_post *)(void *)&m->state; }
+
+/* Deadlines use a clock that is never set, where condition variables can have one (not under -std=c99). */
 #if defined(CLOCK_MONOTONIC) && !defined(__APPLE__)
 #define HPMLC_MONOTONIC
 #endif
 
-HPMLC_FN void hpmlc_gate_init(hpmlc_gate *g)
+HPMLC_FN void hpmlc_waitpoint_init(hpmlc_waitpoint *g)
 {
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
@@ -1234,14 +1410,15 @@ HPMLC_FN void hpmlc_gate_init(hpmlc_gate *g)
     pthread_condattr_destroy(&clock);
 }
 
-HPMLC_FN void hpmlc_gate_close(hpmlc_gate *g)
+HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
 {
     pthread_mutex_destroy(&g->mutex);
     pthread_cond_destroy(&g->changed);
 }
 
-/* Call with g->mutex held. */
-HPMLC_FN void hpmlc_gate_wake_held(hpml_world *w, hpmlc_gate *g)
+/* Wakes the thread that sleeps at g, which the world counts again (w NULL: it is not counted). The caller holds
+   g->mutex. */
+HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
 {
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
     if (!g->sleeping) return;
@@ -1250,38 +1427,40 @@ HPMLC_FN void hpmlc_gate_wake_held(hpml_world *w, hpmlc_gate *g)
     pthread_cond_signal(&g->changed);
 }
 
-HPMLC_FN void hpmlc_gate_wake(hpml_world *w, hpmlc_gate *g)
+HPMLC_FN void hpmlc_waitpoint_wake(hpml_world *w, hpmlc_waitpoint *g)
 {
     pthread_mutex_lock(&g->mutex);
-    hpmlc_gate_wake_held(w, g);
+    hpmlc_waitpoint_wake_held(w, g);
     pthread_mutex_unlock(&g->mutex);
 }
 
-HPMLC_FN void hpmlc_agents_wake(hpml_world *w);
-HPMLC_FN void hpmlc_world_wake(hpml_world *w) /* w->mutex held */
+/* Wakes all threads of the world. The caller holds w->mutex. */
+HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
+HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
-    hpmlc_agents_wake(w);
-    for (hpmlc_room *r = w->rooms; r; r = r->next)
-        for (int i = 0; i < r->size; i++) hpmlc_gate_wake(w, &r->inbox[i].gate);
+    hpmlc_vthreads_wake(w);
+    for (hpmlc_group *r = w->groups; r; r = r->next)
+        for (int i = 0; i < r->size; i++) hpmlc_waitpoint_wake(w, &r->inbox[i].wait);
 }
 
-/* Nobody runs: says who waits for whom, and wakes them all to hear it. w->mutex held. */
+/* If no thread is awake: fails the world with a text that names each wait, and wakes all threads, so that they report
+   it. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
     bool any = false;
     if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) > 0 || w->failed) return;
-    size_t at = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
-    for (hpmlc_room *r = w->rooms; r; r = r->next)
-        for (int i = 0; i < r->size && at < sizeof w->text; i++) {
+    size_t used = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
+    for (hpmlc_group *r = w->groups; r; r = r->next)
+        for (int i = 0; i < r->size && used < sizeof w->text; i++) {
             const hpmlc_inbox *in = &r->inbox[i];
-            if (!in->gate.sleeping || !in->owner || in->peer < 0) continue;
-            at += (size_t)snprintf(w->text + at, sizeof w->text - at, "%s rank %d waits for rank %d%s in %s",
-                                   any ? ";" : "", in->owner->origin[i], in->peer,
-                                   w->left[in->peer] ? ", which has left," : "", in->doing);
+            if (!in->wait.sleeping || !in->owner || in->peer < 0) continue;
+            used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s in %s",
+                                     any ? ";" : "", in->owner->origin[i], in->peer,
+                                     w->left[in->peer] ? ", which has left," : "", in->operation);
             any = true;
         }
     if (!any) return;
-    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* everybody and nobody */
+    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* not one rank: all of them */
     hpmlc_world_wake(w);
 }
 
@@ -1292,8 +1471,9 @@ HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* `until`, a time of hpml_now, by the gates' clock. Far away is some days: then the sleeper looks again. */
-HPMLC_FN void hpmlc_gate_limit(double until, struct timespec *limit)
+/* Converts `until`, a time of hpml_now, to the clock of the waitpoints. At most 1e6 s from now: then the sleeper checks
+   the time again. */
+HPMLC_FN void hpmlc_waitpoint_limit(double until, struct timespec *limit)
 {
     double left = fmin(fmax(until - hpml_now(), 0), 1e6);
 #ifdef HPMLC_MONOTONIC
@@ -1309,13 +1489,14 @@ HPMLC_FN void hpmlc_gate_limit(double until, struct timespec *limit)
     limit->tv_nsec = (long)((left - floor(left)) * 1e9);
 }
 
-/* Sleeps until the gate changes from what was `seen`, or until the time. counted: out of the count of the running. */
-HPMLC_FN void hpmlc_gate_sleep(hpml_world *w, hpmlc_gate *g, unsigned *seen, double until, bool counted)
+/* Sleeps until g->changes differs from *seen, which is then updated, or until the time. counted: the sleeper is not
+   counted as awake meanwhile. */
+HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned *seen, double until, bool counted)
 {
     struct timespec limit;
     pthread_mutex_lock(&g->mutex);
     if (g->changes == *seen) {
-        hpmlc_gate_limit(until, &limit);
+        hpmlc_waitpoint_limit(until, &limit);
         g->sleeping = counted;
         if (counted && w && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) {
             pthread_mutex_unlock(&g->mutex);
@@ -1331,32 +1512,50 @@ HPMLC_FN void hpmlc_gate_sleep(hpml_world *w, hpmlc_gate *g, unsigned *seen, dou
     pthread_mutex_unlock(&g->mutex);
 }
 
-HPMLC_FN hpmlc_room *hpmlc_room_new(hpml_world *w, int size)
+/* Sleeps at a waitpoint for something other than a message, such as a job: as the transport of c schedules threads. */
+HPMLC_FN void hpmlc_sleep_at(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until)
 {
-    hpmlc_room *r = (hpmlc_room *)calloc(1, sizeof *r);
+    if (c->t->schedule) c->t->schedule->sleep(c, g, seen, until);
+    else hpmlc_waitpoint_sleep(NULL, g, seen, until, true);
+}
+
+/* Wakes the thread that sleeps at g and works with the communicator `sleeper`. */
+HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper, hpmlc_waitpoint *g)
+{
+    if (sleeper->t->schedule) sleeper->t->schedule->wake(sleeper, g);
+    else hpmlc_waitpoint_wake(NULL, g);
+}
+
+HPMLC_FN hpmlc_group *hpmlc_group_new(hpml_world *w, int size)
+{
+    hpmlc_group *r = (hpmlc_group *)calloc(1, sizeof *r);
     if (r) r->inbox = (hpmlc_inbox *)calloc((size_t)size, sizeof *r->inbox);
-    if (!r || !r->inbox) return free(r), (hpmlc_room *)NULL;
-    r->world = w, r->size = r->open = size;
+    if (!r || !r->inbox) {
+        free(r);
+        return NULL;
+    }
+    r->world = w;
+    r->size  = r->open = size;
     for (int i = 0; i < size; i++) {
-        hpmlc_gate_init(&r->inbox[i].gate);
+        hpmlc_waitpoint_init(&r->inbox[i].wait);
         r->inbox[i].last = &r->inbox[i].posted;
         r->inbox[i].peer = -1;
     }
     pthread_mutex_lock(&w->mutex);
-    r->next  = w->rooms;
-    w->rooms = r;
+    r->next   = w->groups;
+    w->groups = r;
     pthread_mutex_unlock(&w->mutex);
     return r;
 }
 
-HPMLC_FN void hpmlc_room_free(hpmlc_room *r)
+HPMLC_FN void hpmlc_group_free(hpmlc_group *r)
 {
     for (int i = 0; i < r->size; i++) {
         for (hpml_message *m = r->world->buffered ? r->inbox[i].posted : NULL, *next; m; m = next) {
-            next = m->next;
+            next = hpmlc_post_of(m)->next;
             free(m); /* a copy that was never received */
         }
-        hpmlc_gate_close(&r->inbox[i].gate);
+        hpmlc_waitpoint_close(&r->inbox[i].wait);
     }
     free(r->inbox);
     free(r);
@@ -1366,10 +1565,12 @@ HPMLC_FN bool hpmlc_link_takes_time(const hpml_link *link) { return link->latenc
 
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network)
 {
-    bool        clock = transport == HPML_TRANSPORT_CLOCK, known = clock || transport == HPML_TRANSPORT_THREADS;
-    hpml_world *w = !known || ranks < 1 || ranks > 65536 ? NULL : (hpml_world *)calloc(1, sizeof *w);
+    bool clock = transport == HPML_TRANSPORT_CLOCK;
+    if ((!clock && transport != HPML_TRANSPORT_THREADS) || ranks < 1 || ranks > 65536) return NULL;
+    hpml_world *w = (hpml_world *)calloc(1, sizeof *w);
     if (!w) return NULL;
-    w->kind = transport, w->ranks = w->running = ranks;
+    w->kind  = transport;
+    w->ranks = w->running = ranks;
     if (network) w->network = *network;
     w->buffered = clock || hpmlc_link_takes_time(&w->network.inside) || hpmlc_link_takes_time(&w->network.between);
     w->nodes = hpmlc_network_nodes(&w->network, ranks);
@@ -1378,7 +1579,7 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     w->busy  = (double *)calloc((size_t)ranks, sizeof *w->busy);
     pthread_mutex_init(&w->mutex, NULL);
     bool good = hpmlc_network_check("", &w->network, ranks, clock, NULL) == HPML_OK;
-    if (good && w->left && w->card && w->busy && hpmlc_room_new(w, ranks)) return w;
+    if (good && w->left && w->card && w->busy && hpmlc_group_new(w, ranks)) return w;
     hpml_world_free(w);
     return NULL;
 }
@@ -1386,9 +1587,9 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
 HPML_API void hpml_world_free(hpml_world *w)
 {
     if (!w) return;
-    for (hpmlc_room *r = w->rooms, *next; r; r = next) {
+    for (hpmlc_group *r = w->groups, *next; r; r = next) {
         next = r->next;
-        hpmlc_room_free(r);
+        hpmlc_group_free(r);
     }
     pthread_mutex_destroy(&w->mutex);
     free(w->left);
@@ -1408,58 +1609,61 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* The rank that world rank `at` waits for; -1: none, because rank `at` computes or hangs. The thread of rank `at` that
-   serves `room` is checked before its other threads, because a thread may wait for its own background thread. The
-   caller holds w->mutex. */
-HPMLC_FN int hpmlc_world_waits(hpml_world *w, hpmlc_room **room, int at)
+/* Returns the rank that world rank `rank` waits for; -1: none, because that rank computes or hangs. The thread of `rank`
+   that serves *group is checked before its other threads, because a thread may wait for its own background thread.
+   *group: where the wait was found. The caller holds w->mutex. */
+HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
 {
-    hpmlc_room *first = *room;
-    for (hpmlc_room *r = first, *next = w->rooms; r; r = next, next = next ? next->next : NULL)
+    hpmlc_group *first = *group;
+    for (hpmlc_group *r = first, *next = w->groups; r; r = next, next = next ? next->next : NULL)
         for (int i = 0; i < r->size; i++) {
             int peer = __atomic_load_n(&r->inbox[i].peer, __ATOMIC_ACQUIRE);
-            if (peer < 0 || !r->inbox[i].owner || r->inbox[i].owner->origin[i] != at) continue;
-            *room = r;
+            if (peer < 0 || !r->inbox[i].owner || r->inbox[i].owner->origin[i] != rank) continue;
+            *group = r;
             return peer;
         }
     return -1;
 }
 
-/* The chain ends at a rank at work, even if its thread in the background waits, and even if the chain began there. */
-HPMLC_FN int hpmlc_threads_lost(hpml_comm *c, const hpml_message *m, double *busy)
+/* A chain of waits ends at a rank that is busy, even if the background thread of that rank waits, and even if the chain
+   began there. */
+HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
 {
-    hpml_world *w    = c->room->world;
-    hpmlc_room *room = c->room;
-    int         peer = c->origin[m->peer], at = peer;
+    hpml_world  *w     = hpmlc_world_of(c);
+    hpmlc_group *group = hpmlc_group_of(c);
+    int          peer = c->origin[m->peer], rank = peer;
     pthread_mutex_lock(&w->mutex);
-    for (int hops = 0, next; hops < w->ranks; hops++, at = next)
-        if (hpml_now() < w->busy[at] || (next = hpmlc_world_waits(w, &room, at)) < 0) break;
-    *busy = w->busy[at];
-    if (w->failed) at = -1; /* a rank that reports an error stops waiting, so the chain may be broken */
+    for (int hops = 0, next; hops < w->ranks; hops++, rank = next)
+        if (hpml_now() < w->busy[rank] || (next = hpmlc_world_awaited(w, &group, rank)) < 0) break;
+    *busy = w->busy[rank];
+    if (w->failed) rank = -1; /* a rank that reports an error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
-    return at == c->origin[c->rank] ? peer : at; /* a cycle of waits has no last rank */
+    return rank == c->origin[c->rank] ? peer : rank; /* a cycle of waits has no last rank */
 }
 
-HPMLC_FN void hpmlc_threads_busy(hpml_comm *c, double seconds)
+HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
 {
-    hpml_world *w = c->room->world;
+    hpml_world *w = hpmlc_world_of(c);
     pthread_mutex_lock(&w->mutex);
     w->busy[c->origin[c->rank]] = hpml_now() + seconds;
     pthread_mutex_unlock(&w->mutex);
 }
 
-HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer)
+/* Records the world rank that this rank waits for; -1: none. */
+HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
 {
-    if (c->room) __atomic_store_n(&c->room->inbox[c->rank].peer, peer, __ATOMIC_RELEASE);
+    __atomic_store_n(&hpmlc_inbox_of(c)->peer, peer, __ATOMIC_RELEASE);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>threads-transport   messages between threads
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* When a message of this size that is sent at time `now` will be there. Cards serve one message after another. */
+/* Returns the time at which a message of `bytes` that is sent at time `now` arrives; 0: its link takes no time. Cards
+   serve one message after another. */
 HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
 {
-    hpml_world      *w    = c->room->world;
+    hpml_world      *w    = hpmlc_world_of(c);
     bool             far  = c->node[to] != c->node[c->rank];
     const hpml_link *link = far ? &w->network.between : &w->network.inside;
     double           busy = link->bandwidth > 0 ? (double)bytes / link->bandwidth : 0;
@@ -1475,18 +1679,22 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpmlc_inbox *in, hpml_message *m)
+/* Posts the send m in the receiver's inbox. wake: the receiver may sleep at the inbox (not in virtual time). */
+HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
 {
-    m->posted = (size_t)c->rank, m->next = NULL;
-    pthread_mutex_lock(&in->gate.mutex);
+    hpmlc_inbox *in   = &hpmlc_group_of(c)->inbox[m->peer];
+    hpmlc_post  *post = hpmlc_post_of(m);
+    post->from = c->rank;
+    post->next = NULL;
+    pthread_mutex_lock(&in->wait.mutex);
     *in->last = m;
-    in->last  = &m->next;
-    if (!c->agent) hpmlc_gate_wake_held(c->room->world, &in->gate);
-    pthread_mutex_unlock(&in->gate.mutex);
+    in->last  = &post->next;
+    if (wake) hpmlc_waitpoint_wake_held(hpmlc_world_of(c), &in->wait);
+    pthread_mutex_unlock(&in->wait.mutex);
 }
 
-/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: no wait for the sender. */
-HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m)
+/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not wait. */
+HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
     m->done = true;
@@ -1497,27 +1705,27 @@ HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m)
     *copy      = *m;
     copy->data = (char *)(copy + 1);
     if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
-    hpmlc_inbox_post(c, &c->room->inbox[m->peer], copy);
+    hpmlc_inbox_post(c, copy, wake);
 }
 
-/* Takes what the receive m waits for out of the inbox, or the send m itself; NULL when it is not there. What is on its
-   way is not there, either: then m->arrival says until when. */
+/* Removes from the inbox the send that matches the receive m, or the send m itself. NULL: it is not there, or it is
+   still in flight until m->arrival. */
 HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 {
-    hpml_message **at, *sent;
+    hpml_message **link, *sent;
     if (m->receiving) m->arrival = 0;
-    pthread_mutex_lock(&in->gate.mutex);
-    for (at = &in->posted; (sent = *at) != NULL; at = &sent->next)
-        if (m->receiving ? sent->tag == m->tag && (int)sent->posted == m->peer : sent == m) break;
+    pthread_mutex_lock(&in->wait.mutex);
+    for (link = &in->posted; (sent = *link) != NULL; link = &hpmlc_post_of(sent)->next)
+        if (m->receiving ? sent->tag == m->tag && hpmlc_post_of(sent)->from == m->peer : sent == m) break;
     if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) {
         m->arrival = sent->arrival;
         sent       = NULL;
     }
     if (sent) {
-        *at = sent->next;
-        if (in->last == &sent->next) in->last = at;
+        *link = hpmlc_post_of(sent)->next;
+        if (in->last == &hpmlc_post_of(sent)->next) in->last = link;
     }
-    pthread_mutex_unlock(&in->gate.mutex);
+    pthread_mutex_unlock(&in->wait.mutex);
     return sent;
 }
 
@@ -1525,8 +1733,8 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
     if (m->receiving) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
-    if (c->room->world->buffered) hpmlc_inbox_post_copy(c, m);
-    else hpmlc_inbox_post(c, &c->room->inbox[m->peer], m);
+    if (hpmlc_world_of(c)->buffered) hpmlc_inbox_post_copy(c, m, true);
+    else hpmlc_inbox_post(c, m, true);
 }
 
 #ifdef __linux__
@@ -1537,8 +1745,9 @@ int sched_getcpu(void);
 long syscall(long number, ...);
 #endif
 
-/* This thread goes to another core. */
-HPMLC_FN void hpmlc_part_ways(int core)
+/* Moves this thread to another core: excludes `core` from its set of cores, then allows all of them again, because the
+   thread stays where it is. */
+HPMLC_FN void hpmlc_move_off_core(int core)
 {
     enum { BITS = 8 * (int)sizeof(long) };
     unsigned long all[128 / sizeof(long)] = { 0 }, others[sizeof all / sizeof(long)];
@@ -1547,48 +1756,47 @@ HPMLC_FN void hpmlc_part_ways(int core)
     memcpy(others, all, sizeof all);
     others[core / BITS] &= ~(1ul << core % BITS);
     if (syscall(SYS_sched_setaffinity, 0L, sizeof others, others) == 0)
-        (void)syscall(SYS_sched_setaffinity, 0L, sizeof all, all); /* it stays there, but may go anywhere again */
+        (void)syscall(SYS_sched_setaffinity, 0L, sizeof all, all);
 }
 
-/* Did the peer last wait on this core? Then, as long as this thread looks, it has none: the kernel is slow to part two
-   threads that never run at the same time, and wakes one beside the other. Where there is a core for each, this one
-   goes to another; were it to sleep here, both would stay together. */
-HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
+/* True: the peer last waited on this thread's core, and there is not a core for each. Two threads that spin on one core
+   starve each other, because Linux is slow to separate two threads that never run at the same time. With a core for
+   each rank this thread moves to another core instead; if it slept here, both would stay together. */
+HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 {
-    hpmlc_inbox *in = c->room && !c->agent && peer != c->rank ? c->room->inbox : NULL;
-    for (int turn = 0; in; turn++) {
+    hpmlc_inbox *in = hpmlc_group_of(c)->inbox;
+    if (peer == c->rank) return false;
+    for (int turn = 0;; turn++) {
         int core = sched_getcpu() + 1;
         __atomic_store_n(&in[c->rank].core, core, __ATOMIC_RELAXED);
-        if (__atomic_load_n(&in[peer].core, __ATOMIC_RELAXED) != core) break;
-        if (turn == 1 || hpmlc_spin(c) < HPMLC_ROOMY) return true;
-        hpmlc_part_ways(core - 1);
+        if (__atomic_load_n(&in[peer].core, __ATOMIC_RELAXED) != core) return false;
+        if (turn == 1 || hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE) return true;
+        hpmlc_move_off_core(core - 1);
     }
-    return false;
 }
+#else
+HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
 #endif
 
-/* A receive meets its send: one pass over the data. The sender may go on, if it has not yet. */
-HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
+/* Completes the receive m with the send `sent`, which is then done, too: its sender is woken. */
+HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
-    hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
-    if (sent->bytes != m->bytes) hpmlc_mismatch(c, m, sent->bytes);
-    else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
-    else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
-    m->done = true;
-    if (c->room->world->buffered) {
+    hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
+    hpml_message_deliver(c, m, sent->data, sent->bytes);
+    if (hpmlc_world_of(c)->buffered) {
         free(sent);
         return;
     }
-    pthread_mutex_lock(&gate->mutex);
-    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* from now on the sender's struct may be gone */
-    hpmlc_gate_wake_held(c->room->world, gate);
-    pthread_mutex_unlock(&gate->mutex);
+    pthread_mutex_lock(&sender->mutex);
+    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* from here on the sender's struct may not exist any more */
+    hpmlc_waitpoint_wake_held(hpmlc_world_of(c), sender);
+    pthread_mutex_unlock(&sender->mutex);
 }
 
-/* A message that will not be, after the world has failed. */
-HPMLC_FN void hpmlc_threads_give_up(hpml_comm *c, hpml_message *m)
+/* Completes the message m with the error of the world. */
+HPMLC_FN void hpmlc_threads_fail(hpml_comm *c, hpml_message *m)
 {
-    hpml_world *w = c->room->world;
+    hpml_world *w = hpmlc_world_of(c);
     m->done   = true;
     m->status = w->failed > w->ranks ? hpmlc_fail(c, HPML_ERR_COMM, "%s", w->text)
                                      : hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", w->failed - 1, w->text);
@@ -1596,84 +1804,107 @@ HPMLC_FN void hpmlc_threads_give_up(hpml_comm *c, hpml_message *m)
 
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_inbox  *in   = &c->room->inbox[m->receiving ? c->rank : m->peer];
+    hpmlc_inbox  *in   = &hpmlc_group_of(c)->inbox[m->receiving ? c->rank : m->peer];
     hpml_message *sent = NULL;
     if (m->receiving) {
-        size_t look = (size_t)__atomic_load_n(&in->gate.changes, __ATOMIC_ACQUIRE) + 1;
-        if (m->moved != look || m->arrival > 0) sent = hpmlc_inbox_take(in, m); /* something new since the last look */
-        m->moved = look;
+        size_t changes = (size_t)__atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE) + 1;
+        if (hpmlc_post_of(m)->tested != changes || m->arrival > 0) sent = hpmlc_inbox_take(in, m);
+        hpmlc_post_of(m)->tested = changes;
     }
-    if (sent) hpmlc_meet(c, m, sent);
-    if (hpmlc_done(m) || !__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) return;
-    if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_give_up(c, m); /* a send may be in somebody's hands */
+    if (sent) hpmlc_threads_deliver(c, m, sent);
+    if (hpmlc_done(m) || !__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) return;
+    if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else a receiver is reading the send m */
 }
 
 HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 {
-    hpmlc_inbox *in      = &c->room->inbox[c->rank];
+    hpmlc_inbox *in      = hpmlc_inbox_of(c);
     bool         counted = true;
-    double       early   = hpmlc_spin(c) < HPMLC_ROOMY ? 0 : HPMLC_EARLY;
-    for (const hpml_message *p = c->pending; p; p = p->next) /* something is on its way: not a deadlock */
+    double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
+    for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight: no deadlock */
         if (p->arrival > 0) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
         }
-    hpmlc_waits(c, c->origin[m->peer]);
-    in->doing = c->doing;
-    hpmlc_gate_sleep(c->room->world, &in->gate, &c->seen, until, counted);
+    hpmlc_set_awaited(c, c->origin[m->peer]);
+    in->operation = c->operation;
+    hpmlc_waitpoint_sleep(hpmlc_world_of(c), &in->wait, &hpmlc_thread(c)->seen, until, counted);
 }
 
-/* Under the mutex, because others go through the rooms to find who waits for whom. */
-HPMLC_FN void hpmlc_room_enter(hpmlc_room *room, int rank, hpml_comm *owner)
+HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, -1); }
+
+/* Under the mutex, because other threads read the groups to find the chain of waits. */
+HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
 {
-    pthread_mutex_lock(&room->world->mutex);
-    room->inbox[rank].owner = owner;
-    pthread_mutex_unlock(&room->world->mutex);
+    pthread_mutex_lock(&group->world->mutex);
+    group->inbox[rank].owner = owner;
+    pthread_mutex_unlock(&group->world->mutex);
+}
+
+/* Closes this rank's inbox; the last rank of a group frees the group. */
+HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
+{
+    hpmlc_group *group = hpmlc_group_of(c), **link;
+    hpml_world  *w     = group->world;
+    pthread_mutex_lock(&w->mutex);
+    group->inbox[c->rank].owner = NULL;
+    if (!c->is_part) w->left[c->rank] = true;
+    bool last = --group->open == 0;
+    if (last) {
+        for (link = &w->groups; *link != group; link = &(*link)->next) {}
+        *link = group->next;
+    }
+    pthread_mutex_unlock(&w->mutex);
+    if (last) hpmlc_group_free(group);
+}
+
+/* A thread of the world stops running for good: one that the others wait for is a deadlock. */
+HPMLC_FN void hpmlc_world_thread_ends(hpml_world *w)
+{
+    if (__atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
 }
 
 HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
 {
-    hpml_world  *w = c->room->world;
-    hpmlc_room **at, *gone = NULL;
-    bool         first = !c->is_part;
-    pthread_mutex_lock(&w->mutex);
-    c->room->inbox[c->rank].owner = NULL;
-    if (first) w->left[c->rank] = true;
-    if (--c->room->open == 0) {
-        for (at = &w->rooms; *at != c->room; at = &(*at)->next) {}
-        *at  = c->room->next;
-        gone = c->room;
-    }
-    pthread_mutex_unlock(&w->mutex);
-    if (gone) hpmlc_room_free(gone);
-    if (first && !c->agent && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
+    hpml_world *w = hpmlc_world_of(c);
+    hpmlc_group_leave(c);
+    if (!c->is_part) hpmlc_world_thread_ends(w);
 }
 
-/* The lowest rank makes the room and tells the others where it is. */
+HPMLC_FN hpmlc_thread_state *hpmlc_thread_state_new(hpml_comm *c)
+{
+    c->state = hpml_ctx_alloc(c->ctx, sizeof(hpmlc_thread_state), NULL);
+    return hpmlc_thread(c);
+}
+
+/* The lowest rank creates the group and sends its address to the other ranks. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
 {
-    const int   tag    = HPMLC_TAG_EXTRA;
-    hpml_status status = HPML_OK;
-    hpmlc_room *room   = NULL;
+    const int    tag    = HPMLC_TAG_EXTRA;
+    hpml_status  status = HPML_OK;
+    hpmlc_group *group  = NULL;
+    if (!part) return HPML_OK;
     if (part->rank == 0) {
-        room = hpmlc_room_new(c->room->world, count);
+        group = hpmlc_group_new(hpmlc_world_of(c), count);
         for (int i = 1; i < count && status == HPML_OK; i++)
-            status = hpmlc_round(c, tag, ranks[i], (const char *)&room, sizeof room, -1, NULL, 0, NULL);
-    } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&room, sizeof room, NULL);
+            status = hpmlc_round(c, tag, ranks[i], (const char *)&group, sizeof group, -1, NULL, 0, NULL);
+    } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&group, sizeof group, NULL);
     if (status != HPML_OK) return status;
-    if (!room) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    part->room = room;
-    hpmlc_room_enter(room, part->rank, part);
+    if (!group || !hpmlc_thread_state_new(part))
+        return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
+    hpmlc_thread(part)->group   = group;
+    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: until a background thread has its own */
+    hpmlc_group_enter(group, part->rank, part);
     return HPML_OK;
 }
 
-HPMLC_FN void hpmlc_threads_tell(hpml_comm *c, const char *text)
+HPMLC_FN void hpmlc_threads_announce_failure(hpml_comm *c, const char *text)
 {
-    hpmlc_world_fail(c->room->world, c->origin[c->rank], text);
+    hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
 }
 
-/* The world has failed, so a test ends it; unless a receiver has it in hands, which is a matter of moments. */
+/* The world has failed, so a test completes m; a receiver that is reading the send m does so in a moment. */
 HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
 {
     while (!hpmlc_done(m)) {
@@ -1682,30 +1913,84 @@ HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
     }
 }
 
-static const hpml_transport hpmlc_threads = {
-    "threads", hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block, hpmlc_threads_abandon,
-    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL, (size_t)512 << 10, 2e-6, 0.25e-9,
-    hpmlc_threads_lost, hpmlc_threads_busy
+HPMLC_FN bool hpmlc_threads_has_delay(const hpml_comm *c)
+{
+    const hpml_network *n = &hpmlc_world_of(c)->network;
+    return hpmlc_link_takes_time(&n->inside) || hpmlc_link_takes_time(&n->between);
+}
+
+HPMLC_FN bool hpmlc_threads_thread_open(hpml_comm *c, hpml_comm *twin HPMLC_UNUSED)
+{
+    __atomic_add_fetch(&hpmlc_world_of(c)->running, 1, __ATOMIC_ACQ_REL);
+    return true;
+}
+
+HPMLC_FN void hpmlc_threads_thread_enter(hpml_comm *twin HPMLC_UNUSED) {}
+
+HPMLC_FN void hpmlc_threads_thread_close(hpml_comm *c, hpml_comm *twin HPMLC_UNUSED)
+{
+    hpmlc_world_thread_ends(hpmlc_world_of(c));
+}
+
+HPMLC_FN void hpmlc_threads_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until)
+{
+    hpmlc_waitpoint_sleep(hpmlc_world_of(c), g, seen, until, true);
+}
+
+HPMLC_FN void hpmlc_threads_wake(hpml_comm *sleeper, hpmlc_waitpoint *g)
+{
+    hpmlc_waitpoint_wake(hpmlc_world_of(sleeper), g);
+}
+
+static const hpmlc_schedule hpmlc_threads_schedule = {
+    NULL, NULL, NULL, hpmlc_threads_thread_open, hpmlc_threads_thread_enter, hpmlc_threads_thread_close,
+    hpmlc_threads_sleep, hpmlc_threads_wake
 };
 
-HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
+HPMLC_FN void hpmlc_world_absent(hpml_world *w, int rank, const char *text);
+HPMLC_FN void hpmlc_threads_absent(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
-    hpml_world *w = d->world;
-    hpml_comm  *c = NULL;
-    if (!w || d->rank < 0 || d->rank >= w->ranks || d->transport != w->kind)
+    if (d->world) hpmlc_world_absent(d->world, d->rank, hpml_ctx_error(ctx));
+}
+
+HPMLC_FN hpml_status hpmlc_threads_locate(hpml_ctx *ctx, hpml_comm_desc *d)
+{
+    const hpml_world *w = d->world;
+    if (!w || d->rank < 0 || d->rank >= w->ranks || d->transport != w->kind) {
         hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: rank %d of a world of %d%s; give .world (hpml_world_create) and "
                       ".rank, or use hpml_launch", d->rank, w ? w->ranks : 0,
                       w && d->transport != w->kind ? " of another transport" : "");
-    else c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
-    if (!c) return NULL;
+        hpmlc_threads_absent(ctx, d);
+        return HPML_ERR_ARGUMENT;
+    }
+    d->ranks = w->ranks;
+    return HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_threads_open(hpml_comm *c, const hpml_comm_desc *d)
+{
+    hpml_world         *w = d->world;
+    hpmlc_thread_state *s = hpmlc_thread_state_new(c);
+    if (!s) {
+        hpmlc_threads_absent(c->ctx, d);
+        return HPML_ERR_MEMORY;
+    }
     pthread_mutex_lock(&w->mutex);
-    for (c->room = w->rooms; c->room->next;) c->room = c->room->next; /* the first one made */
+    for (s->group = w->groups; s->group->next;) s->group = s->group->next; /* the first one made */
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
-    c->spin = w->ranks <= hpmlc_cores(1) ? HPMLC_ROOMY : 20;
-    hpmlc_room_enter(c->room, c->rank, c);
-    return c;
+    c->spin_limit = w->ranks <= hpmlc_cores(1) ? HPMLC_SPIN_OWN_CORE : 20;
+    hpmlc_group_enter(s->group, c->rank, c);
+    return HPML_OK;
 }
+
+static const hpml_transport hpmlc_threads = {
+    "threads", hpmlc_threads_locate, hpmlc_threads_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_threads_close,
+    hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block, hpmlc_threads_unblock, hpmlc_threads_abandon,
+    hpmlc_threads_announce_failure, hpmlc_threads_announce_busy, hpmlc_threads_stuck_at,
+    NULL, hpmlc_threads_shares_core, hpmlc_threads_has_delay, NULL, /* no allreduce of its own; always concurrent */
+    true, (size_t)512 << 10, 2e-6, 0.25e-9, &hpmlc_threads_schedule
+};
 
 #else
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSED, int32_t ranks HPMLC_UNUSED,
@@ -1715,15 +2000,11 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSE
 }
 
 HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
-typedef struct hpmlc_gate { unsigned changes; } hpmlc_gate; /* jobs are done at once: nobody sleeps */
+struct hpmlc_waitpoint { unsigned changes; }; /* jobs are done at once, so that no thread ever sleeps here */
+HPMLC_FN void hpmlc_sleep_at(hpml_comm *c HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
+                             double until HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED) {}
 #endif /* HPML_NO_THREADS */
-
-#ifdef HPML_NO_THREADS
-HPMLC_FN void hpmlc_waits(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) {}
-#endif
-#if defined(HPML_NO_THREADS) || !defined(__linux__)
-HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi   messages between processes, by MPI
@@ -1748,13 +2029,34 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 #define HPMLC_PARTS 128  /* communicators at most that share an MPI communicator, the first one included */
 
 typedef struct hpmlc_shared hpmlc_shared;
-struct hpmlc_mpi {
+
+/* hpml_comm.state of MPI. */
+typedef struct hpmlc_mpi {
     hpmlc_shared *shared;
     MPI_Comm      comm;    /* the first communicator's, on which all its parts send, too */
     MPI_Comm      native;  /* for MPI_Iallreduce; MPI_COMM_NULL: none */
-    int           part;    /* its number; its tags are HPMLC_TAG_SPAN of their own */
-    hpml_message *sending; /* sends of many pieces, and those behind them; oldest first */
-};
+    int           part;    /* number of this part, whose HPMLC_TAG_SPAN tags begin at part * HPMLC_TAG_SPAN */
+    hpml_message *sending; /* sends of many pieces, and those that were begun after them; oldest first */
+    unsigned      turns;   /* calls of hpmlc_mpi_block since the last message was begun */
+    char         *staging; /* two pieces, for receives that reduce */
+} hpmlc_mpi;
+
+/* hpml_message.state of MPI. */
+typedef struct __attribute__((may_alias)) hpmlc_transfer {
+    hpml_message *next;       /* in hpmlc_mpi.sending */
+    size_t        posted;     /* pieces given to MPI */
+    size_t        moved;      /* bytes sent, or received and reduced */
+    MPI_Request   request[2]; /* of pieces with an even, an odd number */
+    char         *staging;    /* NULL: pieces are received in place */
+    double        announced;  /* hpml_now() when this wait was last announced; 0: never */
+} hpmlc_transfer;
+typedef char hpmlc_transfer_fits[sizeof(hpmlc_transfer) <= sizeof(hpml_message_state) ? 1 : -1];
+
+HPMLC_FN hpmlc_mpi      *hpmlc_mpi_of(const hpml_comm *c) { return (hpmlc_mpi *)c->state; }
+HPMLC_FN hpmlc_transfer *hpmlc_transfer_of(const hpml_message *m)
+{
+    return (hpmlc_transfer *)(uintptr_t)(const void *)&m->state;
+}
 
 struct hpmlc_shared { /* by the communicator of hpml_comm_create and all parts of it */
     int            rank, size;
@@ -1807,23 +2109,22 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
     MPI_Error_string(code, text, &length);
     MPI_Error_class(code, &kind);
     if (!m)
-        return hpmlc_fail(c, HPML_ERR_COMM, "%s: MPI says: %.*s; all ranks must pass the same counts", c->doing, length,
+        return hpmlc_fail(c, HPML_ERR_COMM, "%s: MPI says: %.*s; all ranks must pass the same counts", c->operation, length,
                           text);
     m->done = true;
     if (kind != MPI_ERR_TRUNCATE)
-        return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->doing,
+        return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->operation,
                                       c->origin[m->peer], length, text);
     return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent more than the %zu bytes that rank %d expected; "
-                                  "all ranks must pass the same counts", c->doing, c->origin[m->peer], m->bytes,
+                                  "all ranks must pass the same counts", c->operation, c->origin[m->peer], m->bytes,
                                   c->origin[c->rank]);
 }
 
-/* A message's requests lie in native[], which have room for one handle each, whatever MPI it is. */
-typedef char hpmlc_request_fits[sizeof(MPI_Request) <= sizeof(void *) ? 1 : -1];
-
+/* Returns where the piece that begins at byte `at` is sent from or received to. */
 HPMLC_FN char *hpmlc_mpi_place(hpml_message *m, size_t at)
 {
-    return m->staging ? (char *)m->staging + at / HPMLC_PIECE % 2 * HPMLC_PIECE : m->data + at;
+    char *staging = hpmlc_transfer_of(m)->staging;
+    return staging ? staging + at / HPMLC_PIECE % 2 * HPMLC_PIECE : m->data + at;
 }
 
 HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
@@ -1831,49 +2132,64 @@ HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
     return m->bytes > HPMLC_PIECE ? (m->bytes + HPMLC_PIECE - 1) / HPMLC_PIECE : 1;
 }
 
-/* Posts what may be posted: two pieces ahead, and none before all pieces of older messages of the same tag and rank. */
+/* True: an older message with the same tag and peer has pieces that have not been given to MPI yet. */
+HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
+{
+    hpml_message *older = m->receiving ? m->next : hpmlc_mpi_of(c)->sending;
+    while (older && older != m) {
+        bool same = !older->done && older->peer == m->peer && older->tag == m->tag;
+        if (same && hpmlc_transfer_of(older)->posted < hpmlc_mpi_pieces(older)) return true;
+        older = m->receiving ? older->next : hpmlc_transfer_of(older)->next;
+    }
+    return false;
+}
+
+/* Gives MPI the pieces that may be in flight: two at a time, and none before all pieces of older messages of the same
+   tag and rank. */
 HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 {
-    size_t end = m->moved / HPMLC_PIECE + 2, all = hpmlc_mpi_pieces(m);
-    int    code = MPI_SUCCESS;
+    hpmlc_mpi      *x   = hpmlc_mpi_of(c);
+    hpmlc_transfer *t   = hpmlc_transfer_of(m);
+    size_t          end = t->moved / HPMLC_PIECE + 2, all = hpmlc_mpi_pieces(m);
+    int             code = MPI_SUCCESS;
     if (end > all) end = all;
-    if (m->posted >= end) return;
-    for (hpml_message *older = m->receiving ? m->next : c->mpi->sending; older && older != m; older = older->next) {
-        if (older->done || older->peer != m->peer || older->tag != m->tag) continue;
-        if (older->posted < hpmlc_mpi_pieces(older)) return;
+    if (t->posted >= end || hpmlc_mpi_behind(c, m)) return;
+    const int peer = c->origin[m->peer], tag = x->part * HPMLC_TAG_SPAN + m->tag;
+    hpmlc_mpi_lock(x->shared);
+    for (; t->posted < end && code == MPI_SUCCESS; t->posted++) {
+        size_t       at = t->posted * HPMLC_PIECE;
+        int          n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
+        char        *data = hpmlc_mpi_place(m, at);
+        MPI_Request *request = &t->request[t->posted % 2];
+        code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, peer, tag, x->comm, request)
+                            : MPI_Isend(data, n, MPI_BYTE, peer, tag, x->comm, request);
     }
-    const int peer = c->origin[m->peer], tag = c->mpi->part * HPMLC_TAG_SPAN + m->tag;
-    hpmlc_mpi_lock(c->mpi->shared);
-    for (; m->posted < end && code == MPI_SUCCESS; m->posted++) {
-        size_t      at = m->posted * HPMLC_PIECE;
-        int         n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
-        char       *data = hpmlc_mpi_place(m, at);
-        MPI_Request request;
-        code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, peer, tag, c->mpi->comm, &request)
-                            : MPI_Isend(data, n, MPI_BYTE, peer, tag, c->mpi->comm, &request);
-        memcpy(&m->native[m->posted % 2], &request, sizeof request);
-    }
-    hpmlc_mpi_unlock(c->mpi->shared);
+    hpmlc_mpi_unlock(x->shared);
     if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
 }
 
 HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
 {
-    hpml_message **last = &c->mpi->sending;
-    c->seen = 0;
-    if (c->mpi->shared->closed) {
+    hpmlc_mpi     *x = hpmlc_mpi_of(c);
+    hpml_message **last = &x->sending;
+    x->turns = 0;
+    if (x->shared->closed) {
         m->done   = true;
         m->status = hpmlc_fail(c, HPML_ERR_STATE, "the communicator that this part was split from has been freed; free "
                                "it after its parts");
         return;
     }
     if (m->receiving && m->reduce) {
-        if (!c->staging) c->staging = (char *)hpml_ctx_alloc(c->ctx, 2 * HPMLC_PIECE, NULL);
-        m->staging = c->staging;
-        if (!m->staging) { m->done = true, m->status = hpml_ctx_status(c->ctx); return; }
+        if (!x->staging) x->staging = (char *)hpml_ctx_alloc(c->ctx, 2 * HPMLC_PIECE, NULL);
+        hpmlc_transfer_of(m)->staging = x->staging;
+        if (!x->staging) {
+            m->done   = true;
+            m->status = hpml_ctx_status(c->ctx);
+            return;
+        }
     }
-    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* sends that must be looked after, oldest first */
-        while (*last) last = &(*last)->next;
+    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* sends that must be tested, oldest first */
+        while (*last) last = &hpmlc_transfer_of(*last)->next;
         *last = m;
     }
     hpmlc_mpi_feed(c, m);
@@ -1881,38 +2197,43 @@ HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
 
 HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
 {
-    size_t      n = m->bytes - m->moved < HPMLC_PIECE ? m->bytes - m->moved : HPMLC_PIECE;
-    void      **slot = &m->native[m->moved / HPMLC_PIECE % 2];
-    int         there = 0, count = (int)n, code;
-    MPI_Request request;
-    MPI_Status  status;
+    hpmlc_shared   *x = hpmlc_mpi_of(c)->shared;
+    hpmlc_transfer *t = hpmlc_transfer_of(m);
+    size_t          n = m->bytes - t->moved < HPMLC_PIECE ? m->bytes - t->moved : HPMLC_PIECE;
+    int             complete = 0, count = (int)n, code;
+    MPI_Status      status;
     hpmlc_mpi_feed(c, m);
-    if (m->done || m->posted <= m->moved / HPMLC_PIECE) return; /* nothing under way */
-    memcpy(&request, slot, sizeof request);
-    hpmlc_mpi_lock(c->mpi->shared);
-    code = MPI_Test(&request, &there, &status);
-    if (code == MPI_SUCCESS && there && m->receiving) MPI_Get_count(&status, MPI_BYTE, &count);
-    hpmlc_mpi_unlock(c->mpi->shared);
-    memcpy(slot, &request, sizeof request);
-    if (code != MPI_SUCCESS) { hpmlc_mpi_error(c, m, code); return; }
-    if (!there) return;
-    if (count != (int)n) { hpmlc_mismatch(c, m, m->moved + (size_t)count); return; }
-    if (m->staging) m->reduce(m->data + m->moved, hpmlc_mpi_place(m, m->moved), n);
-    m->moved += n;
-    if (m->moved == m->bytes) m->done = true;
+    if (m->done || t->posted <= t->moved / HPMLC_PIECE) return; /* nothing in flight */
+    hpmlc_mpi_lock(x);
+    code = MPI_Test(&t->request[t->moved / HPMLC_PIECE % 2], &complete, &status);
+    if (code == MPI_SUCCESS && complete && m->receiving) MPI_Get_count(&status, MPI_BYTE, &count);
+    hpmlc_mpi_unlock(x);
+    if (code != MPI_SUCCESS) {
+        hpmlc_mpi_error(c, m, code);
+        return;
+    }
+    if (!complete) return;
+    if (count != (int)n) {
+        hpmlc_mismatch(c, m, t->moved + (size_t)count);
+        return;
+    }
+    if (t->staging) m->reduce(m->data + t->moved, hpmlc_mpi_place(m, t->moved), n);
+    t->moved += n;
+    if (t->moved == m->bytes) m->done = true;
     else hpmlc_mpi_feed(c, m);
 }
 
-/* Long sends go on, too, or two ranks that send to each other would both wait for the other's next piece. */
+/* Advances m, and the long sends, because two ranks that send to each other would both wait for the other's next
+   piece. */
 HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 {
     bool listed = false;
-    for (hpml_message **at = &c->mpi->sending; *at;) {
+    for (hpml_message **at = &hpmlc_mpi_of(c)->sending; *at;) {
         hpml_message *s = *at;
         listed = listed || s == m;
         if (!s->done) hpmlc_mpi_step(c, s);
-        if (s->done) *at = s->next;
-        else at = &s->next;
+        if (s->done) *at = hpmlc_transfer_of(s)->next;
+        else at = &hpmlc_transfer_of(s)->next;
     }
     if (!listed) hpmlc_mpi_step(c, m);
 }
@@ -1959,7 +2280,10 @@ HPMLC_FN void hpmlc_mpi_say(hpmlc_shared *x, char kind, const char *text)
     hpmlc_mpi_unlock(x);
 }
 
-HPMLC_FN void hpmlc_mpi_tell(hpml_comm *c, const char *text) { hpmlc_mpi_say(c->mpi->shared, 'F', text); }
+HPMLC_FN void hpmlc_mpi_announce_failure(hpml_comm *c, const char *text)
+{
+    hpmlc_mpi_say(hpmlc_mpi_of(c)->shared, 'F', text);
+}
 
 /* Receives the next word that has arrived into x->word. Returns its sender, or -1 where none has arrived. */
 HPMLC_FN int hpmlc_mpi_hear(hpmlc_shared *x, int *bytes)
@@ -2036,9 +2360,9 @@ HPMLC_FN void hpmlc_mpi_calm(hpmlc_shared *x, double said)
     if (said > 0 && hpml_now() >= hpmlc_mpi_works(x)) hpmlc_mpi_send_number(x, x->rank);
 }
 
-HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m)
+HPMLC_FN void hpmlc_mpi_unblock(hpml_comm *c, hpml_message *m)
 {
-    if (c->mpi) hpmlc_mpi_calm(c->mpi->shared, m->arrival);
+    if (m->status == HPML_OK) hpmlc_mpi_calm(hpmlc_mpi_of(c)->shared, hpmlc_transfer_of(m)->announced);
 }
 
 /* The rank that delays a wait for all ranks: the first that has sent no number, else the first busy one; -1: none. */
@@ -2067,18 +2391,18 @@ HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
     return at;
 }
 
-HPMLC_FN int hpmlc_mpi_lost(hpml_comm *c, const hpml_message *m, double *busy)
+HPMLC_FN int hpmlc_mpi_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
 {
-    hpmlc_shared *x  = c->mpi->shared;
+    hpmlc_shared *x  = hpmlc_mpi_of(c)->shared;
     int           at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
     if (at != x->rank) return at;
     *busy = hpmlc_mpi_works(x); /* a thread in the background waits for those that wait for this rank */
     return c->origin[m->peer];
 }
 
-HPMLC_FN void hpmlc_mpi_busy(hpml_comm *c, double seconds)
+HPMLC_FN void hpmlc_mpi_announce_busy(hpml_comm *c, double seconds)
 {
-    hpmlc_shared *x = c->mpi->shared;
+    hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
     int           k = 0;
     while (k < HPMLC_BUSY - 1 && ldexp(1, k - 8) < seconds) k++;
     hpmlc_mpi_lock(x);
@@ -2087,27 +2411,35 @@ HPMLC_FN void hpmlc_mpi_busy(hpml_comm *c, double seconds)
     hpmlc_mpi_send_number(x, x->size + 1 + k);
 }
 
+/* Removes the send m from the list of sends that must be tested. */
+HPMLC_FN void hpmlc_mpi_unlist(hpmlc_mpi *x, const hpml_message *m)
+{
+    hpml_message **at = &x->sending;
+    while (*at && *at != m) at = &hpmlc_transfer_of(*at)->next;
+    if (*at) *at = hpmlc_transfer_of(m)->next;
+}
+
 /* Cancels a receive. A receive that is partly complete, and a send, cannot be cancelled: their buffers must live as
    long as the process, which ends soon. */
 HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_mpi_lock(c->mpi->shared);
-    for (size_t k = m->moved / HPMLC_PIECE; m->receiving && k < m->posted; k++) {
-        MPI_Request request;
-        int         over = 0;
-        memcpy(&request, &m->native[k % 2], sizeof request);
-        if (MPI_Cancel(&request) != MPI_SUCCESS) continue;
+    hpmlc_mpi      *x = hpmlc_mpi_of(c);
+    hpmlc_transfer *t = hpmlc_transfer_of(m);
+    hpmlc_mpi_lock(x->shared);
+    for (size_t k = t->moved / HPMLC_PIECE; m->receiving && k < t->posted; k++) {
+        int over = 0;
+        if (MPI_Cancel(&t->request[k % 2]) != MPI_SUCCESS) continue;
         for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait would wait for a half that may never come */
-            if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
+            if (MPI_Test(&t->request[k % 2], &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
-    hpmlc_mpi_unlock(c->mpi->shared);
-    hpmlc_unlist(&c->mpi->sending, m);
+    hpmlc_mpi_unlock(x->shared);
+    hpmlc_mpi_unlist(x, m);
     m->done = true;
 }
 
 HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
 {
-    const hpmlc_shared *x = c->mpi->shared;
+    const hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
@@ -2115,7 +2447,7 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
    a core for each rank not in the first milliseconds. A lost peer ends the wait. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
-    hpmlc_shared *x    = c->mpi->shared;
+    hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
     int           peer = c->origin[m->peer];
     hpmlc_mpi_listen(x);
     if (x->failed || x->heard[peer] == 'L') {
@@ -2124,18 +2456,19 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
         hpmlc_mpi_abandon(c, m);
         if (x->failed) m->status = hpmlc_mpi_peer_failed(c);
         else m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
-                                    c->doing);
+                                    c->operation);
         return;
     }
-    hpmlc_mpi_worry(x, peer, until, &m->arrival);
-    if (c->seen++ % 64 < 16 || (x->roomy && hpmlc_spin(c) > 0 && c->seen < 5000)) hpmlc_pause(true);
+    hpmlc_mpi_worry(x, peer, until, &hpmlc_transfer_of(m)->announced);
+    unsigned turn = hpmlc_mpi_of(c)->turns++;
+    if (turn % 64 < 16 || (x->roomy && hpmlc_spin_limit(c) > 0 && turn + 1 < 5000)) hpmlc_pause(true);
     else hpmlc_nap(30e-6);
 }
 
 /* Handles the deadline of hpmlc_mpi_all. Returns a later deadline where the rank that delays the others is busy. */
 HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
 {
-    hpmlc_shared *x = c->mpi->shared;
+    hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
     char                who[48] = "all ranks";
     double              busy;
     int                 at = hpmlc_mpi_end(x, -1, &busy);
@@ -2144,7 +2477,7 @@ HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
     if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->heard[at] == 'L' ? ", which has left," : "");
     if (at < 0 && code != MPI_SUCCESS) hpmlc_mpi_error(c, NULL, code);
     else hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for %s in %s, step %lld; are all ranks alive and in the same "
-                    "operation? (.timeout sets the limit)", c->timeout, who, c->doing, (long long)c->step);
+                    "operation? (.timeout sets the limit)", c->timeout, who, c->operation, (long long)c->step);
     return hpml_now();
 }
 
@@ -2152,7 +2485,7 @@ HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
    ends the wait. After an error of MPI the wait lasts until the deadline, which shows the rank that is silent. */
 HPMLC_FN hpml_status hpmlc_mpi_all(hpml_comm *c, int code, MPI_Request *request)
 {
-    hpmlc_shared *x     = c->mpi->shared;
+    hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
     double        limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout, said = 0;
     int           there = 0, kind = MPI_SUCCESS;
     while (hpml_ctx_status(c->ctx) == HPML_OK) {
@@ -2184,21 +2517,21 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
     hpml_status        status  = HPML_OK;
     if (types[element] == none)
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): MPI has no bf16; choose another algorithm");
-    if (c->mpi->native == MPI_COMM_NULL)
+    if (hpmlc_mpi_of(c)->native == MPI_COMM_NULL)
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): a part of a communicator has no MPI "
                           "communicator, because MPI makes one only by a call without a deadline; choose another "
                           "algorithm, or split with MPI and give hpml_comm_create the part as .mpi_comm");
-    c->doing = "allreduce (native)";
+    c->operation = "allreduce (native)";
     for (int64_t at = 0, part; at < n && status == HPML_OK; at += part) {
         MPI_Request request;
         part = hpmlc_min(n - at, (int64_t)1 << 30);
-        hpmlc_mpi_lock(c->mpi->shared);
+        hpmlc_mpi_lock(hpmlc_mpi_of(c)->shared);
         int code = MPI_Iallreduce(MPI_IN_PLACE, (char *)data + (size_t)at * size, (int)part, types[element], how,
-                                  c->mpi->native, &request);
-        hpmlc_mpi_unlock(c->mpi->shared);
+                                  hpmlc_mpi_of(c)->native, &request);
+        hpmlc_mpi_unlock(hpmlc_mpi_of(c)->shared);
         status = hpmlc_mpi_all(c, code, &request);
     }
-    if (status == HPML_OK) c->doing = "allreduce";
+    if (status == HPML_OK) c->operation = "allreduce";
     return status;
 }
 
@@ -2210,7 +2543,7 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
    it. */
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
-    hpmlc_shared *x     = c->mpi->shared;
+    hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
     MPI_Comm     *place = (MPI_Comm *)malloc(sizeof *place);
     MPI_Request   request;
     if (!place) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for an MPI communicator");
@@ -2238,7 +2571,7 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
 HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
 {
-    hpmlc_shared *x      = c->mpi->shared;
+    hpmlc_shared *x      = hpmlc_mpi_of(c)->shared;
     int64_t       ask[2] = { 0, 0 }; /* a candidate number; parts that exist on this rank */
     hpmlc_mpi_lock(x);
     ask[0] = x->newest + 1;
@@ -2265,24 +2598,27 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
                                      int color HPMLC_UNUSED)
 {
     int  number = hpmlc_mpi_number(c);
-    bool all    = count == c->size && c->mpi->native != MPI_COMM_NULL;
+    bool all    = count == c->size && hpmlc_mpi_of(c)->native != MPI_COMM_NULL;
     if (number == 0) return hpml_ctx_status(c->ctx);
     if (!part) {
-        hpmlc_mpi_release(c->mpi->shared, number);
+        hpmlc_mpi_release(hpmlc_mpi_of(c)->shared, number);
         return HPML_OK;
     }
-    part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL);
-    if (!part->mpi) {
+    hpmlc_mpi *x = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
+    if (!x) {
         hpmlc_failed(c);
         return hpml_ctx_status(c->ctx);
     }
-    part->mpi->shared = c->mpi->shared, part->mpi->comm = c->mpi->comm, part->mpi->part = number;
-    part->mpi->native = MPI_COMM_NULL;
+    part->state = x;
+    x->shared = hpmlc_mpi_of(c)->shared;
+    x->comm   = hpmlc_mpi_of(c)->comm;
+    x->part   = number;
+    x->native = MPI_COMM_NULL;
     for (int i = 0; i < count; i++) all = all && ranks[i] == i;
-    if (all && hpmlc_mpi_duplicate(c, c->mpi->native, &part->mpi->native) != HPML_OK) return hpml_ctx_status(c->ctx);
-    hpmlc_mpi_lock(c->mpi->shared);
-    c->mpi->shared->users++;
-    hpmlc_mpi_unlock(c->mpi->shared);
+    if (all && hpmlc_mpi_duplicate(c, hpmlc_mpi_of(c)->native, &x->native) != HPML_OK) return hpml_ctx_status(c->ctx);
+    hpmlc_mpi_lock(hpmlc_mpi_of(c)->shared);
+    hpmlc_mpi_of(c)->shared->users++;
+    hpmlc_mpi_unlock(hpmlc_mpi_of(c)->shared);
     return HPML_OK;
 }
 
@@ -2359,19 +2695,19 @@ HPMLC_FN void hpmlc_shared_leave(hpmlc_shared *x)
 
 HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
 {
-    hpmlc_shared *x = c->mpi->shared;
+    hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
     if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else it keeps its tags, because messages with them may be in flight */
         hpmlc_mpi_lock(x);
-        if (c->mpi->native != MPI_COMM_NULL && !hpmlc_mpi_over()) MPI_Comm_free(&c->mpi->native);
+        if (hpmlc_mpi_of(c)->native != MPI_COMM_NULL && !hpmlc_mpi_over()) MPI_Comm_free(&hpmlc_mpi_of(c)->native);
         hpmlc_mpi_unlock(x);
-        hpmlc_mpi_release(x, c->mpi->part);
+        hpmlc_mpi_release(x, hpmlc_mpi_of(c)->part);
     }
     hpmlc_shared_leave(x);
 }
 
 HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 {
-    hpmlc_shared *x      = c->mpi->shared;
+    hpmlc_shared *x      = hpmlc_mpi_of(c)->shared;
     bool          failed = hpml_ctx_status(c->ctx) != HPML_OK;
     if (c->is_part) {
         hpmlc_mpi_close_part(c);
@@ -2390,19 +2726,12 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     if (absent >= 0 && !failed)
         hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank "
                    "alive? (hpml_comm_busy says that it is at work)", c->timeout, absent, (long long)c->step);
-    if (absent >= 0 && !failed) hpmlc_say_no(&c->farewell, HPML_ERR_TIMEOUT, "%s", hpml_ctx_error(c->ctx));
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
-    if (absent < 0 && !failed) MPI_Comm_free(&c->mpi->comm);
+    if (absent < 0 && !failed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
     x->kept = absent >= 0; /* because sends in flight read x */
     hpmlc_shared_leave(x);
 }
-
-static const hpml_transport hpmlc_mpi_transport = {
-    "mpi", hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_abandon,
-    hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 0, 5e-6, 0.3e-9,
-    hpmlc_mpi_lost, hpmlc_mpi_busy
-};
 
 /* Numbers the nodes by first appearance: ranks whose hosts have the same name share a node. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
@@ -2425,6 +2754,11 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
         }
     hpml_ctx_release(c->ctx, host);
     hpml_comm_counters_reset(c);
+}
+
+HPMLC_FN MPI_Comm hpmlc_mpi_given(const hpml_comm_desc *d)
+{
+    return d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
 }
 
 /* Allocates all arrays in one block, so that the buffers of sends that are never tested live as long as the struct. */
@@ -2506,254 +2840,375 @@ HPMLC_FN bool hpmlc_mpi_gather(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI
     MPI_Comm_get_errhandler(given, &own);
     MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
     bool good = hpmlc_mpi_meet(ctx, x, &words[hpml_ctx_status(ctx) == HPML_OK]) &&
-                hpmlc_mpi_duplicate(c, given, &c->mpi->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &words[2]);
+                hpmlc_mpi_duplicate(c, given, &hpmlc_mpi_of(c)->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &words[2]);
     MPI_Comm_set_errhandler(given, own);
     MPI_Errhandler_free(&own);
     return good;
 }
 
-HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
+/* Sets rank and ranks; an error where MPI is not running, or where the launcher and libmpi do not belong together. */
+HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
 {
-    int      on = 0, near = 0, launched = hpml_launched(NULL);
-    MPI_Comm given;
+    int on = 0, launched = hpml_launched(NULL), rank, size;
     MPI_Initialized(&on);
     if (!on || hpmlc_mpi_over())
         return hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free "
                              "the context before MPI_Finalize, or use hpml_launch once",
-                             on ? "over" : "not initialized"), (hpml_comm *)NULL;
-    given = d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
-    hpmlc_shared *x = hpmlc_shared_new(given, d->timeout != 0 ? d->timeout : 60);
-    if (!x) return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for words"), (hpml_comm *)NULL;
-    if (!d->mpi_comm && x->size == 1 && launched > 1) {
-        hpmlc_shared_free(x);
+                             on ? "over" : "not initialized");
+    MPI_Comm given = hpmlc_mpi_given(d);
+    MPI_Comm_rank(given, &rank);
+    MPI_Comm_size(given, &size);
+    if (!d->mpi_comm && size == 1 && launched > 1)
         return hpml_ctx_fail(ctx, HPML_ERR_COMM, "comm: the launcher started %d processes but MPI says each is alone: "
                              "mpiexec and libmpi are of different MPIs, or this is the MPICH of Ubuntu 24.04. Use the "
-                             "mpiexec that belongs to your mpicc", launched), (hpml_comm *)NULL;
-    }
-    hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, x->rank, x->size);
-    hpmlc_mpi *m = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *m, NULL) : NULL;
-    if (m) c->mpi = m, m->shared = x, c->timeout = x->timeout, c->doing = "hpml_comm_create", c->spin = 200;
-    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
-    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* where MPICH raises errors of MPI_Test */
-    if (!hpmlc_mpi_gather(ctx, c, x, given)) {
-        MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
-        MPI_Errhandler_free(&x->before);
-        if (!x->told) hpmlc_shared_free(x); /* else x leaks, because sends in flight read it */
-        if (c) c->t = NULL;
+                             "mpiexec that belongs to your mpicc", launched);
+    d->rank  = rank;
+    d->ranks = size;
+    return HPML_OK;
+}
+
+/* Meets the other ranks, c NULL: to tell them that this rank cannot start. Returns NULL after an error. */
+HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
+{
+    hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
+    if (!x) {
+        hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for words");
         return NULL;
     }
-    x->comm = m->native = m->comm, x->tag = HPMLC_TAG_EXTRA, x->owner = c;
+    hpmlc_mpi *m = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *m, NULL) : NULL;
+    if (m) {
+        m->shared = x;
+        c->state  = m;
+    }
+    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* where MPICH raises errors of MPI_Test */
+    if (hpmlc_mpi_gather(ctx, c, x, hpmlc_mpi_given(d))) return x;
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
+    MPI_Errhandler_free(&x->before);
+    if (!x->told) hpmlc_shared_free(x); /* else x leaks, because sends in flight read it */
+    return NULL;
+}
+
+HPMLC_FN void hpmlc_mpi_absent_rank(hpml_ctx *ctx, const hpml_comm_desc *d) { hpmlc_mpi_join(ctx, NULL, d); }
+
+HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
+{
+    int           near = 0;
+    hpmlc_shared *x    = hpmlc_mpi_join(c->ctx, c, d);
+    if (!x) return hpml_ctx_status(c->ctx);
+    hpmlc_mpi_of(c)->native = hpmlc_mpi_of(c)->comm;
+    x->comm  = hpmlc_mpi_of(c)->comm;
+    x->tag   = HPMLC_TAG_EXTRA;
+    x->owner = c;
     memset(x->heard, 0, (size_t)x->size);
     memset(x->awaits, 0, 2 * sizeof(double) * (size_t)x->size);
     hpmlc_mpi_list(x, true);
-    hpmlc_mpi_nodes(c, d->ranks_per_node);
+    hpmlc_mpi_nodes(c, d->ranks_per_node); /* an error of it leaves the communicator open, for close */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
     x->roomy = near <= hpmlc_cores(1);
-    return c;
+    return HPML_OK;
 }
 
-#else
-HPMLC_FN void hpmlc_calm(hpml_comm *c HPMLC_UNUSED, const hpml_message *m HPMLC_UNUSED) {}
+/* MPI_THREAD_SERIALIZED is enough, because one lock serves all communicators. */
+HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c) { return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED; }
+
+static const hpml_transport hpmlc_mpi_transport = {
+    "mpi", hpmlc_mpi_locate, hpmlc_mpi_open, hpmlc_mpi_absent_rank, hpmlc_mpi_split, hpmlc_mpi_close,
+    hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_unblock, hpmlc_mpi_abandon,
+    hpmlc_mpi_announce_failure, hpmlc_mpi_announce_busy, hpmlc_mpi_stuck_at,
+    hpmlc_mpi_allreduce, NULL, NULL, hpmlc_mpi_is_concurrent, /* spins on any core; nodes tell where a network is */
+    false, 0, 5e-6, 0.3e-9, NULL
+};
+
+/* Starts MPI for hpml_launch, unless the program has. Returns whether it did; *rank: of this process. */
+HPMLC_FN bool hpmlc_mpi_init(int *rank)
+{
+    int on = 0, level;
+    MPI_Initialized(&on);
+    if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
+    if (!hpmlc_mpi_over()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* else hpml_comm_create reports that MPI is over */
+    return !on;
+}
+
 #endif /* HPML_USE_MPI */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>clock   messages in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Every thread has a clock of its own, moved by hpml_comm_compute and by the arrival of messages; real time does not
+/* Every thread has a clock of its own, which hpml_comm_compute and the arrival of messages advance; real time does not
    count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
-   of their time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. A
-   receive is complete when its message has arrived: the receiving thread moves its clock to that time, and lets threads
-   whose clocks are behind run before it reads the message. */
+   of their virtual time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at
+   once. A receive is complete when its message has arrived: the receiving thread advances its clock to that time, and
+   lets threads whose clocks are behind run before it reads the message. */
 
 #ifndef HPML_NO_THREADS
 
-struct hpmlc_agent {
-    double         clock; /* first: the timeline's clock is an agent */
-    hpmlc_agent   *under; /* the one that the timeline had before, NULL: none */
-    hpml_rng       rng;  /* of its jitter */
-    int            rank; /* of the world: breaks ties */
+struct hpmlc_vthread {
+    double         clock;    /* seconds; the timeline of the rank's context reads it, see hpml_trace_clock */
+    const double  *replaced; /* the clock that the timeline read before; NULL: real time */
+    hpml_rng       rng;      /* of its jitter */
+    int            rank;     /* of the world: the lower one goes first where clocks are equal */
     bool           runnable;
     pthread_cond_t turn;
-    hpmlc_agent   *next;
+    hpmlc_vthread *next;
 };
 
-HPMLC_FN void hpmlc_agent_wake(hpml_world *w, hpmlc_agent *a) /* w->mutex held */
+HPMLC_FN hpmlc_vthread *hpmlc_vthread_of(const hpml_comm *c) { return hpmlc_thread(c)->vthread; }
+
+/* The caller holds w->mutex. */
+HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 {
-    if (!a->runnable) a->runnable = true, __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    if (a->runnable) return;
+    a->runnable = true;
+    __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
 }
 
-HPMLC_FN void hpmlc_agents_wake(hpml_world *w)
+HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
 {
-    for (hpmlc_agent *a = w->agents; a; a = a->next) hpmlc_agent_wake(w, a);
+    for (hpmlc_vthread *a = w->vthreads; a; a = a->next) hpmlc_vthread_wake_held(w, a);
 }
 
-/* Gives the turn to whose time has come; w->mutex held. */
-HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
+/* Gives the turn to the runnable thread whose clock is behind all others. The caller holds w->mutex. */
+HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
 {
-    hpmlc_agent *best = NULL;
-    if (w->agent_count < w->ranks) return; /* not all are there yet */
-    for (int again = 0; again < 2 && !best; again++) {
-        for (hpmlc_agent *a = w->agents; a; a = a->next) {
+    hpmlc_vthread *best = NULL;
+    if (w->vthread_count < w->ranks) return; /* not all ranks have entered yet */
+    for (int attempt = 0; attempt < 2 && !best; attempt++) {
+        for (hpmlc_vthread *a = w->vthreads; a; a = a->next) {
             bool before = !best || a->clock < best->clock || (a->clock <= best->clock && a->rank < best->rank);
             if (a->runnable && before) best = a;
         }
-        if (!best) hpmlc_world_stuck(w); /* wakes them all, if there is anybody */
+        if (!best) hpmlc_world_stuck(w); /* a deadlock: makes all threads runnable, if there are any */
     }
     w->turn = best;
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets those run whose clocks are behind mine. rest: until somebody calls hpmlc_agent_rouse. */
-HPMLC_FN void hpmlc_agent_yield(hpml_comm *c, bool rest)
+/* Lets the threads run whose clocks are behind this one's. sleep: this thread runs again only after a wake. */
+HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
 {
-    hpml_world *w = c->room->world;
+    hpml_world    *w    = hpmlc_world_of(c);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
+    hpmlc_inbox   *in   = hpmlc_inbox_of(c);
     pthread_mutex_lock(&w->mutex);
-    if (rest && (!w->failed || c->room->inbox[c->rank].peer < 0)) { /* after a failure no message is waited for */
-        c->agent->runnable = false;
-        c->room->inbox[c->rank].gate.sleeping = true; /* for the report of a deadlock */
+    if (sleep && (!w->failed || in->peer < 0)) { /* after a failure no message is waited for */
+        self->runnable    = false;
+        in->wait.sleeping = true; /* for the report of a deadlock */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
-    hpmlc_agent_pass(w);
-    while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
-    c->room->inbox[c->rank].gate.sleeping = false;
+    hpmlc_vthread_next_turn(w);
+    while (w->turn != self) pthread_cond_wait(&self->turn, &w->mutex);
+    in->wait.sleeping = false;
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* A new thread comes on stage: it waits for its turn. The last one of all sees to the first turn. */
-HPMLC_FN void hpmlc_agent_enter(hpml_comm *c)
+/* Waits for the first turn of a new thread. The thread that enters last gives the first turn of all. */
+HPMLC_FN void hpmlc_vthread_enter(hpml_comm *c)
 {
-    hpml_world *w = c->room->world;
+    hpml_world    *w    = hpmlc_world_of(c);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
     pthread_mutex_lock(&w->mutex);
-    if (!w->turn) hpmlc_agent_pass(w);
-    while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
+    if (!w->turn) hpmlc_vthread_next_turn(w);
+    while (w->turn != self) pthread_cond_wait(&self->turn, &w->mutex);
     pthread_mutex_unlock(&w->mutex);
 }
 
-HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a)
+HPMLC_FN void hpmlc_vthread_wake(hpml_world *w, hpmlc_vthread *a)
 {
-    hpml_world *w = c->room->world;
     pthread_mutex_lock(&w->mutex);
-    hpmlc_agent_wake(w, a);
+    hpmlc_vthread_wake_held(w, a);
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Virtual time passes until `time`, if it is not there yet. The threads behind it run first: what this one does next
-   must not come before what they do earlier. */
-HPMLC_FN void hpmlc_agent_until(hpml_comm *c, double time)
+/* Advances the clock of this thread to `time`. The threads behind it run first, because what they send comes before
+   anything that this thread does next. */
+HPMLC_FN void hpmlc_clock_advance(hpml_comm *c, double time)
 {
-    if (!c->agent || c->agent->clock >= time) return;
-    c->agent->clock = time;
-    hpmlc_agent_yield(c, false);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
+    if (self->clock >= time) return;
+    self->clock = time;
+    hpmlc_vthread_yield(c, false);
 }
 
-HPMLC_FN hpmlc_agent *hpmlc_agent_new(hpml_world *w, int rank, double clock)
+HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
 {
-    hpmlc_agent *a = (hpmlc_agent *)calloc(1, sizeof *a);
+    hpmlc_vthread *a = (hpmlc_vthread *)calloc(1, sizeof *a);
     if (!a) return NULL;
     pthread_cond_init(&a->turn, NULL);
-    a->rank = rank, a->clock = clock, a->runnable = true, a->rng.seed = w->network.seed, a->rng.stream = (uint64_t)rank;
+    a->rank       = rank;
+    a->clock      = clock;
+    a->runnable   = true;
+    a->rng.seed   = w->network.seed;
+    a->rng.stream = (uint64_t)rank;
     pthread_mutex_lock(&w->mutex);
-    a->next   = w->agents;
-    w->agents = a;
-    w->agent_count++;
+    a->next     = w->vthreads;
+    w->vthreads = a;
+    w->vthread_count++;
     pthread_mutex_unlock(&w->mutex);
     return a;
 }
 
-/* Leaves the stage for good; others go on. */
-HPMLC_FN void hpmlc_agent_free(hpml_world *w, hpmlc_agent *me)
+/* Removes this thread, `self`, from the world for good, and gives the turn to another. */
+HPMLC_FN void hpmlc_vthread_free(hpml_world *w, hpmlc_vthread *self)
 {
-    hpmlc_agent **at;
+    hpmlc_vthread **link;
     pthread_mutex_lock(&w->mutex);
-    for (at = &w->agents; *at != me; at = &(*at)->next) {}
-    *at = me->next;
+    for (link = &w->vthreads; *link != self; link = &(*link)->next) {}
+    *link = self->next;
     __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    hpmlc_agent_pass(w);
+    hpmlc_vthread_next_turn(w);
     pthread_mutex_unlock(&w->mutex);
-    pthread_cond_destroy(&me->turn);
-    free(me);
+    pthread_cond_destroy(&self->turn);
+    free(self);
 }
 
 HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_inbox *in = &c->room->inbox[m->peer];
+    hpmlc_inbox *in = &hpmlc_group_of(c)->inbox[m->peer];
     if (m->receiving) return;
-    hpmlc_agent_yield(c, false);
-    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, c->agent->clock);
-    if (m->arrival <= 0) m->arrival = c->agent->clock;
-    hpmlc_inbox_post_copy(c, m);
-    if (in->owner) hpmlc_agent_rouse(c, in->owner->agent);
+    hpmlc_vthread_yield(c, false);
+    double now = hpmlc_vthread_of(c)->clock;
+    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, now);
+    if (m->arrival <= 0) m->arrival = now;
+    hpmlc_inbox_post_copy(c, m, false);
+    if (in->owner) hpmlc_vthread_wake(hpmlc_world_of(c), hpmlc_vthread_of(in->owner));
 }
 
 HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
-    hpml_message *sent = hpmlc_inbox_take(&c->room->inbox[c->rank], m);
-    if (sent) hpmlc_meet(c, m, sent);
-    else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
+    hpml_message *sent = hpmlc_inbox_take(hpmlc_inbox_of(c), m);
+    if (sent) hpmlc_threads_deliver(c, m, sent);
+    else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
 }
 
-/* Until m's message arrives (an older receive of the same rank and tag gets the next one), or until something is sent
-   to this rank; never until another receive's arrival, because m may be over before. */
+/* Sleeps until m's message arrives (an older receive of the same rank and tag gets the next one), or until a message is
+   sent to this rank; never until another receive's arrival, because m may be complete before. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
-    hpmlc_inbox *in      = &c->room->inbox[c->rank];
-    double       arrival = hpmlc_next(m)->arrival;
-    if (arrival > c->agent->clock) {
-        hpmlc_agent_until(c, arrival);
+    double arrival = hpmlc_oldest(m)->arrival;
+    if (arrival > hpmlc_vthread_of(c)->clock) {
+        hpmlc_clock_advance(c, arrival);
         return;
     }
-    hpmlc_waits(c, c->origin[m->peer]);
-    in->doing = c->doing;
-    hpmlc_agent_yield(c, true);
+    hpmlc_set_awaited(c, c->origin[m->peer]);
+    hpmlc_inbox_of(c)->operation = c->operation;
+    hpmlc_vthread_yield(c, true);
 }
 
-/* The timeline goes back to the clock it had before; if it has a later communicator's, that one will. */
+/* Returns the thread that `clock` is a member of. A timeline stores only the address of the clock that it reads, and
+   each clock that a timeline reads is that member: hpmlc_clock_open is the only caller that sets one. */
+HPMLC_FN hpmlc_vthread *hpmlc_vthread_of_clock(const double *clock)
+{
+    return (hpmlc_vthread *)((uintptr_t)clock - offsetof(hpmlc_vthread, clock));
+}
+
+/* Makes the timeline read the clock that it read before `self`'s. Where it reads the clock of a communicator that was
+   created later on the same context, that one's thread gets the clock to return to. */
+HPMLC_FN void hpmlc_clock_restore(hpml_ctx *ctx, hpmlc_vthread *self)
+{
+    const double *top = hpml_trace_clock(ctx, self->replaced);
+    if (!top || top == &self->clock) return;
+    hpml_trace_clock(ctx, top);
+    hpmlc_vthread *later = hpmlc_vthread_of_clock(top);
+    while (later->replaced && later->replaced != &self->clock) later = hpmlc_vthread_of_clock(later->replaced);
+    later->replaced = self->replaced;
+}
+
 HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
 {
-    hpml_world   *w     = c->room->world;
-    hpmlc_agent  *agent = c->agent;
-    bool          mine  = !c->is_part;
-    const double *top   = mine ? hpml_trace_clock(c->ctx, (const double *)agent->under) : NULL;
-    if (top && top != &agent->clock) {
-        hpmlc_agent *over = (hpmlc_agent *)(uintptr_t)top;
-        hpml_trace_clock(c->ctx, top);
-        while (over->under && over->under != agent) over = over->under;
-        over->under = agent->under;
+    hpml_world    *w    = hpmlc_world_of(c);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
+    if (!c->is_part) {
+        hpmlc_clock_restore(c->ctx, self);
+        hpmlc_vthread_yield(c, false);
     }
-    if (mine) hpmlc_agent_yield(c, false);
-    hpmlc_threads_close(c);
-    if (mine) hpmlc_agent_free(w, agent);
+    hpmlc_group_leave(c);
+    if (!c->is_part) hpmlc_vthread_free(w, self);
 }
 
-HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; } /* sends are copies */
+/* Nothing refers to m, because sends are copies. */
+HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; }
 
-static const hpml_transport hpmlc_clock = {
-    "clock", hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_clock_abandon,
-    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9, NULL, NULL
+HPMLC_FN double hpmlc_clock_now(const hpml_comm *c) { return hpmlc_vthread_of(c)->clock; }
+
+HPMLC_FN void hpmlc_clock_compute(hpml_comm *c, double seconds)
+{
+    hpmlc_vthread      *self  = hpmlc_vthread_of(c);
+    const hpml_network *net   = &hpmlc_world_of(c)->network;
+    double              start = self->clock;
+    if (net->slow) seconds *= net->slow[c->origin[c->rank]];
+    self->clock += seconds * (1 + net->jitter * (double)hpml_rng_uniform(&self->rng));
+    hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, self->clock);
+    hpmlc_vthread_yield(c, false);
+}
+
+HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
+{
+    const hpmlc_vthread *self = hpmlc_vthread_of(c);
+    hpmlc_vthread       *own  = hpmlc_vthread_new(hpmlc_world_of(c), self->rank, self->clock);
+    if (!own) return false;
+    __atomic_add_fetch(&hpmlc_world_of(c)->running, 1, __ATOMIC_ACQ_REL);
+    hpmlc_thread(twin)->vthread = own;
+    return true;
+}
+
+/* From here on the twin runs in the time of its communicator's thread again. */
+HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
+{
+    hpmlc_vthread *own = hpmlc_vthread_of(twin);
+    hpmlc_thread(twin)->vthread = hpmlc_vthread_of(c);
+    hpmlc_vthread_free(hpmlc_world_of(c), own);
+}
+
+/* Virtual time goes on for the other threads; `until` does not count. */
+HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
+{
+    hpmlc_set_awaited(c, -1);
+    if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_vthread_yield(c, true);
+    *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
+}
+
+HPMLC_FN void hpmlc_clock_wake(hpml_comm *sleeper, hpmlc_waitpoint *g)
+{
+    hpml_world *w = hpmlc_world_of(sleeper);
+    hpmlc_waitpoint_wake(w, g);
+    hpmlc_vthread_wake(w, hpmlc_vthread_of(sleeper));
+}
+
+static const hpmlc_schedule hpmlc_clock_schedule = {
+    hpmlc_clock_now, hpmlc_clock_compute, hpmlc_clock_advance, hpmlc_clock_thread_open, hpmlc_vthread_enter,
+    hpmlc_clock_thread_close, hpmlc_clock_sleep, hpmlc_clock_wake
 };
 
-HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
+HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
 {
-    hpml_comm *c = hpmlc_threads_create(ctx, d);
-    if (!c) return NULL;
     hpml_world *w = d->world;
-    c->agent      = hpmlc_agent_new(w, c->rank, 0);
-    if (!c->agent) {
-        hpmlc_room_enter(c->room, c->rank, NULL);
-        c->t = NULL;
-        return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
+    if (hpmlc_threads_open(c, d) != HPML_OK) return hpml_ctx_status(c->ctx);
+    hpmlc_vthread *self = hpmlc_vthread_new(w, c->rank, 0);
+    if (!self) {
+        hpmlc_group_enter(hpmlc_group_of(c), c->rank, NULL);
+        hpml_ctx_fail(c->ctx, HPML_ERR_MEMORY, "comm: no memory for a clock");
+        hpmlc_threads_absent(c->ctx, d);
+        return HPML_ERR_MEMORY;
     }
-    c->t    = &hpmlc_clock;
-    c->spin = 0; /* one thread runs at a time: nothing arrives while this thread spins */
-    /* What layers compute takes no time, but has its place in it. */
-    c->agent->under = (hpmlc_agent *)(uintptr_t)hpml_trace_clock(ctx, &c->agent->clock);
-    hpmlc_agent_enter(c);
+    hpmlc_thread(c)->vthread = self;
+    c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this thread spins */
+    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* layers take no virtual time, but appear in their order */
+    hpmlc_vthread_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
-    return c;
+    return HPML_OK;
 }
 
-/* A rank that could not start: nobody waits for it any more. */
+static const hpml_transport hpmlc_clock = {
+    "clock", hpmlc_threads_locate, hpmlc_clock_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_clock_close,
+    hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_threads_unblock, hpmlc_clock_abandon,
+    hpmlc_threads_announce_failure, NULL, NULL, /* no deadlines */
+    NULL, NULL, NULL, NULL,
+    true, 0, 2e-6, 0.25e-9, &hpmlc_clock_schedule
+};
+
+/* Notes that a rank could not start, so that no other rank waits for it. */
 HPMLC_FN void hpmlc_world_absent(hpml_world *w, int rank, const char *text)
 {
     if (rank < 0 || rank >= w->ranks) return;
@@ -2761,70 +3216,113 @@ HPMLC_FN void hpmlc_world_absent(hpml_world *w, int rank, const char *text)
     pthread_mutex_lock(&w->mutex);
     w->left[rank] = true;
     __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    if (w->kind == HPML_TRANSPORT_CLOCK && ++w->agent_count == w->ranks) hpmlc_agent_pass(w);
+    if (w->kind == HPML_TRANSPORT_CLOCK && ++w->vthread_count == w->ranks) hpmlc_vthread_next_turn(w);
     pthread_mutex_unlock(&w->mutex);
 }
 
-HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->agent ? c->agent->clock : hpml_now(); }
-
-HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
-{
-    if (!c || !(seconds > 0)) return;
-    double              start = hpml_comm_now(c);
-    const hpml_network *net   = c->agent ? &c->room->world->network : NULL;
-    if (net && net->slow) seconds *= net->slow[c->origin[c->rank]];
-    if (net) c->agent->clock += seconds * (1 + net->jitter * (double)hpml_rng_uniform(&c->agent->rng));
-    else hpmlc_nap(seconds);
-    hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_comm_now(c));
-    if (c->agent) hpmlc_agent_yield(c, false);
-}
-
 #else
-HPMLC_FN void   hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUSED, const char *text HPMLC_UNUSED) {}
-HPMLC_FN void   hpmlc_agent_until(hpml_comm *c HPMLC_UNUSED, double time HPMLC_UNUSED) {}
-HPML_API double hpml_comm_now(const hpml_comm *c HPMLC_UNUSED) { return hpml_now(); }
-HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
-{
-    if (seconds > 0) hpmlc_nap(seconds);
-}
+HPMLC_FN void hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUSED, const char *text HPMLC_UNUSED) {}
 #endif /* HPML_NO_THREADS */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating, splitting, freeing communicators; running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
 
-#ifdef HPML_NO_THREADS /* one rank alone: nothing is ever sent */
-static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 1e-7, 1e-10, NULL,
-                                           NULL };
-#endif
-HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
+#ifdef HPML_NO_THREADS
+/* One rank alone, for which nothing is ever sent. */
+HPMLC_FN hpml_status hpmlc_self_locate(hpml_ctx *ctx HPMLC_UNUSED, hpml_comm_desc *d)
 {
-    hpml_comm *c = NULL;
-    if (!ctx) return NULL;
-    if (!desc || desc->_begin || desc->_end)
-        return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s", desc ? "canary is not zero; zero the struct "
-                             "before you set fields" : "none given"), (hpml_comm *)NULL;
-    switch (desc->transport) {
+    d->rank  = 0;
+    d->ranks = 1;
+    return HPML_OK;
+}
+
+static const hpml_transport hpmlc_self = {
+    "self", hpmlc_self_locate, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+    NULL, true, 0, 1e-7, 1e-10, NULL
+};
+#endif
+
+/* Returns the table of desc->transport; NULL after an error. */
+HPMLC_FN const hpml_transport *hpmlc_transport_find(hpml_ctx *ctx, const hpml_comm_desc *d)
+{
+    switch (d->transport) {
 #ifndef HPML_NO_THREADS
-    case HPML_TRANSPORT_THREADS: c = hpmlc_threads_create(ctx, desc); break;
-    case HPML_TRANSPORT_CLOCK: c = hpmlc_clock_create(ctx, desc); break;
+    case HPML_TRANSPORT_THREADS: return &hpmlc_threads;
+    case HPML_TRANSPORT_CLOCK: return &hpmlc_clock;
 #else
-    case HPML_TRANSPORT_THREADS: case HPML_TRANSPORT_CLOCK: c = hpmlc_comm_new(ctx, &hpmlc_self, 0, 1); break;
+    case HPML_TRANSPORT_THREADS: case HPML_TRANSPORT_CLOCK: return &hpmlc_self;
 #endif
     case HPML_TRANSPORT_MPI:
 #ifdef HPML_USE_MPI
-        c = hpmlc_mpi_create(ctx, desc);
+        return &hpmlc_mpi_transport;
 #else
         hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "comm: this program was built without MPI; compile it with "
                       "mpicc -DHPML_USE_MPI");
+        return NULL;
 #endif
-        break;
-    default: hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: there is no transport %d", (int)desc->transport);
     }
-    if (!c && desc->world) hpmlc_world_absent(desc->world, desc->rank, hpml_ctx_error(ctx));
+    hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: there is no transport %d", (int)d->transport);
+    return NULL;
+}
+
+/* Checks a transport of the user's and the desc that comes with it. */
+HPMLC_FN bool hpmlc_custom_good(hpml_ctx *ctx, const hpml_comm_desc *d)
+{
+    const hpml_transport *t = d->custom;
+    const char *missing = NULL;
+    if (!t->abandon) missing = "abandon";
+    if (!t->test) missing = "test";
+    if (!t->start) missing = "start";
+    if (!t->split) missing = "split";
+    if (!t->name) missing = "name";
+    if (missing)
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\" has no .%s; .name, .split, .start, .test and "
+                      ".abandon are required", t->name ? t->name : "", missing);
+    else if (t->schedule)
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\" has a .schedule, which is private; leave it NULL",
+                      t->name);
+    return hpml_ctx_status(ctx) == HPML_OK;
+}
+
+/* Allocates a communicator and connects it by the transport t. */
+HPMLC_FN hpml_comm *hpmlc_comm_open(hpml_ctx *ctx, const hpml_transport *t, hpml_comm_desc *d)
+{
+    if (t->locate && t->locate(ctx, d) != HPML_OK) return NULL;
+    if (d->ranks < 1 || d->ranks > 65536 || d->rank < 0 || d->rank >= d->ranks || d->ranks_per_node < 0) {
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\": rank %d of %d, %d ranks per node; 1 to 65536 "
+                      "ranks, numbered from 0, were expected", t->name, d->rank, d->ranks, d->ranks_per_node);
+        return NULL;
+    }
+    hpml_comm *c = hpmlc_comm_new(ctx, t, d->rank, d->ranks);
+    if (!c) {
+        if (t->absent) t->absent(ctx, d);
+        return NULL;
+    }
+    c->t     = t;
+    c->state = d->custom_user;
+    if (d->timeout != 0) c->timeout = d->timeout;
+    for (int i = 0; i < c->size && d->custom && d->ranks_per_node > 0; i++) c->node[i] = i / d->ranks_per_node;
+    if (!t->open || t->open(c, d) == HPML_OK) return c;
+    c->t = NULL;
+    return NULL;
+}
+
+HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
+{
+    if (!ctx) return NULL;
+    if (!desc || desc->_begin || desc->_end) {
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s", desc ? "canary is not zero; zero the struct before you "
+                      "set fields" : "none given");
+        return NULL;
+    }
+    hpml_comm_desc        d = *desc;
+    const hpml_transport *t = d.custom;
+    if (!t) t = hpmlc_transport_find(ctx, &d);
+    else if (!hpmlc_custom_good(ctx, &d)) return NULL;
+    hpml_comm *c = t ? hpmlc_comm_open(ctx, t, &d) : NULL;
     if (!c || hpml_ctx_status(ctx) != HPML_OK) return NULL;
-    if (desc->timeout != 0) c->timeout = desc->timeout;
-    c->check = desc->check;
+    c->check = d.check;
     hpmlc_comm_layout(c);
     return c;
 }
@@ -2832,13 +3330,16 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 HPMLC_FN void hpmlc_background_stop(hpml_comm *c);
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c);
 
-HPMLC_FN void hpmlc_comm_drop(void *object)
+HPMLC_FN void hpmlc_comm_destroy(void *object)
 {
     hpml_comm *c = (hpml_comm *)object;
     if (!c->t) return;
-    hpml_comm_set_link(c, NULL); /* tells the others of a failure, too */
+    hpml_comm_set_link(c, NULL); /* announces a failure, too */
     hpmlc_background_stop(c);
+    bool good = hpml_ctx_status(c->ctx) == HPML_OK;
     if (c->t->close) c->t->close(c);
+    if (good && hpml_ctx_status(c->ctx) != HPML_OK)
+        hpmlc_error_text(&c->close_error, HPML_OK, "%s", hpml_ctx_error(c->ctx));
     c->t = NULL;
 }
 
@@ -2846,7 +3347,7 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 {
     if (!c) return HPML_ERR_ARGUMENT;
     hpml_device_link old = c->link;
-    hpmlc_failed(c); /* then others hear of it, and no job waits for them */
+    hpmlc_failed(c); /* announces a failure, so that the other ranks do not wait and no job waits for them */
     if (old.across) hpmlc_background_drain(old.across);
     memset(&c->link, 0, sizeof c->link);
     if (link) c->link = *link;
@@ -2856,19 +3357,25 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 HPML_API void hpml_comm_free(hpml_comm *c) { hpml_ctx_release(hpml_comm_ctx(c), c); }
 
-/* The communicator of `count` ranks of c, in this order. */
+/* Creates the communicator of `count` ranks of c, in the order of `ranks`, on ctx. */
 HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
 {
     int me = 0;
     while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
-    if (part) part->t = NULL; /* nothing to close yet */
-    else hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or none goes on */
-    for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
-    part->key   = (c->key * 31 + c->sequence) * 31 + (uint64_t)color + 1;
-    part->is_part = true, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
-    part->inside = c->inside, part->between = c->between, part->agent = c->agent; /* until a twin gets its own */
+    if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
+    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or all give up */
+    for (int i = 0; i < count; i++) {
+        part->origin[i] = c->origin[ranks[i]];
+        part->node[i]   = c->node[ranks[i]];
+    }
+    part->key        = (c->key * 31 + c->sequence) * 31 + (uint64_t)color + 1;
+    part->is_part    = true;
+    part->timeout    = c->timeout;
+    part->check      = c->check;
+    part->spin_limit = c->spin_limit;
+    part->inside     = c->inside;
+    part->between    = c->between;
     hpmlc_comm_layout(part);
     if (c->t->split && c->t->split(c, part, ranks, count, color) != HPML_OK) return NULL;
     part->t = c->t;
@@ -2893,7 +3400,7 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
             count++;
         }
         if (color >= 0) part = hpmlc_part(c, c->ctx, ranks, count, color);
-        else if (hpml_barrier(c) == HPML_OK && c->mpi) c->t->split(c, NULL, NULL, 0, color); /* MPI wants everybody */
+        else if (hpml_barrier(c) == HPML_OK && c->t->split) c->t->split(c, NULL, NULL, 0, color);
     }
     hpml_ctx_release(c->ctx, all);
     return part;
@@ -2930,7 +3437,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
         hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
     s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
-    if (comm) comm->farewell.text = s->error, comm->farewell.size = sizeof s->error;
+    if (comm) comm->close_error.text = s->error, comm->close_error.size = sizeof s->error;
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
     if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
         if (hpml_ctx_status(ctx) == HPML_OK)
@@ -2995,38 +3502,36 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
     int         processes = hpml_launched(NULL), ranks = d->ranks > 0 ? d->ranks : 1;
     bool        meant     = run && *run && strncmp(run, "auto", 4) != 0 && strncmp(run, "mpi", 3) != 0;
     if (processes < 2 || d->alone || meant) return HPML_OK;
-    return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: \"%s:%d\" in each of the %d processes that mpiexec or srun has "
+    return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "launch: \"%s:%d\" in each of the %d processes that mpiexec or srun has "
                         "started would be %d separate runs. For one run on all of them set .run to \"auto\" or "
                         "\"mpi\"; if separate runs are meant, set .alone, or HPML_RUN=%s:%d in the environment",
                         kind, ranks, processes, processes, kind, ranks);
 }
 
 /* The first failure by cause: a rank that only heard of another's comes second. */
-HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, const hpmlc_text *to)
+HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
     for (int i = 0; i < n; i++) {
         bool nearer = !worst || (worst->status == HPML_ERR_PEER && s[i].status != HPML_ERR_PEER);
         if (s[i].status != HPML_OK && nearer) worst = &s[i];
     }
-    return hpmlc_say_no(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
+    return hpmlc_error_text(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
 }
 
 HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
 {
 #ifdef HPML_USE_MPI
-    int on = 0, over = 0, level, rank = 0;
-    MPI_Initialized(&on), MPI_Finalized(&over);
-    if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
+    int  rank    = 0;
+    bool started = hpmlc_mpi_init(&rank);
     if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
-    if (!over) MPI_Comm_rank(MPI_COMM_WORLD, &rank); /* else the communicator says so */
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
-    if (!on && s->status == HPML_OK) MPI_Finalize(); /* else others may never come: ending the process ends the job */
+    if (started && s->status == HPML_OK) MPI_Finalize(); /* else other ranks may never call it; exit ends the job */
 #else
-    hpmlc_start_main(s); /* says how to build with MPI */
+    hpmlc_start_main(s); /* fails with a text that says how to build with MPI */
 #endif
-    return hpmlc_verdict(s, 1, to);
+    return hpmlc_first_cause(s, 1, to);
 }
 
 /* THREADS and CLOCK. */
@@ -3041,17 +3546,17 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
         if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
     for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
-    hpml_status status = w && threads ? hpmlc_verdict(s, ranks, to) : HPML_ERR_MEMORY;
+    hpml_status status = w && threads ? hpmlc_first_cause(s, ranks, to) : HPML_ERR_MEMORY;
     if (status == HPML_OK && w->failed) /* a job in the background that nobody has waited for */
-        status = hpmlc_say_no(to, HPML_ERR_COMM, "%s", w->text);
+        status = hpmlc_error_text(to, HPML_ERR_COMM, "%s", w->text);
     hpml_world_free(w);
     free(threads);
     return status;
 #else
     if (ranks > 1)
-        return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
+        return hpmlc_error_text(to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
     hpmlc_start_main(s);
-    return hpmlc_verdict(s, 1, to);
+    return hpmlc_first_cause(s, 1, to);
 #endif
 }
 
@@ -3059,10 +3564,10 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
-        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
+        return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
                             "not cleared", d->ranks, (int)d->transport);
     if (!hpmlc_run_read(d))
-        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
+        return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
                             "clock[:N], mpi[:N], auto[:N]", d->run);
     if (d->transport == HPML_TRANSPORT_MPI) return HPML_OK;
     hpml_status status = hpmlc_launch_alone(d, to);
@@ -3077,7 +3582,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     char              text[512] = "launch: no function for the ranks";
     const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
     hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
-    hpmlc_say_no(&to, refused, "%s", refused == HPML_OK ? "" : text);
+    hpmlc_error_text(&to, refused, "%s", refused == HPML_OK ? "" : text);
     bool cleared = !d._begin && !d._end; /* in a desc that is not cleared .log may be any address */
     if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
     if (refused != HPML_OK) return refused;
@@ -3583,7 +4088,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     if (hpmlc_failed(c)) return -1;
     if (n < 0) return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s of %lld elements", name, (long long)n), -1;
     tag = HPMLC_TAG_COLLECTIVE + (int)(c->sequence++ % HPMLC_TAGS);
-    c->doing = name;
+    c->operation = name;
     if (c->check && c->size > 1) {
         char words[96] = { 0 };
         int  used = snprintf(words, sizeof words, "%s of %lld %s%s%s%s", name, (long long)n, elements[element],
@@ -3593,7 +4098,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     }
     c->round = 0;
     c->bytes  = (int64_t)((uint64_t)n * hpml_element_size((hpml_element)element));
-    c->within = true;
+    c->in_collective = true;
     c->since  = hpml_comm_now(c);
     return tag;
 }
@@ -3602,8 +4107,8 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
     c->counters.seconds += end - c->since;
-    c->within = false;
-    hpmlc_span(c, c->doing, c->since, end, c->bytes);
+    c->in_collective = false;
+    hpmlc_span(c, c->operation, c->since, end, c->bytes);
     return status;
 }
 
@@ -3744,8 +4249,8 @@ HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
         double low = hpmlc_forecast(c, order[i], k), high = hpmlc_forecast(c, order[i], k + 1);
         if (low < 0 || high < 0) return HPML_ALGORITHM_NONE;
         double cost = low + (high - low) * (ldexp(n, -k) - 1);
-        if (order[i] == HPML_BUTTERFLY && !c->agent) cost += hpmlc_log2(p) * n * 1e-10; /* sends a copy */
-        if (order[i] == HPML_CENTRAL && !c->agent) cost += 2 * (p - 1) * c->t->alpha; /* one by one */
+        if (order[i] == HPML_BUTTERFLY && !c->is_virtual) cost += hpmlc_log2(p) * n * 1e-10; /* sends a copy */
+        if (order[i] == HPML_CENTRAL && !c->is_virtual) cost += 2 * (p - 1) * c->t->alpha; /* one by one */
         if (cost < best) best = cost, a = order[i];
     }
     return a;
@@ -3877,7 +4382,7 @@ struct hpmlc_background {
     hpml_job   job[HPMLC_JOBS];
     unsigned   posted, taken;
     bool       threaded, stop, ended;
-    hpmlc_gate worker, waiter;
+    hpmlc_waitpoint worker, waiter;
 #ifndef HPML_NO_THREADS
     pthread_t  thread;
 #endif
@@ -3888,31 +4393,13 @@ HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 {
     hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
     b->twin->step = j->step;
-    hpmlc_agent_until(b->twin, j->clock);
+    hpmlc_advance(b->twin, j->clock);
     j->status = j->work(b->twin, j->work == hpmlc_job_allreduce ? j : j->user);
     j->clock  = hpml_comm_now(b->twin);
     __atomic_store_n(&j->done, true, __ATOMIC_RELEASE);
 }
 
 #ifndef HPML_NO_THREADS
-
-HPMLC_FN hpml_world *hpmlc_world_of(const hpml_comm *c) { return c->room ? c->room->world : NULL; }
-
-/* Sleeps at a gate; in virtual time the turn goes on, whatever `until`. `c` is the sleeper's communicator. */
-HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double until)
-{
-    if (c->agent) {
-        hpmlc_waits(c, -1);
-        if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_agent_yield(c, true);
-        *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
-    } else hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
-}
-
-HPMLC_FN void hpmlc_rouse(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
-{
-    hpmlc_gate_wake(hpmlc_world_of(by), g);
-    if (who->agent) hpmlc_agent_rouse(who, who->agent);
-}
 
 /* This thread mostly waits, and others wait for what it does next: it asks to be woken when the time has come, not 50
    us later, and to run for moments only, which lets it run at once although all cores compute. Refused: no matter. */
@@ -3932,54 +4419,40 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     hpmlc_background *b    = (hpmlc_background *)arg;
     unsigned          seen = 0;
     hpmlc_background_prompt();
-    if (b->twin->agent) hpmlc_agent_enter(b->twin);
+    const hpmlc_schedule *schedule = b->c->t->schedule;
+    if (schedule) schedule->thread_enter(b->twin);
     for (;;) {
         if (b->taken != __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE)) {
             hpmlc_job_run(b);
-            hpmlc_rouse(b->twin, b->c, &b->waiter);
+            hpmlc_wake_at(b->c, &b->waiter);
         } else if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) break;
-        else hpmlc_rest(b->twin, &b->worker, &seen, 1e300);
+        else hpmlc_sleep_at(b->twin, &b->worker, &seen, 1e300);
     }
-    hpml_world  *w = hpmlc_world_of(b->twin);
-    hpmlc_agent *a = b->twin->agent;
-    if (a) b->twin->agent = NULL;
     __atomic_store_n(&b->ended, true, __ATOMIC_RELEASE);
-    hpmlc_rouse(b->twin, b->c, &b->waiter); /* the last touch of b */
-    if (a) hpmlc_agent_free(w, a);
-    else if (w && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
+    hpmlc_wake_at(b->c, &b->waiter);
+    if (schedule) schedule->thread_close(b->c, b->twin);
     return NULL;
 }
 
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
-    hpml_world *w = hpmlc_world_of(b->c);
-#ifdef HPML_USE_MPI
-    if (b->c->mpi && b->c->mpi->shared->level < MPI_THREAD_SERIALIZED) return;
-#endif
-    hpmlc_agent *own = b->c->agent ? hpmlc_agent_new(w, b->c->agent->rank, b->c->agent->clock) : NULL;
-    if (b->c->agent && !own) return;
-    hpmlc_gate_init(&b->worker);
-    hpmlc_gate_init(&b->waiter);
-    if (w) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    if (own) b->twin->agent = own;
+    const hpml_transport *t = b->c->t;
+    if (t->is_concurrent && !t->is_concurrent(b->c)) return;
+    if (t->schedule && !t->schedule->thread_open(b->c, b->twin)) return;
+    hpmlc_waitpoint_init(&b->worker);
+    hpmlc_waitpoint_init(&b->waiter);
     b->threaded = pthread_create(&b->thread, NULL, hpmlc_background_main, b) == 0;
-    if (b->threaded) return;
-    b->twin->agent = b->c->agent; /* work is done at once, in its owner's time */
-    if (own) hpmlc_agent_free(w, own);
-    else if (w) __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    if (!b->threaded && t->schedule) t->schedule->thread_close(b->c, b->twin);
 }
 
 /* Until the thread says so; meanwhile a deadlock is seen, and virtual time goes on. */
 HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *said)
 {
     unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_rest(b->c, &b->waiter, &seen, 1e300);
+    while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_sleep_at(b->c, &b->waiter, &seen, 1e300);
 }
 
 #else
-HPMLC_FN void hpmlc_rouse(hpml_comm *by HPMLC_UNUSED, hpml_comm *who HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
-HPMLC_FN void hpmlc_rest(hpml_comm *c HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
-                         double until HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_await(hpmlc_background *b HPMLC_UNUSED, const bool *said HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) {}
 
@@ -3993,11 +4466,11 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
 #ifndef HPML_NO_THREADS
     if (b->threaded) {
         __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
-        hpmlc_rouse(b->c, b->twin, &b->worker);
+        hpmlc_wake_at(b->twin, &b->worker);
         hpmlc_background_await(b, &b->ended);
         pthread_join(b->thread, NULL);
-        hpmlc_gate_close(&b->worker);
-        hpmlc_gate_close(&b->waiter);
+        hpmlc_waitpoint_close(&b->worker);
+        hpmlc_waitpoint_close(&b->waiter);
     }
 #endif
     hpml_ctx_free(b->ctx);
@@ -4023,7 +4496,7 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
         hpml_ctx_free(b->ctx);
         return NULL;
     }
-    b->twin->spin  = 0; /* leaves the core to those who compute */
+    b->twin->spin_limit = 0; /* leaves the core to the threads that compute */
     b->twin->trace = c->ctx;
     c->background  = b;
     hpmlc_background_thread(b);
@@ -4042,7 +4515,7 @@ HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *what)
     *j = *what;
     j->c = c, j->used = true, j->step = c->step, j->clock = hpml_comm_now(c);
     __atomic_add_fetch(&b->posted, 1, __ATOMIC_RELEASE);
-    if (b->threaded) hpmlc_rouse(c, b->twin, &b->worker);
+    if (b->threaded) hpmlc_wake_at(b->twin, &b->worker);
     else hpmlc_job_run(b);
     return j;
 }
@@ -4068,10 +4541,10 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
-    __atomic_store_n(&b->twin->spin, j->c->spin, __ATOMIC_RELAXED); /* nobody computes here: the core is the twin's */
+    __atomic_store_n(&b->twin->spin_limit, j->c->spin_limit, __ATOMIC_RELAXED); /* this thread sleeps: spin */
     hpmlc_background_await(b, &j->done);
-    __atomic_store_n(&b->twin->spin, 0, __ATOMIC_RELAXED);
-    hpmlc_agent_until(j->c, j->clock);
+    __atomic_store_n(&b->twin->spin_limit, 0, __ATOMIC_RELAXED);
+    hpmlc_advance(j->c, j->clock);
     j->used = false;
     if (j->status != HPML_OK && hpml_ctx_status(b->ctx) != HPML_OK && hpml_ctx_status(j->c->ctx) == HPML_OK)
         hpml_ctx_fail(j->c->ctx, j->status, "%s", hpml_ctx_error(b->ctx));
@@ -4104,7 +4577,7 @@ HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int what)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
     hpmlc_background_drain(c);
-    return c->to[peer][what] + (c->background ? c->background->twin->to[peer][what] : 0);
+    return c->sent_to[peer][what] + (c->background ? c->background->twin->sent_to[peer][what] : 0);
 }
 
 HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer) { return hpmlc_sent_to(c, peer, 0); }
@@ -4116,7 +4589,7 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
     hpmlc_background_drain(c);
     for (hpml_comm *x = c; x; x = x == c && c->background ? c->background->twin : NULL) {
         memset(&x->counters, 0, sizeof x->counters);
-        memset(x->to, 0, sizeof *x->to * (size_t)x->size);
+        memset(x->sent_to, 0, sizeof *x->sent_to * (size_t)x->size);
     }
 }
 
@@ -4598,11 +5071,11 @@ HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 HPMLC_FN bool hpmlc_exchange_news(hpml_comm *c, hpml_exchange *x, int *told)
 {
     hpmlc_background *b = x->by;
-    double            until = c->timeout < 0 || c->agent ? 1e300 : hpml_now() + c->timeout / 4;
+    double            until = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout / 4;
     unsigned          seen  = __atomic_load_n(&b->worker.changes, __ATOMIC_ACQUIRE);
     while (__atomic_load_n(&x->said, __ATOMIC_ACQUIRE) == *told && *told < x->d.count && hpml_now() < until) {
         if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) return false;
-        hpmlc_rest(c, &b->worker, &seen, until);
+        hpmlc_sleep_at(c, &b->worker, &seen, until);
     }
     *told = __atomic_load_n(&x->said, __ATOMIC_ACQUIRE);
     return true;
@@ -4643,7 +5116,7 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
             open--;
             status = hpmlc_exchange_count(c, x, i, -1);
         }
-        if (open < before || c->timeout < 0 || c->agent) since = hpml_now();
+        if (open < before || c->timeout < 0 || c->is_virtual) since = hpml_now();
         const char *name = x->item[late].g.name;
         if (status == HPML_OK && hpml_now() - since > c->timeout)
             return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for tensor %d \"%s\" to get ready on rank %d, "
@@ -4674,7 +5147,7 @@ HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
     __atomic_store_n(&x->ready[tensor], 1, __ATOMIC_RELEASE);
     bool last = __atomic_add_fetch(&x->said, 1, __ATOMIC_ACQ_REL) == x->d.count;
     if (!x->job && (last || x->by->threaded)) x->job = hpml_background(x->c, hpmlc_exchange_agreed, x);
-    else if (x->by->threaded) hpmlc_rouse(x->c, x->by->twin, &x->by->worker);
+    else if (x->by->threaded) hpmlc_wake_at(x->by->twin, &x->by->worker);
     hpml_job *job = last ? x->job : NULL;
     if (last) x->job = NULL;
     return job;
@@ -5106,14 +5579,8 @@ HPMLC_FN hpml_status hpmlc_shares_finish(hpml_distributed *d)
    from the computation what it gains, and its waking up is added. Any rank's need decides for all. */
 HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
 {
-    int32_t near = 0, pays = c->agent != NULL;
-    for (int i = 0; i < c->size; i++) near += c->node[i] == c->node[c->rank];
-    if (c->mpi) pays = near < c->size;
-#ifndef HPML_NO_THREADS
-    const hpml_network *w = c->room ? &c->room->world->network : NULL;
-    if (w && w->inside.latency + w->inside.bandwidth + w->between.latency + w->between.bandwidth > 0) pays = 1;
-    if (w) near = c->size;
-#endif
+    int32_t near = 0, pays = hpmlc_has_delay(c);
+    for (int i = 0; i < c->size; i++) near += c->t->one_process || c->node[i] == c->node[c->rank];
     if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
     hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
     return pays != 0;
@@ -5135,7 +5602,7 @@ HPMLC_FN bool hpmlc_pair_fits(const hpml_distributed *d)
     bool plain = s->codec.kind == HPML_CODEC_NONE && !s->codec.custom && s->method == HPML_METHOD_CODEC;
     bool norm  = t->clip_norm > 0 || t->optimizer == HPML_OPT_LARS || t->optimizer == HPML_OPT_LAMB ||
                  hpmlc_overflows(d->t, d->ctx);
-    return d->direct && d->c->size == 2 && d->c->room && plain && s->algorithm == HPML_AUTO && !s->delayed && !norm &&
+    return d->direct && d->c->size == 2 && d->c->t->one_process && plain && s->algorithm == HPML_AUTO && !s->delayed && !norm &&
            hpml_ctx_backend(d->ctx) == hpml_backend_cpu();
 }
 
@@ -6435,7 +6902,7 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
     s->phases = s->node + n, s->heap = s->run + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
-    c->size = p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
+    c->size = p, c->node = s->node, c->is_virtual = true;
     hpmlc_comm_links(c, net, s->nodes);
     hpmlc_comm_layout(c);
     s->mixed    = c->spread || c->per_node == 0;
@@ -6769,14 +7236,14 @@ HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
-    if (p < 1 || p > 65536) return hpmlc_say_no(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
+    if (p < 1 || p > 65536) return hpmlc_error_text(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
     if ((unsigned)a >= HPML_ALGORITHM_COUNT)
-        return hpmlc_say_no(to, wrong, "simulate: there is no algorithm %d", (int)a);
+        return hpmlc_error_text(to, wrong, "simulate: there is no algorithm %d", (int)a);
     if (a == HPML_NATIVE)
-        return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
+        return hpmlc_error_text(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
                             "another algorithm");
     if (p > 1 && !net->node && net->ranks_per_node == 0 && (net->between.latency > 0 || net->between.bandwidth > 0))
-        return hpmlc_say_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
+        return hpmlc_error_text(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
     return hpmlc_network_check("simulate", net, p, true, to);
 }
@@ -6786,25 +7253,25 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     const hpml_status wrong = HPML_ERR_ARGUMENT;
     int64_t           total = 0, limit = (int64_t)1 << 50;
     if (!d || d->_begin || d->_end)
-        return hpmlc_say_no(to, wrong, "simulate%s", d ? " desc: canary is not zero; zero the struct before you set "
+        return hpmlc_error_text(to, wrong, "simulate%s", d ? " desc: canary is not zero; zero the struct before you set "
                             "fields" : ": no desc given");
     hpml_status status = hpmlc_sim_check_network(d->packed ? HPML_RING : d->algorithm, d->ranks, &d->network, to);
     if (status != HPML_OK) return status;
     if (d->layers < 1 || !d->backward_s || !d->elements)
-        return hpmlc_say_no(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
+        return hpmlc_error_text(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
                             "are needed", d->layers, d->backward_s ? "given" : "NULL", d->elements ? "given" : "NULL");
     if (hpml_element_size(d->element) == 0 || !HPMLC_GOOD(d->update_s) || !HPMLC_GOOD(d->codec_s_per_byte))
-        return hpmlc_say_no(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
+        return hpmlc_error_text(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
         if (!HPMLC_GOOD(forward) || !HPMLC_GOOD(backward) || n < 0 || packed < 0)
-            return hpmlc_say_no(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
+            return hpmlc_error_text(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
                                 "%lld bytes: a negative number or NaN", i, forward, backward, (long long)n,
                                 (long long)packed);
         total = n < limit - total && packed < limit ? total + n : limit;
-        if (total >= limit) return hpmlc_say_no(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
+        if (total >= limit) return hpmlc_error_text(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
     }
     return HPML_OK;
 }
@@ -6866,13 +7333,13 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     hpmlc_sim        s;
     const hpmlc_text to = { error, size };
     HPMLC_ZERO(hpml_simulation, result);
-    hpmlc_say_no(&to, HPML_OK, "%s", "");
-    if (!out) return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
+    hpmlc_error_text(&to, HPML_OK, "%s", "");
+    if (!out) return hpmlc_error_text(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
     if (!hpmlc_sim_open(&s, desc->ranks, &desc->network) || !hpmlc_sim_step(&s, desc, &result))
-        status = hpmlc_say_no(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
+        status = hpmlc_error_text(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
     else *out = result;
     hpmlc_sim_close(&s);
     return status;
