@@ -27,19 +27,46 @@
 //
 // hpml_comm.h DOES NOT
 //     - need MPI: ranks are threads of one process unless you ask for mpiexec's
-//     - start processes, open sockets or choose a network: that is the launcher's and MPI's
-//     - hang: every wait has a deadline and ends in an error that names rank, peer, operation and step (but MPI_Init
+//     - start processes, open sockets or choose a network: the launcher and MPI do that, or a transport of yours
+//     - hang: every wait has a deadline and ends in an error that names rank, peer, operation and step (except MPI_Init
 //       and MPI_Finalize, which hpml_launch calls)
-//     - choose between sum and mean, or change a learning rate, without being told
+//     - choose between sum and mean, or change a learning rate, unless you set it
 //
 // OPTIONS, defined before the include that has HPML_IMPLEMENTATION
 //     HPML_USE_MPI                 the MPI transport (compile with mpicc)
 //     HPML_COMM_IMPLEMENTATION     only this header's body: split builds, where another file has hpml.h's
 //
-// THREADS: a communicator belongs to its rank's thread, as the context it hangs on. With collectives in the background
-// (>>api-collectives) a thread of the communicator's own works on a twin of it.
+// THREADS: a communicator is used by one thread, as its context is. Work that hpml_background starts runs in a second
+// thread, on a twin of the communicator (>>api-collectives).
 // SAME BITS: results do not depend on timing; every rank gets the same bits. The order of additions, and so the last
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
+//
+// GLOSSARY
+//     rank            one worker: a thread of this process, a process under mpiexec, a thread in virtual time
+//     world           the ranks that are threads of one process
+//     node            a machine, or a set of ranks that is treated as one, with one network card
+//     communicator    a set of ranks that exchange messages, as one of them sees it; hangs on that rank's context
+//     part            a communicator made of some ranks of another one (sub-communicator)
+//     twin            a part with all ranks, which a background thread uses
+//     transport       the functions that move messages: THREADS, MPI, CLOCK or your own
+//     message         a send or a receive between two ranks, from its start until it is done
+//     tag             number that tells apart the messages between the same two ranks
+//     peer            the other rank of a message
+//     link            latency and bandwidth of the way between two ranks; device link: moves arrays between devices
+//     collective      an operation that all ranks of a communicator call, in the same order: allreduce, broadcast, ...
+//     round           one step of a collective: at most one send and one receive on each rank
+//     deadline        hpml_now() at which a wait gives up with an error; a busy rank extends those of its peers
+//     control message MPI: a short message by which a rank announces that it failed, left, waits or is busy
+//     fault word      first word of a packed message: whether all numbers on the sender's side were finite
+//     virtual time    seconds on the clocks of CLOCK and of the simulator: computing and links advance them
+//     job             work in the background, waited for once
+//     bucket          gradients that are exchanged together while the backward pass still runs
+//     stripe, owner   a part of a tensor's rows; the rank that adds up this part
+//     residual        the quantization error that a codec adds to the next gradient (error feedback)
+//     leaf            samples whose gradient is computed and rounded by itself, for exact sums
+//     plain, packed   tensors that are summed as f32; tensors that a codec packs
+//     exposed         of communication: the seconds that no computation hides
+//     move            what one rank sends, receives and adds in one round of an allreduce
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 // INTERFACE
@@ -95,26 +122,27 @@ extern "C" {
 // >>api-comm   ranks, communicators, messages between two
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All run the
-   same program; a communicator is how they meet. */
+/* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All ranks run
+   the same program and exchange messages through a communicator. */
 typedef struct hpml_comm  hpml_comm;  /* opaque; hangs on a context */
 typedef struct hpml_world hpml_world; /* ranks that are threads of one process; opaque */
 
 typedef enum hpml_transport_kind {
     HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array */
-    HPML_TRANSPORT_MPI     = 1, /* ranks are mpiexec's processes; needs HPML_USE_MPI and mpicc */
+    HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
     HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: one runs at a time, in the order of its clock; replayable */
 } hpml_transport_kind;
 
-/* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: nothing is added. */
+/* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: the link takes no time. */
 typedef struct hpml_link {
     double latency;   /* seconds */
     double bandwidth; /* bytes per second */
 } hpml_link;
 
-/* Where ranks live and what lies between them. With THREADS the links are injected: a laptop shows a slow network. Each
-   node has one network card: what leaves it, and what comes in, waits in line. Where a link takes time, and with CLOCK,
-   every send is copied and done at once, as if cards had buffers without end. */
+/* The nodes on which ranks live and the links between ranks. With THREADS the links are emulated, so that a laptop
+   shows how a slow network behaves. Each node has one network card, which sends one message after another, and receives
+   one after another. Where a link takes time, and with CLOCK, every send is copied and done at once, as if cards had
+   buffers without end. */
 typedef struct hpml_network {
     int32_t       ranks_per_node; /* 0: all on one node (MPI: asks MPI) */
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
@@ -122,8 +150,9 @@ typedef struct hpml_network {
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
     double        jitter;         /* CLOCK: each computation takes up to 1 + jitter times as long, by chance, ... */
     uint64_t      seed;           /* ... which repeats with the seed */
-    const int32_t *node;          /* (ranks) the node of each, from 0 on, none left out, whatever the first two fields
-                                     say: a scheduler's placement. NULL: as they say. Not copied; not for MPI */
+    const int32_t *node;          /* (ranks) the node of each rank, numbered from 0 without gaps, for example as a
+                                     scheduler placed them; replaces ranks_per_node and spread. NULL: these two decide.
+                                     Not copied; not for MPI */
 } hpml_network;
 
 typedef struct hpml_comm_desc {
@@ -141,67 +170,69 @@ typedef struct hpml_comm_desc {
     uint32_t            _end;
 } hpml_comm_desc;
 
-/* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher of another MPI, a rank that
-   has not called this function within the deadline, ... The communicator is freed with its context. An error on one
-   rank's context fails all ranks; clearing that error does not revive the communicator. With MPI no receive with
-   MPI_ANY_SOURCE and MPI_ANY_TAG may be pending on .mpi_comm during this call, because the ranks exchange messages
-   there with its highest tag. */
+/* Creates a communicator. Collective. NULL on failure, with the error on the context: MPI not initialized, a launcher
+   of another MPI, a rank that has not called this function within the deadline, ... The communicator is freed with its
+   context. An error on one rank's context fails all ranks; clearing that error does not revive the communicator. With
+   MPI no receive with MPI_ANY_SOURCE and MPI_ANY_TAG may be pending on .mpi_comm during this call, because the ranks
+   exchange messages there with its highest tag. */
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
-/* Optional, collective: with MPI waits, within the deadline, until all ranks have called this function or freed their
-   contexts. Free a communicator after its parts, because with MPI they cannot send without it. Free communicators, or
-   their contexts, before MPI_Finalize: freeing later is safe, but then the other ranks are not notified. A process that
-   calls exit before it has freed its communicator notifies the other ranks first. */
+/* Frees a communicator early. Collective: with MPI the call waits, within the deadline, until all ranks have called it
+   or freed their contexts. Free a communicator after its parts, because with MPI they cannot send without it. Free
+   communicators, or their contexts, before MPI_Finalize: freeing later is safe, but then the other ranks are not
+   notified. A process that calls exit before it has freed its communicator notifies the other ranks first. */
 HPML_API void       hpml_comm_free(hpml_comm *c);
 
-/* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone.
-   NULL: neither THREADS nor CLOCK, not 1 to 65536 ranks, a node that there is not, or no memory. */
+/* Creates the world of ranks that are threads which you start yourself (hpml_launch does both). Free the world after
+   all contexts of its ranks. NULL: neither THREADS nor CLOCK, not 1 to 65536 ranks, a node out of range, or no memory.
+   */
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network);
 HPML_API void        hpml_world_free(hpml_world *w);
 
 /* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time
-   and mpiexec (where it runs `fn` on this process's rank, and starts and ends MPI unless you have: once, then). Every
-   rank gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL); each
-   rank's errors, and what is wrong with the desc, go to .ctx.log as well. */
+   and mpiexec. Under mpiexec it runs `fn` on this process's rank, and starts and ends MPI unless the program has
+   started MPI; MPI can be started only once. Every rank gets a context and a communicator. Returns the first rank's
+   error, with its text in `error` (may be NULL); the errors of all ranks, and of the desc, go to .ctx.log as well. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
                                       "auto": mpi if mpiexec or srun has started several processes, else threads;
-                                      no number: SLURM_NTASKS, or the cores. The environment's HPML_RUN goes before it,
-                                      and counts where run, transport and ranks are 0, too */
+                                      without a number: SLURM_NTASKS, or the cores. The environment variable HPML_RUN
+                                      replaces .run, and is also used where .run, .transport and .ranks are 0 */
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
-    hpml_network        network;   /* MPI: only ranks_per_node counts */
+    hpml_network        network;   /* MPI: only ranks_per_node is used */
     double              timeout;   /* as in hpml_comm_desc */
     bool                check;
-    hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores shared out among the ranks */
-    void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes it for a rank: a GPU of its own */
+    hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores divided by the ranks */
+    void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     bool                alone;     /* allows THREADS and CLOCK in each of several processes of mpiexec or srun; else
                                       an error, because each process would train alone. HPML_RUN allows it as well */
     uint32_t            _end;
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size);
-/* How many processes mpiexec or srun has started, and the number of this one, known before MPI starts; 0: neither has
-   started this process. The first of these pairs that is in the environment counts: PMI_SIZE and PMI_RANK (MPICH, Intel
-   MPI), PMIX_SIZE and PMIX_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK (Open MPI), MPI_LOCALNRANKS and
+/* Returns how many processes mpiexec or srun has started, and the number of this one, before MPI starts; 0: neither has
+   started this process. The first of these pairs that is in the environment is used: PMI_SIZE and PMI_RANK (MPICH,
+   Intel MPI), PMIX_SIZE and PMIX_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK (Open MPI), MPI_LOCALNRANKS and
    MPI_LOCALRANKID (Hydra), SLURM_STEP_NUM_TASKS and SLURM_PROCID (srun). SLURM_NTASKS alone, with or without
-   SLURM_PROCID, is a batch script, which is one process. */
+   SLURM_PROCID, means a batch script, which is one process. */
 HPML_API int         hpml_launched(int *rank);
 
 HPML_API int       hpml_comm_rank(const hpml_comm *c); /* 0 to size - 1 */
 HPML_API int       hpml_comm_size(const hpml_comm *c);
 HPML_API int       hpml_comm_node(const hpml_comm *c, int rank); /* number of the node that `rank` is on */
 HPML_API hpml_ctx *hpml_comm_ctx(const hpml_comm *c);
-HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi", "clock" */
+HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi", "clock", your transport's name */
 HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or this rank's virtual clock */
-/* CLOCK: time passes, as for nothing else that is computed; else sleeps as long. On the timeline: "compute". */
+/* CLOCK: advances this rank's clock by `seconds` (no other computation takes virtual time); other transports: sleeps.
+   The timeline shows a span "compute". */
 HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 
-/* Ranks of the same color form a new communicator, a part, ordered by key, then rank. Negative color: this rank joins
-   no part and gets NULL. With MPI a part sends over the MPI communicator of hpml_comm_create, with tags of its own,
-   because MPI creates a communicator of some ranks only by a call without a deadline. So a part has no HPML_NATIVE,
-   unless it has all ranks in their old order, and at most 127 parts (15 where MPI has no tag above 32,767) exist at the
-   same time. */
+/* Splits c, collectively. Ranks of the same color form a new communicator, a part, ordered by key, then rank. Negative
+   color: this rank joins no part and gets NULL. With MPI a part sends over the MPI communicator of hpml_comm_create,
+   with tags of its own, because MPI creates a communicator of some ranks only by a call without a deadline. So a part
+   has no HPML_NATIVE, unless it has all ranks in their old order, and at most 127 parts (15 where MPI has no tag above
+   32,767) exist at the same time. */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
@@ -211,20 +242,22 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
    deadlines by a minute each time that bytes of the checkpoint have reached the disk. */
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
-/* What this rank has sent since the last reset. Background work is included: reading waits until it is done. */
+/* What this rank has sent since the last reset. Reading the counters waits until background work, which they include,
+   is done. */
 typedef struct hpml_counters {
     int64_t messages, bytes;
-    int64_t between_bytes; /* of them to other nodes */
+    int64_t between_bytes; /* bytes sent to other nodes; included in `bytes` */
     int64_t rounds;        /* rounds of collectives in which this rank sent or received */
     double  seconds;       /* spent in collectives, waiting included */
 } hpml_counters;
 HPML_API void    hpml_comm_counters(const hpml_comm *c, hpml_counters *out);
-HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer); /* of them to `peer`; 0: no such rank */
+HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer); /* sent to `peer` alone; 0: no such rank */
 HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer);
 HPML_API void    hpml_comm_counters_reset(hpml_comm *c);
 
-/* Messages between two ranks with the same tag arrive in the order sent. Lengths must agree. A send may wait until it
-   is received. tag: 0 to HPML_TAG_MAX. */
+/* Send and receive, each waiting until its array may be used again. Messages between two ranks with the same tag arrive
+   in the order sent; the lengths of a send and its receive must be equal. A send may wait for its receive. tag: 0 to
+   HPML_TAG_MAX. */
 #define HPML_TAG_MAX 1023
 HPML_API hpml_status hpml_send(hpml_comm *c, int to, int tag, const void *data, size_t bytes);
 HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size_t bytes);
@@ -261,13 +294,13 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
 /* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
    THREADS, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
    .custom; tests/outside/own_transport.c is an example. Leave optional functions and properties at zero.
-     Threads: each function is called by the thread that works with communicator c: the rank's thread or, for a part that
-   hpml_background made, a background thread. So two communicators of one process may be in use at the same time, unless
-   is_concurrent says no.
-     Errors: report an error with hpml_ctx_fail on hpml_comm_ctx(c). A function that is given a message m then sets
-   m->status and m->done; the others return the status.
-     A transport must not call back into hpml_comm.h (but split may send over c), and must not keep m, which is the
-   caller's, after m is done. */
+     - Threads: each function is called by the thread that works with the communicator c: the rank's thread or, for a part
+       that hpml_background made, a background thread. So two communicators of one rank may be in use at the same time,
+       unless is_concurrent returns false.
+     - Errors: report an error with hpml_ctx_fail on hpml_comm_ctx(c). A function that is given a message m then sets
+       m->status and m->done; the other functions return the status.
+     - A transport must not call functions of hpml_comm.h that send or wait (only split may), and must not use m, which
+       belongs to the caller, after m is done. */
 typedef struct hpml_transport {
     const char *name; /* required; lives as long as the communicators, as this table does */
 
@@ -285,8 +318,8 @@ typedef struct hpml_transport {
     /* Optional: c, or a part, is being freed, also after an error; frees its state. May wait for the other ranks. */
     void (*close)(hpml_comm *c);
 
-    /* Required: begins m without waiting. A send matches the receive with the same communicator, tag and pair of ranks;
-       messages that match one another arrive in the order sent. A send may be complete at once, if it has been copied. */
+    /* Required: begins m without waiting. A send matches a receive of the same communicator, tag and pair of ranks; the
+       first send matches the first receive. A send may be done at once, if the transport has copied its array. */
     void (*start)(hpml_comm *c, hpml_message *m);
     /* Required: advances m without waiting. Sets m->done, last, when m is complete. A receive is completed by
        hpml_message_deliver. Called for the oldest matching receive first. */
@@ -299,8 +332,8 @@ typedef struct hpml_transport {
 
     void (*announce_failure)(hpml_comm *c, const char *text); /* optional: this rank has failed: ends others' waits */
     void (*announce_busy)(hpml_comm *c, double seconds); /* optional: extends others' deadlines, see hpml_comm_busy */
-    /* Optional, after the deadline of m: the rank at the end of the chain of waits that begins with m's peer, and the
-       hpml_now() until which that rank is busy. -1: a rank has failed, as the next test of m reports. NULL: the peer. */
+    /* Optional, after the deadline of m: returns the rank at the end of the chain of waits that begins with m's peer, and
+       the hpml_now() until which it is busy; -1: a rank has failed, as the next test of m reports. NULL: the peer. */
     int  (*stuck_at)(hpml_comm *c, const hpml_message *m, double *busy);
 
     /* Optional: HPML_NATIVE. hpml_element and hpml_reduce as int; MEAN: the sum, which the caller divides. */
@@ -687,21 +720,21 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 
 /* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
    With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
-   mean over ranks stays, differences shrink by the second largest |eigenvalue| in each step. */
+   mean over ranks stays the same, and differences shrink by the second largest |eigenvalue| in each step. */
 typedef enum hpml_topology {
     HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
     HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
-    HPML_TOPOLOGY_PAIRS,    /* each step other random pairs: 1/2 and 1/2 */
-    HPML_TOPOLOGY_ALL       /* everybody with everybody: one step is the mean */
+    HPML_TOPOLOGY_PAIRS,    /* other random pairs in each step, with weights 1/2 and 1/2 */
+    HPML_TOPOLOGY_ALL       /* all ranks with all others: one step is the mean */
 } hpml_topology;
-/* W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
+/* Fills in W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
-/* One mixing step on n floats in place; the same seed and step on all ranks. */
+/* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
-/* hpml_trace_start on every rank, with the ranks' clocks aligned (by the quickest of some messages to and from rank 0),
-   and one file with all of them: a process for each rank, its lanes below, time 0 at the first event of any rank. The
-   spans of an exchange name tensors, bucket and bytes. Both collective. */
+/* Calls hpml_trace_start on every rank, with the ranks' clocks aligned by the quickest of some messages to and from
+   rank 0; saves one file with the events of all ranks: a process for each rank, its lanes below, time 0 at the first
+   event of any rank. The spans of an exchange name tensors, bucket and bytes. Both collective. */
 HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc);
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path);
 
@@ -845,7 +878,7 @@ HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 HPMLC_PRINTF(3, 4)
-HPMLC_FN hpml_status hpmlc_error_text(const hpmlc_text *to, hpml_status status, const char *format, ...)
+HPMLC_FN hpml_status hpmlc_refuse(const hpmlc_text *to, hpml_status status, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
@@ -982,14 +1015,14 @@ HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *ne
     const hpml_link *in = &net->inside, *far = &net->between;
     if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) || !(in->bandwidth >= 0) ||
         !(far->bandwidth >= 0) || (clock && !HPMLC_GOOD(net->jitter)))
-        return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
                             "between %g s and %g bytes/s, jitter %g: a negative one or NaN", who, net->ranks_per_node,
                             in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
     if (hpmlc_network_nodes(net, p) == 0)
-        return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
     for (int r = 0; clock && net->slow && r < p; r++)
         if (!(net->slow[r] > 0) || !HPMLC_GOOD(net->slow[r]))
-            return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "%s: network.slow[%d] is %g, not above 0", who, r, net->slow[r]);
+            return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network.slow[%d] is %g, not above 0", who, r, net->slow[r]);
     return HPML_OK;
 }
 
@@ -1026,12 +1059,13 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // >>messages   sending, receiving, waiting
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The transport begins a message; hpml_wait tests it until it is done. A wait spins for some microseconds, then yields the
-   core, then sleeps; it sleeps at once if the peer needs this core, because on a busy machine the rank that has work must
-   get it. (MPICH spins for ever: with more ranks than cores its own waiting was measured 40 times slower than this.) */
+/* The transport begins a message; hpml_wait tests it until it is done. A wait spins for some microseconds, then yields
+   the core, then sleeps; it sleeps at once if the peer needs this core, because on a busy machine the rank that has
+   work must get it. (MPICH spins for ever: with more ranks than cores its own waiting was measured 40 times slower than
+   this.) */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
-#define HPMLC_TAGS           1023 /* of collectives, which use them in rotation, so that messages of one tag stay in order */
+#define HPMLC_TAGS           1023 /* of collectives, used in rotation, so that messages of one tag stay in order */
 #define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* MPI: of control messages; THREADS: of splits */
 #define HPMLC_TAG_SPAN       (HPMLC_TAG_EXTRA + 1)
 
@@ -1188,7 +1222,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that the next calls announce nothing */
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that most calls announce nothing */
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
@@ -1609,9 +1643,9 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Returns the rank that world rank `rank` waits for; -1: none, because that rank computes or hangs. The thread of `rank`
-   that serves *group is checked before its other threads, because a thread may wait for its own background thread.
-   *group: where the wait was found. The caller holds w->mutex. */
+/* Returns the rank that world rank `rank` waits for; -1: none, because that rank computes or hangs. The thread of
+   `rank` that serves *group is checked before its other threads, because a thread may wait for its own background
+   thread. *group: where the wait was found. The caller holds w->mutex. */
 HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
 {
     hpmlc_group *first = *group;
@@ -1693,7 +1727,8 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     pthread_mutex_unlock(&in->wait.mutex);
 }
 
-/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not wait. */
+/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not wait.
+   */
 HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
@@ -2109,8 +2144,8 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
     MPI_Error_string(code, text, &length);
     MPI_Error_class(code, &kind);
     if (!m)
-        return hpmlc_fail(c, HPML_ERR_COMM, "%s: MPI says: %.*s; all ranks must pass the same counts", c->operation, length,
-                          text);
+        return hpmlc_fail(c, HPML_ERR_COMM, "%s: MPI says: %.*s; all ranks must pass the same counts", c->operation,
+                          length, text);
     m->done = true;
     if (kind != MPI_ERR_TRUNCATE)
         return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->operation,
@@ -2910,7 +2945,10 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
 }
 
 /* MPI_THREAD_SERIALIZED is enough, because one lock serves all communicators. */
-HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c) { return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED; }
+HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
+{
+    return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED;
+}
 
 static const hpml_transport hpmlc_mpi_transport = {
     "mpi", hpmlc_mpi_locate, hpmlc_mpi_open, hpmlc_mpi_absent_rank, hpmlc_mpi_split, hpmlc_mpi_close,
@@ -3194,7 +3232,7 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
     }
     hpmlc_thread(c)->vthread = self;
     c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this thread spins */
-    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* layers take no virtual time, but appear in their order */
+    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* layers take no virtual time, but have their place in it */
     hpmlc_vthread_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return HPML_OK;
@@ -3320,6 +3358,7 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
     const hpml_transport *t = d.custom;
     if (!t) t = hpmlc_transport_find(ctx, &d);
     else if (!hpmlc_custom_good(ctx, &d)) return NULL;
+    if (!t && d.world) hpmlc_world_absent(d.world, d.rank, hpml_ctx_error(ctx));
     hpml_comm *c = t ? hpmlc_comm_open(ctx, t, &d) : NULL;
     if (!c || hpml_ctx_status(ctx) != HPML_OK) return NULL;
     c->check = d.check;
@@ -3339,7 +3378,7 @@ HPMLC_FN void hpmlc_comm_destroy(void *object)
     bool good = hpml_ctx_status(c->ctx) == HPML_OK;
     if (c->t->close) c->t->close(c);
     if (good && hpml_ctx_status(c->ctx) != HPML_OK)
-        hpmlc_error_text(&c->close_error, HPML_OK, "%s", hpml_ctx_error(c->ctx));
+        hpmlc_refuse(&c->close_error, HPML_ERR_COMM, "%s", hpml_ctx_error(c->ctx));
     c->t = NULL;
 }
 
@@ -3502,7 +3541,7 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
     int         processes = hpml_launched(NULL), ranks = d->ranks > 0 ? d->ranks : 1;
     bool        meant     = run && *run && strncmp(run, "auto", 4) != 0 && strncmp(run, "mpi", 3) != 0;
     if (processes < 2 || d->alone || meant) return HPML_OK;
-    return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "launch: \"%s:%d\" in each of the %d processes that mpiexec or srun has "
+    return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: \"%s:%d\" in each of the %d processes that mpiexec or srun has "
                         "started would be %d separate runs. For one run on all of them set .run to \"auto\" or "
                         "\"mpi\"; if separate runs are meant, set .alone, or HPML_RUN=%s:%d in the environment",
                         kind, ranks, processes, processes, kind, ranks);
@@ -3516,7 +3555,7 @@ HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_
         bool nearer = !worst || (worst->status == HPML_ERR_PEER && s[i].status != HPML_ERR_PEER);
         if (s[i].status != HPML_OK && nearer) worst = &s[i];
     }
-    return hpmlc_error_text(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
+    return hpmlc_refuse(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
 }
 
 HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
@@ -3548,13 +3587,13 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
     hpml_status status = w && threads ? hpmlc_first_cause(s, ranks, to) : HPML_ERR_MEMORY;
     if (status == HPML_OK && w->failed) /* a job in the background that nobody has waited for */
-        status = hpmlc_error_text(to, HPML_ERR_COMM, "%s", w->text);
+        status = hpmlc_refuse(to, HPML_ERR_COMM, "%s", w->text);
     hpml_world_free(w);
     free(threads);
     return status;
 #else
     if (ranks > 1)
-        return hpmlc_error_text(to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
     hpmlc_start_main(s);
     return hpmlc_first_cause(s, 1, to);
 #endif
@@ -3564,10 +3603,10 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
-        return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
                             "not cleared", d->ranks, (int)d->transport);
     if (!hpmlc_run_read(d))
-        return hpmlc_error_text(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
                             "clock[:N], mpi[:N], auto[:N]", d->run);
     if (d->transport == HPML_TRANSPORT_MPI) return HPML_OK;
     hpml_status status = hpmlc_launch_alone(d, to);
@@ -3582,7 +3621,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     char              text[512] = "launch: no function for the ranks";
     const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
     hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
-    hpmlc_error_text(&to, refused, "%s", refused == HPML_OK ? "" : text);
+    hpmlc_refuse(&to, refused, "%s", refused == HPML_OK ? "" : text);
     bool cleared = !d._begin && !d._end; /* in a desc that is not cleared .log may be any address */
     if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
     if (refused != HPML_OK) return refused;
@@ -5602,7 +5641,8 @@ HPMLC_FN bool hpmlc_pair_fits(const hpml_distributed *d)
     bool plain = s->codec.kind == HPML_CODEC_NONE && !s->codec.custom && s->method == HPML_METHOD_CODEC;
     bool norm  = t->clip_norm > 0 || t->optimizer == HPML_OPT_LARS || t->optimizer == HPML_OPT_LAMB ||
                  hpmlc_overflows(d->t, d->ctx);
-    return d->direct && d->c->size == 2 && d->c->t->one_process && plain && s->algorithm == HPML_AUTO && !s->delayed && !norm &&
+    return d->direct && d->c->size == 2 && d->c->t->one_process && plain && s->algorithm == HPML_AUTO &&
+           !s->delayed && !norm &&
            hpml_ctx_backend(d->ctx) == hpml_backend_cpu();
 }
 
@@ -7236,14 +7276,14 @@ HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
-    if (p < 1 || p > 65536) return hpmlc_error_text(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
+    if (p < 1 || p > 65536) return hpmlc_refuse(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
     if ((unsigned)a >= HPML_ALGORITHM_COUNT)
-        return hpmlc_error_text(to, wrong, "simulate: there is no algorithm %d", (int)a);
+        return hpmlc_refuse(to, wrong, "simulate: there is no algorithm %d", (int)a);
     if (a == HPML_NATIVE)
-        return hpmlc_error_text(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
                             "another algorithm");
     if (p > 1 && !net->node && net->ranks_per_node == 0 && (net->between.latency > 0 || net->between.bandwidth > 0))
-        return hpmlc_error_text(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
+        return hpmlc_refuse(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
     return hpmlc_network_check("simulate", net, p, true, to);
 }
@@ -7253,25 +7293,25 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     const hpml_status wrong = HPML_ERR_ARGUMENT;
     int64_t           total = 0, limit = (int64_t)1 << 50;
     if (!d || d->_begin || d->_end)
-        return hpmlc_error_text(to, wrong, "simulate%s", d ? " desc: canary is not zero; zero the struct before you set "
+        return hpmlc_refuse(to, wrong, "simulate%s", d ? " desc: canary is not zero; zero the struct before you set "
                             "fields" : ": no desc given");
     hpml_status status = hpmlc_sim_check_network(d->packed ? HPML_RING : d->algorithm, d->ranks, &d->network, to);
     if (status != HPML_OK) return status;
     if (d->layers < 1 || !d->backward_s || !d->elements)
-        return hpmlc_error_text(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
+        return hpmlc_refuse(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
                             "are needed", d->layers, d->backward_s ? "given" : "NULL", d->elements ? "given" : "NULL");
     if (hpml_element_size(d->element) == 0 || !HPMLC_GOOD(d->update_s) || !HPMLC_GOOD(d->codec_s_per_byte))
-        return hpmlc_error_text(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
+        return hpmlc_refuse(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
         if (!HPMLC_GOOD(forward) || !HPMLC_GOOD(backward) || n < 0 || packed < 0)
-            return hpmlc_error_text(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
+            return hpmlc_refuse(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
                                 "%lld bytes: a negative number or NaN", i, forward, backward, (long long)n,
                                 (long long)packed);
         total = n < limit - total && packed < limit ? total + n : limit;
-        if (total >= limit) return hpmlc_error_text(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
+        if (total >= limit) return hpmlc_refuse(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
     }
     return HPML_OK;
 }
@@ -7333,13 +7373,13 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     hpmlc_sim        s;
     const hpmlc_text to = { error, size };
     HPMLC_ZERO(hpml_simulation, result);
-    hpmlc_error_text(&to, HPML_OK, "%s", "");
-    if (!out) return hpmlc_error_text(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
+    hpmlc_refuse(&to, HPML_OK, "%s", "");
+    if (!out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
     if (!hpmlc_sim_open(&s, desc->ranks, &desc->network) || !hpmlc_sim_step(&s, desc, &result))
-        status = hpmlc_error_text(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
+        status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
     else *out = result;
     hpmlc_sim_close(&s);
     return status;

@@ -1341,6 +1341,76 @@ TEST(arguments_are_checked)
 #endif
 }
 
+/* ---- a transport of the user's: what it must have ---- */
+
+static hpml_status no_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color)
+{
+    (void)c, (void)part, (void)ranks, (void)count, (void)color;
+    return HPML_OK;
+}
+static void no_start(hpml_comm *c, hpml_message *m) { (void)c, m->done = true; }
+static void never_done(hpml_comm *c, hpml_message *m) { (void)c, (void)m; }
+static hpml_status no_open(hpml_comm *c, const hpml_comm_desc *d)
+{
+    (void)d;
+    return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_COMM, "no network on rank %d", hpml_comm_rank(c));
+}
+static hpml_status finds_rank(hpml_ctx *ctx, hpml_comm_desc *d)
+{
+    (void)ctx;
+    d->rank = 1, d->ranks = 2;
+    return HPML_OK;
+}
+
+static bool refused(const hpml_transport *t, int rank, int ranks, const char *text)
+{
+    hpml_comm_desc d = { .custom = t, .rank = rank, .ranks = ranks };
+    hpml_ctx      *ctx = hpml_ctx_create(NULL);
+    bool           good = hpml_comm_create(ctx, &d) == NULL && strstr(hpml_ctx_error(ctx), text);
+    if (!good) printf("    \"%s\" was expected, got \"%s\"\n", text, hpml_ctx_error(ctx));
+    hpml_ctx_free(ctx);
+    return good;
+}
+
+TEST(a_custom_transport_without_a_required_function_is_refused_by_its_name)
+{
+    const hpml_transport good = { .name = "mine", .split = no_split, .start = no_start, .test = never_done,
+                                  .abandon = no_start };
+    hpml_transport       t = good;
+    t.name = NULL;
+    ENSURE(refused(&t, 0, 1, "no .name"));
+    t = good, t.split = NULL;
+    ENSURE(refused(&t, 0, 1, "transport \"mine\" has no .split"));
+    t = good, t.start = NULL;
+    ENSURE(refused(&t, 0, 1, "transport \"mine\" has no .start"));
+    t = good, t.test = NULL;
+    ENSURE(refused(&t, 0, 1, "transport \"mine\" has no .test"));
+    t = good, t.abandon = NULL;
+    ENSURE(refused(&t, 0, 1, "transport \"mine\" has no .abandon"));
+    t = good, t.open = no_open;
+    ENSURE(refused(&t, 1, 2, "no network on rank 1"));
+    ENSURE(refused(&good, 0, 0, "rank 0 of 0") && refused(&good, 2, 2, "rank 2 of 2") &&
+           refused(&good, -1, 2, "rank -1 of 2"));
+}
+
+TEST(a_custom_transport_finds_its_rank_and_its_waits_end_at_the_deadline)
+{
+    const hpml_transport t = { .name = "mine", .locate = finds_rank, .split = no_split, .start = never_done,
+                               .test = never_done, .abandon = no_start };
+    int            here = 0;
+    float          x = 1;
+    hpml_comm_desc d = { .custom = &t, .custom_user = &here, .timeout = 0.05 };
+    hpml_ctx      *ctx = hpml_ctx_create(NULL);
+    hpml_comm     *c = hpml_comm_create(ctx, &d);
+    ENSURE(c && hpml_comm_rank(c) == 1 && hpml_comm_size(c) == 2 && hpml_comm_state(c) == &here);
+    ENSURE(strcmp(hpml_comm_transport(c), "mine") == 0 && hpml_comm_node(c, 1) == 0);
+    ENSURE(hpml_allreduce(c, &x, 1, &(hpml_allreduce_desc){ .algorithm = HPML_NATIVE }) == HPML_ERR_UNSUPPORTED);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_allreduce(c, &x, 1, NULL) == HPML_ERR_TIMEOUT);
+    ENSURE(strstr(hpml_ctx_error(ctx), "waited 0.05 s for rank 0"));
+    hpml_ctx_free(ctx);
+}
+
 static hpml_status who(hpml_comm *c, void *user)
 {
     if (hpml_comm_rank(c) == hpml_comm_size(c) - 1) /* the others have nothing to do with the text */
