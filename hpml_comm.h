@@ -77,7 +77,7 @@
 //     api-simulate   step time on machines you do not have
 //     api-mix   averaging with neighbours; one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
-//     base   system headers, what communicators are made of
+//     base   system headers, the communicator, nodes and links
 //     messages   sending, receiving, waiting
 //     world   ranks as threads: inboxes, links, deadlock
 //     threads-transport   messages between threads
@@ -294,8 +294,8 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
 /* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
    THREADS, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
    .custom; tests/outside/own_transport.c is an example. Leave optional functions and properties at zero.
-     - Threads: each function is called by the thread that works with the communicator c: the rank's thread or, for a part
-       that hpml_background made, a background thread. So two communicators of one rank may be in use at the same time,
+     - Threads: each function is called by the thread that works with the communicator c: the rank's thread or, for a
+       part that hpml_background made, a background thread. So two communicators of one rank may be in use at the same time,
        unless is_concurrent returns false.
      - Errors: report an error with hpml_ctx_fail on hpml_comm_ctx(c). A function that is given a message m then sets
        m->status and m->done; the other functions return the status.
@@ -332,8 +332,8 @@ typedef struct hpml_transport {
 
     void (*announce_failure)(hpml_comm *c, const char *text); /* optional: this rank has failed: ends others' waits */
     void (*announce_busy)(hpml_comm *c, double seconds); /* optional: extends others' deadlines, see hpml_comm_busy */
-    /* Optional, after the deadline of m: returns the rank at the end of the chain of waits that begins with m's peer, and
-       the hpml_now() until which it is busy; -1: a rank has failed, as the next test of m reports. NULL: the peer. */
+    /* Optional, after the deadline of m: returns the rank at the end of the chain of waits that begins with m's peer,
+       and the hpml_now() until which it is busy; -1: a rank has failed, as the next test of m reports. NULL: the peer */
     int  (*stuck_at)(hpml_comm *c, const hpml_message *m, double *busy);
 
     /* Optional: HPML_NATIVE. hpml_element and hpml_reduce as int; MEAN: the sum, which the caller divides. */
@@ -768,7 +768,7 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>base   system headers, what communicators are made of
+// >>base   system headers, the communicator, nodes and links
 // ---------------------------------------------------------------------------------------------------------------------
 
 #include <math.h>
@@ -794,7 +794,7 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #include <mpi.h>
 #endif
 
-/* For compilers that know GNU C, as the atomics below do. */
+/* The private prefix is hpmlc_, c for communication. These macros and the atomics below are GNU C. */
 #define HPMLC_FN       static __attribute__((unused))
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
@@ -870,13 +870,14 @@ typedef struct hpmlc_schedule {
     void   (*wake)(hpml_comm *sleeper, hpmlc_waitpoint *g);
 } hpmlc_schedule;
 
-/* A variable, cleared; and one that is a copy of what the caller has given, cleared where that is NULL. */
+/* Define a variable that is all zero; define a copy of a desc that the caller has given, all zero where it is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Writes the text of an error that no context keeps and returns its status. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_refuse(const hpmlc_text *to, hpml_status status, const char *format, ...)
 {
@@ -892,7 +893,8 @@ HPMLC_FN void hpmlc_announce_failure(hpml_comm *c, const char *text)
     if (c->t && c->t->announce_failure) c->t->announce_failure(c, text);
 }
 
-/* Keeps the first error of the context and tells the other ranks. */
+/* Puts an error on the context of c, which keeps its first one, and announces it to the other ranks, unless it is
+   theirs. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *format, ...)
 {
@@ -905,7 +907,7 @@ HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *fo
     return hpml_ctx_fail(c->ctx, status, "rank %d: %s", c->origin[c->rank], text);
 }
 
-/* True when there is nothing to be done; a failed rank says so to those who will wait for it. */
+/* True: c is NULL or its context has an error, which is then announced to the ranks that wait for this one. */
 HPMLC_FN bool hpmlc_failed(hpml_comm *c)
 {
     if (!c) return true;
@@ -920,7 +922,7 @@ HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NUL
 HPML_API const char *hpml_comm_transport(const hpml_comm *c) { return c ? c->t->name : "none"; }
 HPML_API int hpml_comm_node(const hpml_comm *c, int r) { return c && r >= 0 && r < c->size ? c->node[r] : -1; }
 
-/* By select, which is there under -std=c99, too. */
+/* Sleeps. By select, because -std=c99 declares it, but not nanosleep. */
 HPMLC_FN void hpmlc_nap(double seconds)
 {
 #if defined(__unix__) || defined(__APPLE__)
@@ -995,11 +997,11 @@ HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
     return false;
 }
 
-/* The number of nodes; 0: a rank's is out of range. */
+/* Returns the number of nodes of p ranks; 0: the node of a rank is out of range. */
 HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 {
-    int m = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
-    int nodes = n->node ? 0 : (p + m - 1) / m;
+    int per_node = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
+    int nodes    = n->node ? 0 : (p + per_node - 1) / per_node;
     for (int r = 0; n->node && r < p; r++) {
         if (n->node[r] < 0 || n->node[r] >= p) return 0;
         if (n->node[r] >= nodes) nodes = n->node[r] + 1;
@@ -1009,6 +1011,7 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 
 #define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* false for NaN */
 
+/* Checks the links, nodes and (clock) slow ranks of a network of p ranks; `who` begins the text of an error. */
 HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, bool clock,
                                          const hpmlc_text *to)
 {
@@ -1026,32 +1029,42 @@ HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *ne
     return HPML_OK;
 }
 
+/* Returns the node of rank r. */
 HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
 {
-    return n->node ? n->node[r] : n->spread ? r % nodes : n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
+    if (n->node) return n->node[r];
+    if (n->spread) return r % nodes;
+    return n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
 }
 
-/* In virtual time AUTO knows the links; one between nodes that costs nothing is a message's usual time. */
+/* Gives AUTO the links of a network in virtual time. Where the link between nodes takes no time, AUTO counts 2 us a
+   message and 4 GB/s. */
 HPMLC_FN void hpmlc_comm_links(hpml_comm *c, const hpml_network *n, int nodes)
 {
     const hpml_link *between = nodes > 1 ? &n->between : &n->inside;
-    c->inside = n->inside, c->between.latency = 2e-6, c->between.bandwidth = 4e9;
+    c->inside            = n->inside;
+    c->between.latency   = 2e-6;
+    c->between.bandwidth = 4e9;
     if (between->latency > 0) c->between.latency = between->latency;
     if (between->bandwidth > 0) c->between.bandwidth = between->bandwidth;
 }
 
-/* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; mixed: 0. */
+/* Sets per_node and spread: a node has consecutive ranks (the last node may have fewer), or every k-th rank (spread).
+   per_node 0: neither. */
 HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 {
     int p = c->size, k = 1, nodes = 0;
-    c->per_node = 0, c->spread = false;
+    c->per_node = 0;
+    c->spread   = false;
     while (k < p && c->node[k] == c->node[0]) k++;
     for (int i = 0; i < p; i++)
         if (c->node[i] >= nodes) nodes = c->node[i] + 1;
     for (int spread = 0; spread < 2 && c->per_node == 0; spread++) {
         bool fits = nodes > 0 && (!spread || p % nodes == 0);
         for (int i = 0; i < p && fits; i++) fits = c->node[i] == (spread ? i % nodes : c->node[0] + i / k);
-        if (fits) c->per_node = spread ? p / nodes : k, c->spread = spread == 1 && nodes > 1 && nodes < p;
+        if (!fits) continue;
+        c->per_node = spread ? p / nodes : k;
+        c->spread   = spread == 1 && nodes > 1 && nodes < p;
     }
 }
 
@@ -1270,16 +1283,21 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
     return m->status;
 }
 
-/* Adds a span to the timeline, about the tensors in c->about. */
+/* Adds a span to the timeline; it names the tensors and the bucket in c->about. */
 HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
 {
     if (!hpml_trace_on(c->trace)) return;
     hpml_trace_event e = c->about;
-    e.lane = HPML_LANE_COMM, e.name = name, e.start = start, e.end = end, e.number = bytes;
+    e.lane   = HPML_LANE_COMM;
+    e.name   = name;
+    e.start  = start;
+    e.end    = end;
+    e.number = bytes;
     hpml_trace_add(c->trace, &e);
 }
 
-/* One end of an arrow on the timeline. Both ranks count the messages between them, so both know a message's number. */
+/* Adds one end of a message's arrow to the timeline. Both ends get the same number, because both ranks count the
+   messages between them. */
 HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
 {
     uint32_t count = c->arrows[peer][receives]++;
@@ -1288,32 +1306,35 @@ HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
     int      me = c->origin[c->rank], other = c->origin[peer];
     uint64_t ends = (uint64_t)(receives ? other : me) << 32 | (uint64_t)(receives ? me : other);
     uint64_t id   = ((c->key * 0x9e3779b97f4a7c15u + ends) * 0x9e3779b97f4a7c15u + count) * 0x9e3779b97f4a7c15u;
-    e.kind = receives ? HPML_TRACE_RECEIVE : HPML_TRACE_SEND, e.lane = HPML_LANE_COMM, e.name = "message";
-    e.start = hpml_comm_now(c), e.number = (int64_t)(id >> 12); /* 52 bits, because a double holds these exactly */
+    e.kind   = receives ? HPML_TRACE_RECEIVE : HPML_TRACE_SEND;
+    e.lane   = HPML_LANE_COMM;
+    e.name   = "message";
+    e.start  = hpml_comm_now(c);
+    e.number = (int64_t)(id >> 12); /* 52 bits, because a double holds these exactly */
     hpml_trace_add(c->trace, &e);
 }
 
-/* One round of a collective: sends to one rank and receives from one at the same time; -1: none. */
+/* Runs one round of a collective: sends to one rank and receives from one at the same time; -1: none. */
 HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
                                  size_t in_bytes, hpmlc_reduce_fn *reduce)
 {
-    hpml_message o, i;
-    hpml_status  got = HPML_OK, sent = HPML_OK;
+    hpml_message send, receive;
+    hpml_status  received = HPML_OK, sent = HPML_OK;
     if (to < 0 && from < 0) return HPML_OK;
     c->counters.rounds++;
     if (to >= 0) hpmlc_arrow(c, false, to);
-    if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &i);
-    if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &o);
-    if (from >= 0) got = hpml_wait(c, &i);
+    if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &receive);
+    if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &send);
+    if (from >= 0) received = hpml_wait(c, &receive);
     if (from >= 0) hpmlc_arrow(c, true, from);
-    if (to >= 0) sent = hpml_wait(c, &o); /* both, or one would outlive its place on the stack */
-    return got != HPML_OK ? got : sent;
+    if (to >= 0) sent = hpml_wait(c, &send); /* after an error, too, because both structs are on this stack */
+    return received != HPML_OK ? received : sent;
 }
 
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m)
 {
     if (c) c->operation = "send";
-    if (tag > HPML_TAG_MAX) tag = -1; /* beyond are the collectives' */
+    if (tag > HPML_TAG_MAX) tag = -1; /* an error: higher tags belong to collectives */
     return hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)data, bytes, NULL, m);
 }
 
@@ -1632,6 +1653,7 @@ HPML_API void hpml_world_free(hpml_world *w)
     free(w);
 }
 
+/* Fails the world, unless it has failed before: all waits end with the text of `rank`'s error. */
 HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
 {
     pthread_mutex_lock(&w->mutex);
@@ -3232,7 +3254,7 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
     }
     hpmlc_thread(c)->vthread = self;
     c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this thread spins */
-    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* layers take no virtual time, but have their place in it */
+    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* spans of layers take no time, but are in order */
     hpmlc_vthread_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return HPML_OK;
