@@ -82,7 +82,7 @@
 //     world   ranks as threads: inboxes, links, deadlock
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
-//     mpi-words   words between ranks: who has failed, left, waits or works; waits of all ranks
+//     mpi-control   control messages: which rank failed, left, waits or is busy; waits for all ranks
 //     mpi-create   creating, splitting, closing over MPI; exit
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators; running a function on every rank
@@ -295,8 +295,8 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
    THREADS, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
    .custom; tests/outside/own_transport.c is an example. Leave optional functions and properties at zero.
      - Threads: each function is called by the thread that works with the communicator c: the rank's thread or, for a
-       part that hpml_background made, a background thread. So two communicators of one rank may be in use at the same time,
-       unless is_concurrent returns false.
+       part that hpml_background made, a background thread. So two communicators of one rank may be in use at the same
+       time, unless is_concurrent returns false.
      - Errors: report an error with hpml_ctx_fail on hpml_comm_ctx(c). A function that is given a message m then sets
        m->status and m->done; the other functions return the status.
      - A transport must not call functions of hpml_comm.h that send or wait (only split may), and must not use m, which
@@ -333,7 +333,7 @@ typedef struct hpml_transport {
     void (*announce_failure)(hpml_comm *c, const char *text); /* optional: this rank has failed: ends others' waits */
     void (*announce_busy)(hpml_comm *c, double seconds); /* optional: extends others' deadlines, see hpml_comm_busy */
     /* Optional, after the deadline of m: returns the rank at the end of the chain of waits that begins with m's peer,
-       and the hpml_now() until which it is busy; -1: a rank has failed, as the next test of m reports. NULL: the peer */
+       and the hpml_now() until which it is busy; -1: a rank has failed, as the next test of m reports. NULL: peer */
     int  (*stuck_at)(hpml_comm *c, const hpml_message *m, double *busy);
 
     /* Optional: HPML_NATIVE. hpml_element and hpml_reduce as int; MEAN: the sum, which the caller divides. */
@@ -2073,16 +2073,16 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
    flight at a time, so that counts may exceed 2^31 and one piece is reduced while the next arrives. One lock serves all
    communicators of a process, which lets a background thread run under MPI_THREAD_SERIALIZED.
 
-   Words are control messages from each rank to every other: "I have failed, because ...", "I have left", "I wait for
-   rank 3, and have done so for half the deadline", "I am busy". A waiting rank polls for words, so a wait for a rank
-   that has failed or left ends at once. A rank that was killed sends no word: the deadline ends the waits for that
-   rank, and the chain of waits names it. */
+   Control messages go from each rank to every other: "I have failed, because ...", "I have left", "I wait for rank 3,
+   and have done so for half the deadline", "I am busy". A waiting rank polls for them, so a wait for a rank that has
+   failed or left ends at once. A rank that was killed sends none: the deadline ends the waits for that rank, and the
+   chain of waits names it. */
 
 #ifdef HPML_USE_MPI
 
 #define HPMLC_PIECE ((size_t)4 << 20)
-#define HPMLC_WORD  256  /* bytes of the word 'L' (left) or 'F' (failed) with a text; other words are shorter */
-#define HPMLC_BUSY  40   /* words "I am busy", one for each of the durations 2^k / 256 s, up to 68 years */
+#define HPMLC_CONTROL 256 /* bytes of the last control message, 'L' (left) or 'F' (failed) with a text; others: less */
+#define HPMLC_BUSY  40   /* control messages "I am busy", one for each of the durations 2^k / 256 s, up to 68 years */
 #define HPMLC_PARTS 128  /* communicators at most that share an MPI communicator, the first one included */
 
 typedef struct hpmlc_shared hpmlc_shared;
@@ -2115,29 +2115,31 @@ HPMLC_FN hpmlc_transfer *hpmlc_transfer_of(const hpml_message *m)
     return (hpmlc_transfer *)(uintptr_t)(const void *)&m->state;
 }
 
-struct hpmlc_shared { /* by the communicator of hpml_comm_create and all parts of it */
+/* Shared by the communicator of hpml_comm_create and all its parts. */
+struct hpmlc_shared {
     int            rank, size;
-    double         timeout;
+    double         timeout; /* seconds */
     hpml_comm     *owner;   /* the first communicator */
     hpmlc_shared  *next;    /* see hpmlc_mpi_living */
-    MPI_Errhandler before;  /* the world's, given back in the end */
-    MPI_Comm       comm;    /* on which words are sent, ... */
+    MPI_Errhandler before;  /* of MPI_COMM_WORLD, restored in the end */
+    /* Control messages. */
+    MPI_Comm       comm;    /* on which they are sent, ... */
     int            tag;     /* ... with this tag */
-    int            from;    /* rank whose word is being received, -1: none */
-    MPI_Request    hearing; /* the receive of that word */
-    char           word[HPMLC_WORD];
-    char          *heard;   /* (size) first letter of each rank's last word with a letter; 0: none */
-    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., send buffers of words: r "I wait for rank r", size
-                               "I wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s"; this rank's own
-                               number: "I wait no more" */
+    int            from;    /* rank whose control message is being received, -1: none */
+    MPI_Request    receive; /* of that message */
+    char           control[HPMLC_CONTROL]; /* its text */
+    char          *letter;  /* (size) first letter of the last control message with a letter from each rank; 0: none */
+    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., send buffers: r means "I wait for rank r", size "I
+                               wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", this rank's own number
+                               "I do not wait any more" */
     double        *awaits;  /* (size, 2) the last number from each rank, and hpml_now() until which it is valid */
     double         busy;    /* hpml_now() until which this rank has announced that it is busy; 0: it is not */
-    int            failed;  /* 1 + the first rank that said it has failed */
-    char           text[HPMLC_WORD];
-    char           mine[HPMLC_WORD]; /* this rank's final word, 'L' or 'F' */
-    MPI_Request   *saying;           /* (size) sends of the final word that are in flight */
-    bool           told;
-    bool           roomy;   /* a core for each rank of this node */
+    int            failed;  /* 1 + the first rank that announced a failure; 0: none */
+    char           text[HPMLC_CONTROL]; /* of that failure */
+    char           final[HPMLC_CONTROL]; /* this rank's last control message, 'L' or 'F' */
+    MPI_Request   *sends;   /* (size) of the final message */
+    bool           said_final;
+    bool           own_core; /* this machine has a core for each rank of this node */
     int            level;   /* of thread support */
     int            parts;   /* number of communicators that MPI's tags suffice for */
     int64_t        newest;  /* number of the newest part, before the modulo by `parts` */
@@ -2178,7 +2180,7 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 }
 
 /* Returns where the piece that begins at byte `at` is sent from or received to. */
-HPMLC_FN char *hpmlc_mpi_place(hpml_message *m, size_t at)
+HPMLC_FN char *hpmlc_mpi_buffer(hpml_message *m, size_t at)
 {
     char *staging = hpmlc_transfer_of(m)->staging;
     return staging ? staging + at / HPMLC_PIECE % 2 * HPMLC_PIECE : m->data + at;
@@ -2216,7 +2218,7 @@ HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
     for (; t->posted < end && code == MPI_SUCCESS; t->posted++) {
         size_t       at = t->posted * HPMLC_PIECE;
         int          n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
-        char        *data = hpmlc_mpi_place(m, at);
+        char        *data = hpmlc_mpi_buffer(m, at);
         MPI_Request *request = &t->request[t->posted % 2];
         code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, peer, tag, x->comm, request)
                             : MPI_Isend(data, n, MPI_BYTE, peer, tag, x->comm, request);
@@ -2274,7 +2276,7 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
         hpmlc_mismatch(c, m, t->moved + (size_t)count);
         return;
     }
-    if (t->staging) m->reduce(m->data + t->moved, hpmlc_mpi_place(m, t->moved), n);
+    if (t->staging) m->reduce(m->data + t->moved, hpmlc_mpi_buffer(m, t->moved), n);
     t->moved += n;
     if (t->moved == m->bytes) m->done = true;
     else hpmlc_mpi_feed(c, m);
@@ -2296,23 +2298,24 @@ HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>mpi-words   words between ranks: who has failed, left, waits or works; waits of all ranks
+// >>mpi-control   control messages: which rank failed, left, waits or is busy; waits for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLC_FN bool hpmlc_mpi_over(void)
+HPMLC_FN bool hpmlc_mpi_finalized(void)
 {
     int over = 0;
     MPI_Finalized(&over);
     return over;
 }
 
-/* Sends `word` to all other ranks; its buffer must stay unchanged until the sends are complete. requests NULL: the
-   sends are never tested, because the buffer lives at least as long as they do. The caller holds the lock of x. */
-HPMLC_FN void hpmlc_mpi_send(hpmlc_shared *x, const void *word, int bytes, MPI_Request *requests)
+/* Sends a control message to all other ranks; its buffer must stay unchanged until the sends are complete. requests
+   NULL: the sends are never tested, because the buffer lives at least as long as they do. The caller holds the lock of
+   x. */
+HPMLC_FN void hpmlc_mpi_send_control(hpmlc_shared *x, const void *data, int bytes, MPI_Request *requests)
 {
-    for (int i = 0; i < x->size && !hpmlc_mpi_over(); i++) {
+    for (int i = 0; i < x->size && !hpmlc_mpi_finalized(); i++) {
         MPI_Request request;
-        if (i == x->rank || MPI_Isend(word, bytes, MPI_BYTE, i, x->tag, x->comm, &request) != MPI_SUCCESS) continue;
+        if (i == x->rank || MPI_Isend(data, bytes, MPI_BYTE, i, x->tag, x->comm, &request) != MPI_SUCCESS) continue;
         if (requests) requests[i] = request;
         else MPI_Request_free(&request);
     }
@@ -2321,39 +2324,41 @@ HPMLC_FN void hpmlc_mpi_send(hpmlc_shared *x, const void *word, int bytes, MPI_R
 HPMLC_FN void hpmlc_mpi_send_number(hpmlc_shared *x, int number)
 {
     hpmlc_mpi_lock(x);
-    hpmlc_mpi_send(x, &x->number[number], (int)sizeof *x->number, NULL);
+    hpmlc_mpi_send_control(x, &x->number[number], (int)sizeof *x->number, NULL);
     hpmlc_mpi_unlock(x);
 }
 
-/* Sends the final word of this rank, once: 'L' (left) or 'F' (failed) and a text. */
-HPMLC_FN void hpmlc_mpi_say(hpmlc_shared *x, char kind, const char *text)
+/* Sends the final control message of this rank, once: 'L' (left) or 'F' (failed) and a text. */
+HPMLC_FN void hpmlc_mpi_send_final(hpmlc_shared *x, char kind, const char *text)
 {
     hpmlc_mpi_lock(x);
-    if (!x->told) {
-        x->told = true;
-        snprintf(x->mine, HPMLC_WORD, "%c%s", kind, text);
-        hpmlc_mpi_send(x, x->mine, HPMLC_WORD, x->saying);
+    if (!x->said_final) {
+        x->said_final = true;
+        snprintf(x->final, HPMLC_CONTROL, "%c%s", kind, text);
+        hpmlc_mpi_send_control(x, x->final, HPMLC_CONTROL, x->sends);
     }
     hpmlc_mpi_unlock(x);
 }
 
 HPMLC_FN void hpmlc_mpi_announce_failure(hpml_comm *c, const char *text)
 {
-    hpmlc_mpi_say(hpmlc_mpi_of(c)->shared, 'F', text);
+    hpmlc_mpi_send_final(hpmlc_mpi_of(c)->shared, 'F', text);
 }
 
-/* Receives the next word that has arrived into x->word. Returns its sender, or -1 where none has arrived. */
-HPMLC_FN int hpmlc_mpi_hear(hpmlc_shared *x, int *bytes)
+/* Receives the next control message that has arrived into x->control. Returns its sender, or -1 where none has arrived.
+   */
+HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
 {
     MPI_Status status;
     int        there = 0, from = x->from;
     if (from < 0) {
         if (MPI_Iprobe(MPI_ANY_SOURCE, x->tag, x->comm, &there, &status) != MPI_SUCCESS || !there) return -1;
         from = status.MPI_SOURCE;
-        if (MPI_Irecv(x->word, HPMLC_WORD, MPI_BYTE, from, x->tag, x->comm, &x->hearing) != MPI_SUCCESS) return -1;
+        int code = MPI_Irecv(x->control, HPMLC_CONTROL, MPI_BYTE, from, x->tag, x->comm, &x->receive);
+        if (code != MPI_SUCCESS) return -1;
         x->from = from;
     }
-    int code = MPI_Test(&x->hearing, &there, &status);
+    int code = MPI_Test(&x->receive, &there, &status);
     if (code == MPI_SUCCESS && !there) return -1;
     x->from = -1;
     if (code != MPI_SUCCESS) return -1;
@@ -2361,37 +2366,40 @@ HPMLC_FN int hpmlc_mpi_hear(hpmlc_shared *x, int *bytes)
     return from;
 }
 
-/* Receives all words that have arrived and records them in x. */
-HPMLC_FN void hpmlc_mpi_listen(hpmlc_shared *x)
+/* Receives all control messages that have arrived and records them in x. */
+HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
 {
     int bytes = 0;
     hpmlc_mpi_lock(x);
-    for (int from; (from = hpmlc_mpi_hear(x, &bytes)) >= 0;) {
+    for (int from; (from = hpmlc_mpi_receive_control(x, &bytes)) >= 0;) {
         int32_t number;
-        memcpy(&number, x->word, sizeof number);
+        memcpy(&number, x->control, sizeof number);
         if (bytes == (int)sizeof number) {
             double lasts = number > x->size ? ldexp(1, number - x->size - 9) : x->timeout;
-            x->awaits[2 * from] = number, x->awaits[2 * from + 1] = hpml_now() + lasts;
+            x->awaits[2 * from]     = number;
+            x->awaits[2 * from + 1] = hpml_now() + lasts;
             continue;
         }
-        x->heard[from] = x->word[0];
-        if (x->word[0] != 'F' || x->failed) continue;
-        x->word[HPMLC_WORD - 1] = 0;
-        memcpy(x->text, x->word + 1, HPMLC_WORD - 1);
+        x->letter[from] = x->control[0];
+        if (x->control[0] != 'F' || x->failed) continue;
+        x->control[HPMLC_CONTROL - 1] = 0;
+        memcpy(x->text, x->control + 1, HPMLC_CONTROL - 1);
         x->failed = from + 1;
     }
     hpmlc_mpi_unlock(x);
 }
 
-/* The last number that a rank has sent, while it is valid (one deadline, or as long as the rank is busy); -1: none. */
-HPMLC_FN int hpmlc_mpi_said(const hpmlc_shared *x, int rank)
+/* Returns the last number that a rank has sent, while it is valid (for one deadline, or as long as the rank is busy);
+   -1: none. */
+HPMLC_FN int hpmlc_mpi_valid_number(const hpmlc_shared *x, int rank)
 {
     const int number = (int)x->awaits[2 * rank];
     return number != rank && hpml_now() < x->awaits[2 * rank + 1] ? number : -1;
 }
 
-/* Time until which this rank has announced that it is busy; its background thread reads it, too. */
-HPMLC_FN double hpmlc_mpi_works(hpmlc_shared *x)
+/* Returns the hpml_now() until which this rank has announced that it is busy. Under the lock, because the background
+   thread reads it, too. */
+HPMLC_FN double hpmlc_mpi_busy_until(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
     double busy = x->busy;
@@ -2400,60 +2408,61 @@ HPMLC_FN double hpmlc_mpi_works(hpmlc_shared *x)
 }
 
 /* Announces that this rank waits for rank `number` (size: for all ranks): first when half the deadline has passed, then
-   every half deadline. *said: the time of the last announcement. A busy rank announces nothing, because the others must
-   know that it is busy and not for whom its background thread waits. */
-HPMLC_FN void hpmlc_mpi_worry(hpmlc_shared *x, int number, double until, double *said)
+   every half deadline. *announced: time of the last announcement, 0: none. A busy rank announces nothing, because the
+   others must know that it is busy and not for whom its background thread waits. */
+HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until, double *announced)
 {
     double now = hpml_now();
-    if ((*said <= 0 && now < until - 0.5 * x->timeout) || now < *said + 0.5 * x->timeout) return;
-    if (now < hpmlc_mpi_works(x)) return;
-    *said = now;
+    if ((*announced <= 0 && now < until - 0.5 * x->timeout) || now < *announced + 0.5 * x->timeout) return;
+    if (now < hpmlc_mpi_busy_until(x)) return;
+    *announced = now;
     hpmlc_mpi_send_number(x, number);
 }
 
-/* Announces that an announced wait is over, because the other ranks would go on to blame the rank that was awaited. */
-HPMLC_FN void hpmlc_mpi_calm(hpmlc_shared *x, double said)
+/* Announces that an announced wait is over, because the other ranks would otherwise blame the rank that was awaited. */
+HPMLC_FN void hpmlc_mpi_announce_no_wait(hpmlc_shared *x, double announced)
 {
-    if (said > 0 && hpml_now() >= hpmlc_mpi_works(x)) hpmlc_mpi_send_number(x, x->rank);
+    if (announced > 0 && hpml_now() >= hpmlc_mpi_busy_until(x)) hpmlc_mpi_send_number(x, x->rank);
 }
 
 HPMLC_FN void hpmlc_mpi_unblock(hpml_comm *c, hpml_message *m)
 {
-    if (m->status == HPML_OK) hpmlc_mpi_calm(hpmlc_mpi_of(c)->shared, hpmlc_transfer_of(m)->announced);
+    if (m->status == HPML_OK) hpmlc_mpi_announce_no_wait(hpmlc_mpi_of(c)->shared, hpmlc_transfer_of(m)->announced);
 }
 
-/* The rank that delays a wait for all ranks: the first that has sent no number, else the first busy one; -1: none. */
-HPMLC_FN int hpmlc_mpi_absent(const hpmlc_shared *x)
+/* Returns the rank that delays a wait for all ranks: the first that has sent no number, else the first that is busy;
+   -1: none. */
+HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
 {
     int absent = -1;
     for (int i = x->size - 1; i >= 0; i--)
-        if (i != x->rank && hpmlc_mpi_said(x, i) > x->size) absent = i;
+        if (i != x->rank && hpmlc_mpi_valid_number(x, i) > x->size) absent = i;
     for (int i = x->size - 1; i >= 0; i--)
-        if (i != x->rank && hpmlc_mpi_said(x, i) < 0) absent = i;
+        if (i != x->rank && hpmlc_mpi_valid_number(x, i) < 0) absent = i;
     return absent;
 }
 
-/* The last rank of the chain of waits that begins at rank `at`, or, where `at` is -1, at a wait for all ranks; -1:
-   every rank waits for all. *busy: hpml_now() until which that last rank is busy, 0: it is not. */
-HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
+/* Returns the last rank of the chain of waits that begins at rank `at`, or, where `at` is -1, at a wait for all ranks;
+   -1: every rank waits for all. *busy: hpml_now() until which that last rank is busy, 0: it is not. */
+HPMLC_FN int hpmlc_mpi_chain_end(const hpmlc_shared *x, int at, double *busy)
 {
-    if (at < 0) at = hpmlc_mpi_absent(x);
+    if (at < 0) at = hpmlc_mpi_delaying_rank(x);
     for (int hops = 0; at >= 0 && hops < x->size; hops++) {
-        int next = hpmlc_mpi_said(x, at);
-        if (next == x->size) next = hpmlc_mpi_absent(x);
+        int next = hpmlc_mpi_valid_number(x, at);
+        if (next == x->size) next = hpmlc_mpi_delaying_rank(x);
         if (next < 0 || next > x->size) break;
         at = next;
     }
-    *busy = at >= 0 && hpmlc_mpi_said(x, at) > x->size ? x->awaits[2 * at + 1] : 0;
+    *busy = at >= 0 && hpmlc_mpi_valid_number(x, at) > x->size ? x->awaits[2 * at + 1] : 0;
     return at;
 }
 
 HPMLC_FN int hpmlc_mpi_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
 {
     hpmlc_shared *x  = hpmlc_mpi_of(c)->shared;
-    int           at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
+    int           at = hpmlc_mpi_chain_end(x, c->origin[m->peer], busy);
     if (at != x->rank) return at;
-    *busy = hpmlc_mpi_works(x); /* a thread in the background waits for those that wait for this rank */
+    *busy = hpmlc_mpi_busy_until(x); /* a cycle: this background thread waits for ranks that wait for this rank */
     return c->origin[m->peer];
 }
 
@@ -2500,15 +2509,16 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Gives the core away for a moment, now by yielding, now by a nap, which costs a large message more than it frees: with
-   a core for each rank not in the first milliseconds. A lost peer ends the wait. */
+/* Gives up the core for a moment: yields it in 16 of 64 turns, sleeps in the others. With a core for each rank it only
+   yields during the first 5000 turns, because a sleep delays a large message more than it helps other threads. A peer
+   that has failed or left ends the wait. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
     int           peer = c->origin[m->peer];
-    hpmlc_mpi_listen(x);
-    if (x->failed || x->heard[peer] == 'L') {
-        if (!x->failed) hpmlc_mpi_test(c, m); /* it may have sent this before it left */
+    hpmlc_mpi_poll_control(x);
+    if (x->failed || x->letter[peer] == 'L') {
+        if (!x->failed) hpmlc_mpi_test(c, m); /* the peer may have sent m before it left */
         if (m->done) return;
         hpmlc_mpi_abandon(c, m);
         if (x->failed) m->status = hpmlc_mpi_peer_failed(c);
@@ -2516,22 +2526,23 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
                                     c->operation);
         return;
     }
-    hpmlc_mpi_worry(x, peer, until, &hpmlc_transfer_of(m)->announced);
+    hpmlc_mpi_announce_wait(x, peer, until, &hpmlc_transfer_of(m)->announced);
     unsigned turn = hpmlc_mpi_of(c)->turns++;
-    if (turn % 64 < 16 || (x->roomy && hpmlc_spin_limit(c) > 0 && turn + 1 < 5000)) hpmlc_pause(true);
+    if (turn % 64 < 16 || (x->own_core && hpmlc_spin_limit(c) > 0 && turn + 1 < 5000)) hpmlc_pause(true);
     else hpmlc_nap(30e-6);
 }
 
-/* Handles the deadline of hpmlc_mpi_all. Returns a later deadline where the rank that delays the others is busy. */
-HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
+/* Handles the deadline of hpmlc_mpi_wait_all. Returns a later deadline where the rank that delays the others is busy.
+   */
+HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
 {
-    hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
-    char                who[48] = "all ranks";
-    double              busy;
-    int                 at = hpmlc_mpi_end(x, -1, &busy);
-    if (at < 0) busy = hpmlc_mpi_works(x);
+    hpmlc_shared *x       = hpmlc_mpi_of(c)->shared;
+    char          who[48] = "all ranks";
+    double        busy;
+    int           at = hpmlc_mpi_chain_end(x, -1, &busy);
+    if (at < 0) busy = hpmlc_mpi_busy_until(x);
     if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout);
-    if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->heard[at] == 'L' ? ", which has left," : "");
+    if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->letter[at] == 'L' ? ", which has left," : "");
     if (at < 0 && code != MPI_SUCCESS) hpmlc_mpi_error(c, NULL, code);
     else hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for %s in %s, step %lld; are all ranks alive and in the same "
                     "operation? (.timeout sets the limit)", c->timeout, who, c->operation, (long long)c->step);
@@ -2540,31 +2551,32 @@ HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
 
 /* Waits for the request of a collective MPI call: as fast as the blocking call, but with a deadline, and a failed rank
    ends the wait. After an error of MPI the wait lasts until the deadline, which shows the rank that is silent. */
-HPMLC_FN hpml_status hpmlc_mpi_all(hpml_comm *c, int code, MPI_Request *request)
+HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *request)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
-    double        limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout, said = 0;
-    int           there = 0, kind = MPI_SUCCESS;
+    double        limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout, announced = 0;
+    int           complete = 0, kind = MPI_SUCCESS;
     while (hpml_ctx_status(c->ctx) == HPML_OK) {
         hpmlc_mpi_lock(x);
-        for (int turn = 0; turn < 64 && code == MPI_SUCCESS && !there; turn++)
-            code = MPI_Test(request, &there, MPI_STATUS_IGNORE);
+        for (int turn = 0; turn < 64 && code == MPI_SUCCESS && !complete; turn++)
+            code = MPI_Test(request, &complete, MPI_STATUS_IGNORE);
         if (code != MPI_SUCCESS) MPI_Error_class(code, &kind);
         hpmlc_mpi_unlock(x);
-        hpmlc_mpi_listen(x);
-        if (code == MPI_SUCCESS && there) {
-            hpmlc_mpi_calm(x, said);
+        hpmlc_mpi_poll_control(x);
+        if (code == MPI_SUCCESS && complete) {
+            hpmlc_mpi_announce_no_wait(x, announced);
             return HPML_OK;
         }
         if (kind == MPI_ERR_TRUNCATE) return hpmlc_mpi_error(c, NULL, code);
         if (x->failed) return hpmlc_mpi_peer_failed(c);
-        hpmlc_mpi_worry(x, x->size, limit, &said);
+        hpmlc_mpi_announce_wait(x, x->size, limit, &announced);
         hpmlc_pause(true);
-        if (hpml_now() > limit) limit = hpmlc_mpi_all_late(c, code);
+        if (hpml_now() > limit) limit = hpmlc_mpi_wait_all_late(c, code);
     }
     return hpml_ctx_status(c->ctx);
 }
 
+/* In parts of 2^30 elements, because MPI counts with int. */
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
 {
     const MPI_Datatype none    = MPI_DATATYPE_NULL;
@@ -2586,7 +2598,7 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
         int code = MPI_Iallreduce(MPI_IN_PLACE, (char *)data + (size_t)at * size, (int)part, types[element], how,
                                   hpmlc_mpi_of(c)->native, &request);
         hpmlc_mpi_unlock(hpmlc_mpi_of(c)->shared);
-        status = hpmlc_mpi_all(c, code, &request);
+        status = hpmlc_mpi_wait_all(c, code, &request);
     }
     if (status == HPML_OK) c->operation = "allreduce";
     return status;
@@ -2607,7 +2619,7 @@ HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *
     hpmlc_mpi_lock(x);
     int code = MPI_Comm_idup(from, place, &request);
     hpmlc_mpi_unlock(x);
-    hpml_status status = hpmlc_mpi_all(c, code, &request);
+    hpml_status status = hpmlc_mpi_wait_all(c, code, &request);
     if (status != HPML_OK) return status;
     *out = *place;
     free(place);
@@ -2626,7 +2638,7 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
    tags run out; then the next number that is free on every rank. All ranks of c agree. 0: no number is free, or an
    error. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
-HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
+HPMLC_FN int         hpmlc_mpi_new_part(hpml_comm *c)
 {
     hpmlc_shared *x      = hpmlc_mpi_of(c)->shared;
     int64_t       ask[2] = { 0, 0 }; /* a candidate number; parts that exist on this rank */
@@ -2640,7 +2652,8 @@ HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
         int64_t number = ask[0], at = number % x->parts, taken;
         hpmlc_mpi_lock(x);
         taken = x->taken[at];
-        x->taken[at] = true, x->newest = hpmlc_max(x->newest, number);
+        x->taken[at] = true;
+        x->newest    = hpmlc_max(x->newest, number);
         hpmlc_mpi_unlock(x);
         const bool mine = !taken;
         if (hpmlc_agree(c, "split", &taken, 1) != HPML_OK) return 0;
@@ -2654,7 +2667,7 @@ HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
 HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                      int color HPMLC_UNUSED)
 {
-    int  number = hpmlc_mpi_number(c);
+    int  number = hpmlc_mpi_new_part(c);
     bool all    = count == c->size && hpmlc_mpi_of(c)->native != MPI_COMM_NULL;
     if (number == 0) return hpml_ctx_status(c->ctx);
     if (!part) {
@@ -2683,40 +2696,41 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
    structs of all communicators in this process. The lock is held only to change the list. */
 static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
-/* Waits until all ranks have sent a final word and have received this rank's, so that no rank calls MPI_Finalize while
-   a word is in flight. Returns -1, or, when `patience` seconds have passed, the rank that delays the others. */
-HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
+/* Waits until all ranks have sent a final control message and have received this rank's, so that no rank calls
+   MPI_Finalize while one is in flight. Returns -1, or, when `patience` seconds have passed, the rank that delays the
+   others. */
+HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
 {
     double limit = hpml_now() + patience, busy = 0;
     for (;; hpmlc_nap(100e-6)) {
         int absent = -1;
-        hpmlc_mpi_listen(x);
+        hpmlc_mpi_poll_control(x);
         hpmlc_mpi_lock(x);
         for (int i = x->size - 1; i >= 0; i--) {
-            int gone = 0, code = MPI_Test(&x->saying[i], &gone, MPI_STATUS_IGNORE);
-            bool left = i == x->rank || x->heard[i] == 'L' || x->heard[i] == 'F';
+            int gone = 0, code = MPI_Test(&x->sends[i], &gone, MPI_STATUS_IGNORE);
+            bool left = i == x->rank || x->letter[i] == 'L' || x->letter[i] == 'F';
             if (!left || (code == MPI_SUCCESS && !gone)) absent = i;
         }
         hpmlc_mpi_unlock(x);
         if (absent < 0) return -1;
         if (hpml_now() < limit) continue;
-        int at = hpmlc_mpi_end(x, absent, &busy);
+        int at = hpmlc_mpi_chain_end(x, absent, &busy);
         if (hpml_now() > busy) return at < 0 || at == x->rank ? absent : at;
     }
 }
 
-/* Handler of exit: notifies the other ranks, then waits up to 5 s for their final words and 0.3 s more, because a
-   launcher may kill the other ranks when this process ends. */
+/* Handler of exit: notifies the other ranks, then waits up to 5 s for their final control messages and 0.3 s more,
+   because a launcher may kill the other ranks when this process ends. */
 HPMLC_FN void hpmlc_mpi_exit(void)
 {
     bool said = false;
-    if (hpmlc_mpi_over() || hpmlc_mpi_living.process != (long)getpid()) return;
+    if (hpmlc_mpi_finalized() || hpmlc_mpi_living.process != (long)getpid()) return;
     for (hpmlc_shared *x = hpmlc_mpi_living.first; x; x = x->next) {
         char text[64];
-        if (x->told) continue;
+        if (x->said_final) continue;
         snprintf(text, sizeof text, "called exit in step %lld", (long long)x->owner->step);
-        hpmlc_mpi_say(x, 'F', text);
-        hpmlc_mpi_goodbye(x, 5);
+        hpmlc_mpi_send_final(x, 'F', text);
+        hpmlc_mpi_await_final(x, 5);
         said = true;
     }
     if (said) hpmlc_nap(0.3);
@@ -2742,7 +2756,7 @@ HPMLC_FN void hpmlc_shared_free(hpmlc_shared *x)
     free(x);
 }
 
-HPMLC_FN void hpmlc_shared_leave(hpmlc_shared *x)
+HPMLC_FN void hpmlc_shared_release(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
     bool last = --x->users == 0 && !x->kept;
@@ -2755,11 +2769,11 @@ HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
     hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
     if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else it keeps its tags, because messages with them may be in flight */
         hpmlc_mpi_lock(x);
-        if (hpmlc_mpi_of(c)->native != MPI_COMM_NULL && !hpmlc_mpi_over()) MPI_Comm_free(&hpmlc_mpi_of(c)->native);
+        if (hpmlc_mpi_of(c)->native != MPI_COMM_NULL && !hpmlc_mpi_finalized()) MPI_Comm_free(&hpmlc_mpi_of(c)->native);
         hpmlc_mpi_unlock(x);
         hpmlc_mpi_release(x, hpmlc_mpi_of(c)->part);
     }
-    hpmlc_shared_leave(x);
+    hpmlc_shared_release(x);
 }
 
 HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
@@ -2772,14 +2786,14 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     }
     hpmlc_mpi_list(x, false);
     x->closed = true;
-    x->kept   = hpmlc_mpi_over();
+    x->kept   = hpmlc_mpi_finalized();
     if (x->kept) { /* because sends of MPI may read x */
-        hpmlc_shared_leave(x);
+        hpmlc_shared_release(x);
         return;
     }
-    hpmlc_mpi_say(x, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
+    hpmlc_mpi_send_final(x, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
     double limit = c->timeout < 0 ? 60 : c->timeout;
-    int    absent = hpmlc_mpi_goodbye(x, failed ? 5 : limit);
+    int    absent = hpmlc_mpi_await_final(x, failed ? 5 : limit);
     if (absent >= 0 && !failed)
         hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank "
                    "alive? (hpml_comm_busy says that it is at work)", c->timeout, absent, (long long)c->step);
@@ -2787,7 +2801,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
     x->kept = absent >= 0; /* because sends in flight read x */
-    hpmlc_shared_leave(x);
+    hpmlc_shared_release(x);
 }
 
 /* Numbers the nodes by first appearance: ranks whose hosts have the same name share a node. */
@@ -2805,7 +2819,7 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
     host[c->rank] = (int64_t)(hash >> 1);
     if (hpmlc_agree(c, "hpml_comm_create", host, c->size) == HPML_OK)
         for (int i = 0; i < c->size; i++) {
-            int same = i - 1; /* mostly on the same host as the rank before */
+            int same = i - 1; /* searched backwards, because a rank is mostly on the host of the rank before */
             while (same >= 0 && host[same] != host[i]) same--;
             c->node[i] = same >= 0 ? c->node[same] : count++;
         }
@@ -2830,14 +2844,22 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     hpmlc_shared *x = (hpmlc_shared *)calloc(1, sizeof *x + each * n);
     if (!x) return NULL;
     x->awaits = (double *)(void *)(x + 1);
-    x->saying = (MPI_Request *)(void *)(x->awaits + 2 * n);
-    x->number = (int32_t *)(void *)(x->saying + n);
-    x->heard  = (char *)(x->number + n);
-    for (int i = 0; i < (int)n; i++) x->number[i] = i, x->saying[i] = MPI_REQUEST_NULL;
-    x->rank = rank, x->size = size, x->comm = given, x->tag = found ? *most : 32767, x->from = -1;
-    x->parts = (int)hpmlc_min(((int64_t)x->tag + 1) / HPMLC_TAG_SPAN, HPMLC_PARTS), x->taken[0] = true;
-    x->users = 1;
-    x->timeout = timeout;
+    x->sends = (MPI_Request *)(void *)(x->awaits + 2 * n);
+    x->number = (int32_t *)(void *)(x->sends + n);
+    x->letter  = (char *)(x->number + n);
+    for (int i = 0; i < (int)n; i++) {
+        x->number[i] = i;
+        x->sends[i]  = MPI_REQUEST_NULL;
+    }
+    x->rank     = rank;
+    x->size     = size;
+    x->comm     = given;
+    x->tag      = found ? *most : 32767;
+    x->from     = -1;
+    x->parts    = (int)hpmlc_min(((int64_t)x->tag + 1) / HPMLC_TAG_SPAN, HPMLC_PARTS);
+    x->taken[0] = true;
+    x->users    = 1;
+    x->timeout  = timeout;
     MPI_Query_thread(&x->level);
 #ifndef HPML_NO_THREADS
     pthread_mutex_init(&x->lock, NULL);
@@ -2846,58 +2868,58 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
 }
 
 /* Handles the deadline of hpmlc_mpi_meet: the error names the ranks that have not even announced that they wait. */
-HPMLC_FN bool hpmlc_mpi_late(hpml_ctx *ctx, hpmlc_shared *x, char word)
+HPMLC_FN bool hpmlc_mpi_meet_late(hpml_ctx *ctx, hpmlc_shared *x, char letter)
 {
     char text[160], names[64] = "";
     int  used = 0;
     for (int i = 0; i < x->size && used < 48; i++)
-        if (i != x->rank && x->heard[i] != word && hpmlc_mpi_said(x, i) < 0)
+        if (i != x->rank && x->letter[i] != letter && hpmlc_mpi_valid_number(x, i) < 0)
             used += snprintf(names + used, sizeof names - (size_t)used, "%s rank %d", used ? "," : "", i);
     snprintf(text, sizeof text, "waited %g s for%s %s hpml_comm_create", x->timeout, used ? names : " all ranks",
-             word == 'Y' ? "to call" : "in");
-    hpmlc_mpi_say(x, 'F', text);
+             letter == 'Y' ? "to call" : "in");
+    hpmlc_mpi_send_final(x, 'F', text);
     hpml_ctx_fail(ctx, HPML_ERR_TIMEOUT, "rank %d: %s; is that rank alive? (.timeout sets the limit)", x->rank, text);
     return false;
 }
 
-/* Sends `word` to all ranks and waits until each has sent the same word, or 'N', could not start, which fails all
+/* Sends a letter to all ranks and waits until each has sent the same letter, or 'N', could not start, which fails all
    ranks. */
-HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *word)
+HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
 {
-    char   theirs = *word == 'N' ? 'Y' : *word;
-    double limit = x->timeout < 0 ? 1e300 : hpml_now() + x->timeout, said = 0;
+    char   expected = *letter == 'N' ? 'Y' : *letter;
+    double limit = x->timeout < 0 ? 1e300 : hpml_now() + x->timeout, announced = 0;
     hpmlc_mpi_lock(x);
-    hpmlc_mpi_send(x, word, 1, NULL);
+    hpmlc_mpi_send_control(x, letter, 1, NULL);
     hpmlc_mpi_unlock(x);
     for (int turn = 0;; turn++) {
         int absent = 0, unready = -1;
-        hpmlc_mpi_listen(x);
+        hpmlc_mpi_poll_control(x);
         for (int i = 0; i < x->size; i++) {
-            if (x->heard[i] == 'N') unready = i;
-            else absent += i != x->rank && x->heard[i] != theirs;
+            if (x->letter[i] == 'N') unready = i;
+            else absent += i != x->rank && x->letter[i] != expected;
         }
         if (x->failed)
             hpml_ctx_fail(ctx, HPML_ERR_PEER, "rank %d: rank %d failed: %s", x->rank, x->failed - 1, x->text);
         else if (absent == 0 && unready >= 0)
             hpml_ctx_fail(ctx, HPML_ERR_PEER, "rank %d: rank %d could not start", x->rank, unready);
         if (x->failed || absent == 0) return hpml_ctx_status(ctx) == HPML_OK;
-        if (hpml_now() > limit) return hpmlc_mpi_late(ctx, x, theirs);
-        hpmlc_mpi_worry(x, x->size, limit, &said);
+        if (hpml_now() > limit) return hpmlc_mpi_meet_late(ctx, x, expected);
+        hpmlc_mpi_announce_wait(x, x->size, limit, &announced);
         if (turn < 1000) hpmlc_pause(true);
         else hpmlc_nap(100e-6);
     }
 }
 
-/* All ranks meet ('Y'), duplicate the caller's communicator and meet again ('D'), because the word that is missing then
-   shows which rank was lost. A rank that is out of memory meets the others, too, with 'N'. */
-HPMLC_FN bool hpmlc_mpi_gather(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
+/* All ranks meet ('Y'), duplicate the caller's communicator and meet again ('D'), because the letter that is missing
+   then shows which rank was lost. A rank that is out of memory meets the others, too, with 'N'. c NULL: this one is. */
+HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
 {
-    static const char words[] = { 'N', 'Y', 'D' };
+    static const char letters[] = { 'N', 'Y', 'D' };
     MPI_Errhandler    own;
     MPI_Comm_get_errhandler(given, &own);
     MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
-    bool good = hpmlc_mpi_meet(ctx, x, &words[hpml_ctx_status(ctx) == HPML_OK]) &&
-                hpmlc_mpi_duplicate(c, given, &hpmlc_mpi_of(c)->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &words[2]);
+    bool good = hpmlc_mpi_meet(ctx, x, &letters[hpml_ctx_status(ctx) == HPML_OK]) &&
+                hpmlc_mpi_duplicate(c, given, &hpmlc_mpi_of(c)->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &letters[2]);
     MPI_Comm_set_errhandler(given, own);
     MPI_Errhandler_free(&own);
     return good;
@@ -2908,7 +2930,7 @@ HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
 {
     int on = 0, launched = hpml_launched(NULL), rank, size;
     MPI_Initialized(&on);
-    if (!on || hpmlc_mpi_over())
+    if (!on || hpmlc_mpi_finalized())
         return hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free "
                              "the context before MPI_Finalize, or use hpml_launch once",
                              on ? "over" : "not initialized");
@@ -2924,12 +2946,12 @@ HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Meets the other ranks, c NULL: to tell them that this rank cannot start. Returns NULL after an error. */
+/* Connects this rank with the others; c NULL: tells them that this rank cannot start. Returns NULL after an error. */
 HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
 {
     hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
     if (!x) {
-        hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for words");
+        hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for control messages");
         return NULL;
     }
     hpmlc_mpi *m = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *m, NULL) : NULL;
@@ -2939,14 +2961,14 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
     }
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* where MPICH raises errors of MPI_Test */
-    if (hpmlc_mpi_gather(ctx, c, x, hpmlc_mpi_given(d))) return x;
+    if (hpmlc_mpi_connect(ctx, c, x, hpmlc_mpi_given(d))) return x;
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
-    if (!x->told) hpmlc_shared_free(x); /* else x leaks, because sends in flight read it */
+    if (!x->said_final) hpmlc_shared_free(x); /* else x leaks, because sends in flight read it */
     return NULL;
 }
 
-HPMLC_FN void hpmlc_mpi_absent_rank(hpml_ctx *ctx, const hpml_comm_desc *d) { hpmlc_mpi_join(ctx, NULL, d); }
+HPMLC_FN void hpmlc_mpi_no_memory(hpml_ctx *ctx, const hpml_comm_desc *d) { hpmlc_mpi_join(ctx, NULL, d); }
 
 HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
 {
@@ -2957,12 +2979,12 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     x->comm  = hpmlc_mpi_of(c)->comm;
     x->tag   = HPMLC_TAG_EXTRA;
     x->owner = c;
-    memset(x->heard, 0, (size_t)x->size);
+    memset(x->letter, 0, (size_t)x->size);
     memset(x->awaits, 0, 2 * sizeof(double) * (size_t)x->size);
     hpmlc_mpi_list(x, true);
     hpmlc_mpi_nodes(c, d->ranks_per_node); /* an error of it leaves the communicator open, for close */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
-    x->roomy = near <= hpmlc_cores(1);
+    x->own_core = near <= hpmlc_cores(1);
     return HPML_OK;
 }
 
@@ -2973,20 +2995,20 @@ HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
 }
 
 static const hpml_transport hpmlc_mpi_transport = {
-    "mpi", hpmlc_mpi_locate, hpmlc_mpi_open, hpmlc_mpi_absent_rank, hpmlc_mpi_split, hpmlc_mpi_close,
+    "mpi", hpmlc_mpi_locate, hpmlc_mpi_open, hpmlc_mpi_no_memory, hpmlc_mpi_split, hpmlc_mpi_close,
     hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_unblock, hpmlc_mpi_abandon,
     hpmlc_mpi_announce_failure, hpmlc_mpi_announce_busy, hpmlc_mpi_stuck_at,
-    hpmlc_mpi_allreduce, NULL, NULL, hpmlc_mpi_is_concurrent, /* spins on any core; nodes tell where a network is */
+    hpmlc_mpi_allreduce, NULL, NULL, hpmlc_mpi_is_concurrent, /* messages between nodes take time */
     false, 0, 5e-6, 0.3e-9, NULL
 };
 
-/* Starts MPI for hpml_launch, unless the program has. Returns whether it did; *rank: of this process. */
+/* Starts MPI for hpml_launch, unless the program has started it: then false. *rank: of this process. */
 HPMLC_FN bool hpmlc_mpi_init(int *rank)
 {
     int on = 0, level;
     MPI_Initialized(&on);
     if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
-    if (!hpmlc_mpi_over()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* else hpml_comm_create reports that MPI is over */
+    if (!hpmlc_mpi_finalized()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* else hpml_comm_create reports the error */
     return !on;
 }
 
