@@ -50,9 +50,9 @@
 //     twin            a part with all ranks, which a background thread uses
 //     transport       the functions that move messages: THREADS, MPI, CLOCK or your own
 //     message         a send or a receive between two ranks, from its start until it is done
-//     tag             number that tells apart the messages between the same two ranks
+//     tag             number that a send and its receive have in common; other tags do not match
 //     peer            the other rank of a message
-//     link            latency and bandwidth of the way between two ranks; device link: moves arrays between devices
+//     link            latency and bandwidth between two ranks; device link: functions that move arrays between devices
 //     collective      an operation that all ranks of a communicator call, in the same order: allreduce, broadcast, ...
 //     round           one step of a collective: at most one send and one receive on each rank
 //     deadline        hpml_now() at which a wait gives up with an error; a busy rank extends those of its peers
@@ -309,7 +309,7 @@ typedef struct hpml_transport {
     /* Optional: connects this rank. c has its rank and size; hpml_comm_state(c) is desc->custom_user and may be
        replaced. After an error, which ends hpml_comm_create, close is not called. */
     hpml_status (*open)(hpml_comm *c, const hpml_comm_desc *desc);
-    /* Optional: this rank could not start, because of the error on ctx; tells the other ranks. */
+    /* Optional: this rank could not start, because of the error on ctx; notifies the other ranks. */
     void (*absent)(hpml_ctx *ctx, const hpml_comm_desc *desc);
     /* Required, collective over c: makes `part`, ranks[0] to ranks[count - 1] of c, a communicator whose messages never
        match those of c or of another part; sets its state. part NULL: this rank joins no part. `color` differs between
@@ -339,8 +339,8 @@ typedef struct hpml_transport {
     /* Optional: HPML_NATIVE. hpml_element and hpml_reduce as int; MEAN: the sum, which the caller divides. */
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int element, int reduce);
     bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer needs this core: hpml_wait does not spin */
-    bool (*has_delay)(const hpml_comm *c);   /* optional: messages take time that a computation can hide; NULL: those
-                                                between nodes do */
+    bool (*has_delay)(const hpml_comm *c);   /* optional: messages take time that a computation can hide; NULL:
+                                                messages between nodes do */
     bool (*is_concurrent)(const hpml_comm *c); /* optional: a part of c may be used by another thread at the same time;
                                                   false: background work is done at once. NULL: true */
     bool   one_process; /* all ranks share this machine's cores and memory, whatever their nodes; a receive is delivered
@@ -841,7 +841,7 @@ struct hpml_comm {
     hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
     uint64_t              key;      /* of this communicator, the same on all its ranks */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
-    hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
+    hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks on one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
@@ -1377,8 +1377,8 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t
    pointer; the receiver copies, or reduces, straight from the sender's array and marks the send done: one pass over the
    data and no buffer in between.
 
-   The world counts the threads that are awake. A thread that goes to sleep leaves the count; the thread that wakes it
-   adds it again before it goes on itself. So when the count is zero no thread can ever wake another: a deadlock, known
+   The world counts the threads that are awake. A thread that falls asleep subtracts itself; the thread that wakes it
+   adds it again before it continues. So when the count is zero no thread can ever wake another: a deadlock, known
    at once and exactly. */
 
 #ifndef HPML_NO_THREADS
@@ -1729,7 +1729,7 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     pthread_mutex_lock(&w->mutex);
     double start = now > *out ? now : *out;
     *out = start + busy;
-    if (*in > start) start = *in; /* it waits on its way, not in the sender's card */
+    if (*in > start) start = *in; /* it waits in the network, not in the sender's card */
     *in = start + busy;
     pthread_mutex_unlock(&w->mutex);
     return start + busy + link->latency;
@@ -2796,7 +2796,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     int    absent = hpmlc_mpi_await_final(x, failed ? 5 : limit);
     if (absent >= 0 && !failed)
         hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank "
-                   "alive? (hpml_comm_busy says that it is at work)", c->timeout, absent, (long long)c->step);
+                   "alive? (hpml_comm_busy extends the deadline of a rank that works)", c->timeout, absent, (long long)c->step);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
@@ -2946,7 +2946,8 @@ HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Connects this rank with the others; c NULL: tells them that this rank cannot start. Returns NULL after an error. */
+/* Connects this rank with the others; c NULL: notifies them that this rank cannot start. Returns NULL after an error.
+   */
 HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
 {
     hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
@@ -3030,7 +3031,7 @@ struct hpmlc_vthread {
     double         clock;    /* seconds; the timeline of the rank's context reads it, see hpml_trace_clock */
     const double  *replaced; /* the clock that the timeline read before; NULL: real time */
     hpml_rng       rng;      /* of its jitter */
-    int            rank;     /* of the world: the lower one goes first where clocks are equal */
+    int            rank;     /* of the world: the lower one runs first where clocks are equal */
     bool           runnable;
     pthread_cond_t turn;
     hpmlc_vthread *next;
@@ -3243,7 +3244,7 @@ HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
     hpmlc_vthread_free(hpmlc_world_of(c), own);
 }
 
-/* Virtual time goes on for the other threads; `until` does not count. */
+/* Virtual time passes for the other threads; `until`, a real time, does not count. */
 HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
 {
     hpmlc_set_awaited(c, -1);
@@ -3472,10 +3473,11 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
     int32_t   *all  = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)(3 * p), NULL);
     hpml_comm *part = NULL;
     if (!all) return NULL;
-    int32_t *ranks = all + 2 * p; /* behind color and key of each rank */
-    all[2 * c->rank] = color, all[2 * c->rank + 1] = key;
+    int32_t *ranks = all + 2 * p; /* after color and key of each rank */
+    all[2 * c->rank]     = color;
+    all[2 * c->rank + 1] = key;
     if (hpml_allgather(c, all, 2 * p, HPML_ELEMENT_I32) == HPML_OK) {
-        for (int i = 0; i < p; i++) { /* by insertion: communicators are split rarely */
+        for (int i = 0; i < p; i++) { /* sorted by insertion, because communicators are split rarely */
             int at = count;
             if (all[2 * i] != color) continue;
             for (; at > 0 && all[2 * ranks[at - 1] + 1] > all[2 * i + 1]; at--) ranks[at] = ranks[at - 1];
@@ -3494,7 +3496,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
     return c ? hpml_comm_split(c, c->node[c->rank], c->rank) : NULL;
 }
 
-typedef struct hpmlc_start {
+typedef struct hpmlc_start { /* of one rank */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
     hpml_ctx_desc           ctx;
@@ -3504,8 +3506,9 @@ typedef struct hpmlc_start {
     char                    error[768];
 } hpmlc_start;
 
-/* Errors of layers and files do not know of ranks. */
-HPMLC_FN void hpmlc_start_says(hpmlc_start *s, int rank, const char *text)
+/* Stores the text of a rank's error, which begins with the rank: errors of layers and files do not name it. rank -1:
+   the only rank. */
+HPMLC_FN void hpmlc_start_error(hpmlc_start *s, int rank, const char *text)
 {
     int n = rank < 0 || strncmp(text, "rank ", 5) == 0 ? 0 : snprintf(s->error, sizeof s->error, "rank %d: ", rank);
     snprintf(s->error + n, sizeof s->error - (size_t)n, "%s", text);
@@ -3520,14 +3523,17 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
         hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
     s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
-    if (comm) comm->close_error.text = s->error, comm->close_error.size = sizeof s->error;
+    if (comm) {
+        comm->close_error.text = s->error;
+        comm->close_error.size = sizeof s->error;
+    }
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
-    if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
+    if (s->status != HPML_OK && ctx) { /* on the context, too, which announces the error to the other ranks */
         if (hpml_ctx_status(ctx) == HPML_OK)
             hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
-        hpmlc_start_says(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
+        hpmlc_start_error(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
     }
-    if (!ctx) hpmlc_start_says(s, s->comm.rank, "no memory for a context");
+    if (!ctx) hpmlc_start_error(s, s->comm.rank, "no memory for a context");
     hpml_ctx_free(ctx);
     if (s->status == HPML_OK && s->error[0]) s->status = HPML_ERR_TIMEOUT;
     return NULL;
@@ -3548,7 +3554,7 @@ HPML_API int hpml_launched(int *rank)
     return 0;
 }
 
-/* A rank's part of this machine's cores. */
+/* Returns the number of cores of this machine for each of `ranks` ranks, at least 1. */
 HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 {
 #ifndef HPML_NO_THREADS
@@ -3559,22 +3565,24 @@ HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 #endif
 }
 
-/* desc.run, in words, to transport and ranks. */
+/* Sets transport and ranks from HPML_RUN or .run. False: it cannot be read. */
 HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 {
     static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind */
-    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: as if it were not there */
+    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: the same as not set */
     if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
     if (!d->run) return true;
-    size_t      length = strcspn(d->run, ":"), kind = 0;
-    char       *end = NULL;
-    long        ranks = d->run[length] ? strtol(d->run + length + 1, &end, 10) : 0;
-    while (kind < 5 && (strlen(kinds[kind]) != length || memcmp(d->run, kinds[kind], length) != 0)) kind++;
-    if (kind > 4 || (end && (kind == 3 || *end || ranks < 1 || ranks > 65536))) return false;
-    if (kind == 4) kind = hpml_launched(NULL) > 1;
-    if (ranks == 0 && kind == 3) ranks = 1;
-    if (ranks == 0 && kind != 1) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
-    d->transport = kind == 3 ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind, d->ranks = (int32_t)ranks;
+    enum { MPI = 1, SERIAL = 3, AUTO = 4, KINDS = 5 };
+    size_t length = strcspn(d->run, ":"), kind = 0;
+    char  *end    = NULL;
+    long   ranks  = d->run[length] ? strtol(d->run + length + 1, &end, 10) : 0;
+    while (kind < KINDS && (strlen(kinds[kind]) != length || memcmp(d->run, kinds[kind], length) != 0)) kind++;
+    if (kind == KINDS || (end && (kind == SERIAL || *end || ranks < 1 || ranks > 65536))) return false;
+    if (kind == AUTO) kind = hpml_launched(NULL) > 1;
+    if (ranks == 0 && kind == SERIAL) ranks = 1;
+    if (ranks == 0 && kind != MPI) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
+    d->transport = kind == SERIAL ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind;
+    d->ranks     = (int32_t)ranks;
     return true;
 }
 
@@ -3591,7 +3599,8 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
                         kind, ranks, processes, processes, kind, ranks);
 }
 
-/* The first failure by cause: a rank that only heard of another's comes second. */
+/* Returns the status of the rank that failed first, with its text: a rank that only reports another rank's failure
+   (HPML_ERR_PEER) did not. */
 HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
@@ -3612,12 +3621,12 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     hpmlc_start_main(s);
     if (started && s->status == HPML_OK) MPI_Finalize(); /* else other ranks may never call it; exit ends the job */
 #else
-    hpmlc_start_main(s); /* fails with a text that says how to build with MPI */
+    hpmlc_start_main(s); /* fails; the text gives the command that builds with MPI */
 #endif
     return hpmlc_first_cause(s, 1, to);
 }
 
-/* THREADS and CLOCK. */
+/* Runs the ranks of THREADS and CLOCK, each in a thread. */
 HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
 #ifndef HPML_NO_THREADS
@@ -3630,7 +3639,7 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
     for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
     hpml_status status = w && threads ? hpmlc_first_cause(s, ranks, to) : HPML_ERR_MEMORY;
-    if (status == HPML_OK && w->failed) /* a job in the background that nobody has waited for */
+    if (status == HPML_OK && w->failed) /* background work failed, and its job has not been waited for */
         status = hpmlc_refuse(to, HPML_ERR_COMM, "%s", w->text);
     hpml_world_free(w);
     free(threads);
@@ -3643,7 +3652,7 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 #endif
 }
 
-/* Parses desc.run; an error where its ranks or transport are out of range or not allowed (.alone). */
+/* Parses desc.run. An error where ranks or transport are out of range or not allowed (.alone). */
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
@@ -3674,10 +3683,17 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     hpmlc_start *s = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     if (!s) return HPML_ERR_MEMORY;
     for (int i = 0; i < ranks; i++) {
-        s[i].d = &d, s[i].fn = fn, s[i].user = user, s[i].ctx = d.ctx;
-        s[i].comm.transport = d.transport, s[i].comm.rank = i, s[i].comm.timeout = d.timeout, s[i].comm.check = d.check;
-        s[i].comm.ranks_per_node = d.network.ranks_per_node;
-        if (mpi) continue; /* its rank is not known yet */
+        hpml_comm_desc *c = &s[i].comm;
+        s[i].d            = &d;
+        s[i].fn           = fn;
+        s[i].user         = user;
+        s[i].ctx          = d.ctx;
+        c->transport      = d.transport;
+        c->rank           = i;
+        c->timeout        = d.timeout;
+        c->check          = d.check;
+        c->ranks_per_node = d.network.ranks_per_node;
+        if (mpi) continue; /* the rank is not known yet */
         if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
         if (d.place) d.place(&s[i].ctx, i, user);
     }
@@ -3690,19 +3706,25 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 // >>timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* How far this rank's clock is ahead of rank 0's: rank 0 answers with its time; the answer of the quickest exchange was
-   made in the middle of it, give or take half of what it took. */
-HPMLC_FN double hpmlc_clock_ahead(hpml_comm *c)
+/* Returns the seconds by which this rank's clock is ahead of rank 0's. Rank 0 answers each question with its time; the
+   answer of the quickest of 8 exchanges is taken as given in the middle of it, so the error is at most half its time.
+   */
+HPMLC_FN double hpmlc_clock_offset(hpml_comm *c)
 {
     double best = 1e300, ahead = 0, theirs = 0;
     for (int r = 1; r < c->size; r++)
         for (int i = 0; i < 8 && (c->rank == 0 || c->rank == r); i++) {
             double start = hpml_comm_now(c), end;
-            if (c->rank == 0) hpml_recv(c, r, 0, &theirs, sizeof theirs), theirs = hpml_comm_now(c);
+            if (c->rank == 0) {
+                hpml_recv(c, r, 0, &theirs, sizeof theirs);
+                theirs = hpml_comm_now(c);
+            }
             hpml_send(c, c->rank == 0 ? r : 0, 0, &theirs, sizeof theirs);
             if (c->rank > 0) hpml_recv(c, 0, 0, &theirs, sizeof theirs);
             end = hpml_comm_now(c);
-            if (c->rank > 0 && end - start < best) best = end - start, ahead = 0.5 * (start + end) - theirs;
+            if (c->rank == 0 || end - start >= best) continue;
+            best  = end - start;
+            ahead = 0.5 * (start + end) - theirs;
         }
     return ahead;
 }
@@ -3711,15 +3733,16 @@ HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *
 {
     HPMLC_DESC(hpml_trace_desc, d, desc);
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    double ahead = hpmlc_clock_ahead(c), origin = hpml_comm_now(c);
+    double ahead = hpmlc_clock_offset(c), origin = hpml_comm_now(c);
     if (hpml_broadcast(c, &origin, sizeof origin, 0) != HPML_OK) return hpml_ctx_status(c->ctx);
-    d.rank = c->rank, d.origin = origin + ahead;
-    if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which would mean now */
+    d.rank   = c->rank;
+    d.origin = origin + ahead;
+    if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which the desc takes for "now" */
     return hpml_trace_start(c->ctx, &d);
 }
 
-/* The whole of a file, with a zero behind it; NULL when it cannot be read. */
-HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
+/* Returns a whole file with a zero after it; NULL when it cannot be read. */
+HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 {
     FILE *f    = fopen(path, "rb");
     char *text = NULL;
@@ -3744,7 +3767,7 @@ HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
     return status;
 }
 
-/* Each rank writes its own file beside `path`; rank 0 strings the events together, with commas between. */
+/* Each rank writes a file of its own, PATH.rankN, and sends it to rank 0, which joins the lists of events in `path`. */
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 {
     char    own[1024];
@@ -3754,8 +3777,11 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
     hpmlc_background_drain(c);
     if (hpmlc_trace_begin(c) != HPML_OK) return hpml_ctx_status(c->ctx);
     snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
-    if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failed(c), hpml_ctx_status(c->ctx);
-    char *text = hpmlc_slurp(c->ctx, own, &size);
+    if (hpml_trace_save(c->ctx, own) != HPML_OK) {
+        hpmlc_failed(c);
+        return hpml_ctx_status(c->ctx);
+    }
+    char *text = hpmlc_read_file(c->ctx, own, &size);
     remove(own);
     if (!text || size < 5) return hpmlc_fail(c, HPML_ERR_READ, "trace \"%s\": cannot be read back", own);
     if (c->rank > 0) {
