@@ -83,7 +83,8 @@
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
 //     mpi-control   control messages: which rank failed, left, waits or is busy; waits for all ranks
-//     mpi-create   creating, splitting, closing over MPI; exit
+//     mpi-close   splitting, closing over MPI; exit
+//     mpi-create   connecting the ranks over MPI
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators; running a function on every rank
 //     timeline   one timeline for all ranks
@@ -2605,7 +2606,7 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>mpi-create   creating, splitting, closing over MPI; exit
+// >>mpi-close   splitting, closing over MPI; exit
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Duplicates `from`, collectively. After an error the memory of the new handle leaks, because MPI may still write to
@@ -2796,13 +2797,18 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     int    absent = hpmlc_mpi_await_final(x, failed ? 5 : limit);
     if (absent >= 0 && !failed)
         hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank "
-                   "alive? (hpml_comm_busy extends the deadline of a rank that works)", c->timeout, absent, (long long)c->step);
+                   "alive? (hpml_comm_busy extends the deadline of a rank that works)", c->timeout, absent,
+                   (long long)c->step);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
     x->kept = absent >= 0; /* because sends in flight read x */
     hpmlc_shared_release(x);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>mpi-create   connecting the ranks over MPI
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* Numbers the nodes by first appearance: ranks whose hosts have the same name share a node. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)

@@ -34,7 +34,7 @@ header() { # FILE LINES
         /^#undef/ { delete left[$2] } END { for (name in left) if (name !~ /^(HPML|hpml)/) print name }')"
 }
 header hpml.h 12500
-header hpml_comm.h 7000
+header hpml_comm.h 9000
 header hpml_cuda.cuh 6000
 check "lines of more than 120 columns" "$(wide $(find build.ninja examples tests -type f))"
 goals=$(sed -n 's/^default//p' build.ninja)
