@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Inside a rank's function. */
+/* For use in a rank's function: returns an error that names the line. */
 #define CHECK(condition)                                                                                               \
     do {                                                                                                               \
         if (!(condition)) return check_failed(c, __FILE__, __LINE__, #condition);                                      \
@@ -46,13 +46,13 @@ static uint64_t hash_of(const void *data, size_t bytes)
         word = 0;
         memcpy(&word, data, bytes < 8 ? bytes : 8);
         h    = (h ^ word) * 1099511628211u;
-        h   ^= h >> 32; /* else a word's last bits would be lost */
+        h   ^= h >> 32; /* mixes the high bits into the low ones */
         data = (const char *)data + 8;
     }
     return h;
 }
 
-/* True on all ranks when all have the same bits. */
+/* Returns true on all ranks when all have the same bits. */
 static bool same_bits(hpml_comm *c, const void *data, size_t bytes)
 {
     int64_t all[64] = { 0 }, p = hpml_comm_size(c);
@@ -111,8 +111,8 @@ static double whole_max(int p, int64_t i)
     return max;
 }
 
-/* One allreduce of whole numbers, which come out exact, and real ones in turn, within (p - 1) roundings. Each rank
-   looks at its block; all must have the same bits, which the hash tells. */
+/* Runs one allreduce of integers, which must be exact, alternating with real numbers, within (p - 1) roundings. Each
+   rank checks its block; all ranks must have the same bits, which the hash shows. */
 static hpml_status allreduce_hash(hpml_comm *c, hpml_algorithm a, int64_t n, uint64_t *hash)
 {
     int                 p = hpml_comm_size(c), rank = hpml_comm_rank(c);
@@ -218,7 +218,7 @@ static hpml_status others_case(hpml_comm *c, int64_t n)
     return HPML_OK;
 }
 
-/* What a rank has sent in an allreduce, and that it is what the algorithm's moves say. */
+/* Checks that a rank sends in an allreduce what the moves of the algorithm predict. */
 typedef struct traffic {
     hpml_algorithm algorithm;
     int            per_node;
@@ -232,14 +232,14 @@ static hpml_status count_one(hpml_comm *c, void *user)
     float              *x = (float *)calloc((size_t)t->n + 1, sizeof *x);
     hpml_allreduce_desc d;
     int                 rank = hpml_comm_rank(c), p = hpml_comm_size(c);
-    int64_t             to[16][2] = { { 0 } }; /* messages and bytes to each, from the moves */
+    int64_t             to[16][2] = { { 0 } }; /* predicted messages and bytes to each rank */
     memset(&d, 0, sizeof d);
     d.algorithm = t->algorithm;
     hpml_comm_counters_reset(c);
     hpml_allreduce(c, x, t->n, &d);
     free(x);
     hpml_comm_counters(c, &t->rank[rank]);
-    int64_t messages = 0, bytes = 0, rounds = 0, between = 0; /* the same from the moves */
+    int64_t messages = 0, bytes = 0, rounds = 0, between = 0; /* predicted */
     for (int k = 0;; k++) {
         hpml_move m;
         if (!hpml_allreduce_move(t->algorithm, p, t->per_node, rank, t->n, k, &m)) break;
@@ -277,7 +277,7 @@ static hpml_status messages_case(hpml_comm *c, uint32_t seed, size_t longest)
         for (size_t k = 0; k < size[i]; k++) data[i][k] = (unsigned char)(rank == from[i] ? k * 31 + (size_t)i : 0);
     }
     int first = strides[rank % 8], last = strides[(rank + 3) % 8];
-    for (int k = 0; k < COUNT; k++) { /* a message from a rank to itself is not of this test */
+    for (int k = 0; k < COUNT; k++) { /* messages from a rank to itself are left out */
         int i = k * first % COUNT;
         if (from[i] == to[i]) continue;
         if (rank == from[i]) hpml_isend(c, to[i], i, data[i], size[i], &m[i]);
@@ -294,7 +294,7 @@ static hpml_status messages_case(hpml_comm *c, uint32_t seed, size_t longest)
     return HPML_OK;
 }
 
-/* The same tag: in the order sent, whatever is waited for first. */
+/* Messages of one tag arrive in the order sent, in whatever order they are waited for. */
 static hpml_status order_case(hpml_comm *c, size_t bytes)
 {
     int           p = hpml_comm_size(c), rank = hpml_comm_rank(c), next = (rank + 1) % p, before = (rank + p - 1) % p;
@@ -318,7 +318,7 @@ static hpml_status order_case(hpml_comm *c, size_t bytes)
     return HPML_OK;
 }
 
-/* Split in two by colour, in reversed order, and one with nobody for odd ranks. */
+/* Splits in two by color, in reversed order; then odd ranks join no part. */
 static hpml_status split_case(hpml_comm *c)
 {
     int        p = hpml_comm_size(c), rank = hpml_comm_rank(c);
@@ -386,19 +386,19 @@ static hpml_status jobs_case(hpml_comm *c, int rounds)
     return HPML_OK;
 }
 
-/* Every rank finishes the tensors in an order of its own, each time another; half of the ranks compute between them,
-   and a job of another kind follows. The number of sums is what the size of a fused one says. */
+/* Every rank finishes the tensors in its own order, which changes each time; half of the ranks compute in between, and
+   a job of another kind follows. The number of sums must follow from fuse_bytes. */
 static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
 {
     enum { TENSORS = 7, EACH = 48, ALL = TENSORS * EACH, BYTES = 400, SUMS = (ALL * 4 + BYTES - 1) / BYTES };
     int                p = hpml_comm_size(c), rank = hpml_comm_rank(c);
-    float              x[TENSORS][EACH + 3], extra = 0; /* not side by side */
+    float              x[TENSORS][EACH + 3], extra = 0; /* not contiguous in memory */
     hpml_gradient      g[TENSORS];
     hpml_exchange_desc d;
     hpml_rng           r = { .seed = 5, .stream = (uint64_t)rank };
     memset(&d, 0, sizeof d);
     for (int i = 0; i < TENSORS; i++) g[i] = (hpml_gradient){ "t", x[i], 1, EACH };
-    if (onebit) g[3].rows = 2, g[3].cols = EACH / 2; /* is packed, and goes last */
+    if (onebit) g[3].rows = 2, g[3].cols = EACH / 2; /* is packed, and exchanged last */
     if (onebit) d.codec.kind = HPML_CODEC_ONEBIT, d.codec.min_elements = 1;
     d.count = TENSORS, d.tensors = g, d.fuse_bytes = BYTES;
     hpml_exchange *e = hpml_exchange_create(c, &d);
@@ -474,8 +474,8 @@ static hpml_status huge(hpml_comm *c, void *user)
 }
 #endif
 
-/* A rank that is late: as long as others have not failed in waiting for it, which they count in `ended` where they can
-   see it, else for some seconds. */
+/* Makes this rank late: until the other ranks have failed in waiting for it, which they count in `ended` (threads),
+   else for some seconds. */
 static void outlast(hpml_comm *c, const int *ended, double seconds)
 {
     double end = hpml_now() + (ended ? 20 : seconds);
@@ -489,8 +489,8 @@ static hpml_status has_ended(int *ended, hpml_status status)
     return status;
 }
 
-/* Rank 1 finishes one tensor of two, and then leaves, or the other is late: until `ended`, where not NULL, says that
-   all others have failed, else for a second. */
+/* Rank 1 finishes one tensor of two, then leaves, or is late with the other: until `ended`, where not NULL, shows that
+   all other ranks have failed, else for a second. */
 /* Rank r waits for rank r + 1, the first rank longest; the last one hangs. */
 static hpml_status chain_hangs(hpml_comm *c, int *ended)
 {
@@ -502,7 +502,7 @@ static hpml_status chain_hangs(hpml_comm *c, int *ended)
     return has_ended(ended, rank == last ? hpml_barrier(c) : hpml_recv(c, rank + 1, 0, &x, 1));
 }
 
-/* The last rank works for four deadlines of 0.3 s, and says so or hangs then; the others wait for one another. */
+/* The last rank works for four deadlines of 0.3 s, and announces it or hangs then; the others wait for one another. */
 static hpml_status works_long(hpml_comm *c, bool hangs, int *ended)
 {
     bool last = hpml_comm_rank(c) == hpml_comm_size(c) - 1;
@@ -515,7 +515,7 @@ static hpml_status works_long(hpml_comm *c, bool hangs, int *ended)
     return has_ended(ended, hpml_barrier(c));
 }
 
-/* The same for two deadlines, while a job of the last rank waits for the others, which begin theirs when it comes. */
+/* The same for two deadlines, while a job of the last rank waits for jobs that the other ranks begin after that. */
 static hpml_status works_beside_a_job(hpml_comm *c)
 {
     int   p = hpml_comm_size(c), last = p - 1;
@@ -533,7 +533,7 @@ static hpml_status works_beside_a_job(hpml_comm *c)
     return hpml_job_wait(job);
 }
 
-/* It comes back as long after its last call as it has said, though it had said so shortly before. */
+/* hpml_comm_busy holds from its last call on, although another call came shortly before. */
 static hpml_status works_to_the_end(hpml_comm *c)
 {
     char x = 0;
@@ -563,7 +563,7 @@ static hpml_status unready(hpml_comm *c, bool leave, int *ended)
     return has_ended(ended, status);
 }
 
-/* Ranks that do not do as the others. */
+/* Ranks that pass other arguments than the others. */
 static hpml_status sum_of_four(hpml_comm *c)
 {
     float x[4] = { 1, 1, 1, 1 };
