@@ -278,14 +278,15 @@ typedef union hpml_message_state {
    (MPI: after an error, an array that was being sent must stay until the process ends.) */
 typedef struct hpml_message {
     int                  peer, tag;    /* rank in the communicator; 0 to HPML_TAG_MAX, or a collective's above that */
-    bool                 receiving, done;
+    bool                 receiving;
+    bool                 done;         /* another thread that sets it does so with release order, as its last access */
     hpml_status          status;       /* valid when done */
     char                *data;
     size_t               bytes;
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
     double               arrival;      /* seconds of hpml_comm_now at which a message in flight arrives; 0: not known */
     hpml_message_state   state;        /* the transport's */
-    struct hpml_comm    *owner;        /* where it was begun */
+    struct hpml_comm    *owner;        /* communicator on which it was begun */
     struct hpml_message *next;         /* private: a receive that was begun before this one and is not yet done */
 } hpml_message;
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m);
@@ -308,9 +309,9 @@ typedef struct hpml_transport {
     /* Optional, first function called: sets desc->rank and desc->ranks where the caller does not know them. */
     hpml_status (*locate)(hpml_ctx *ctx, hpml_comm_desc *desc);
     /* Optional: connects this rank. c has its rank and size; hpml_comm_state(c) is desc->custom_user and may be
-       replaced. After an error, which ends hpml_comm_create, close is not called. */
+       replaced. After an error, of which open has notified the other ranks, close is not called. */
     hpml_status (*open)(hpml_comm *c, const hpml_comm_desc *desc);
-    /* Optional: this rank could not start, because of the error on ctx; notifies the other ranks. */
+    /* Optional, called instead of open where there is no memory for the communicator: notifies the other ranks. */
     void (*absent)(hpml_ctx *ctx, const hpml_comm_desc *desc);
     /* Required, collective over c: makes `part`, ranks[0] to ranks[count - 1] of c, a communicator whose messages never
        match those of c or of another part; sets its state. part NULL: this rank joins no part. `color` differs between
@@ -322,8 +323,9 @@ typedef struct hpml_transport {
     /* Required: begins m without waiting. A send matches a receive of the same communicator, tag and pair of ranks; the
        first send matches the first receive. A send may be done at once, if the transport has copied its array. */
     void (*start)(hpml_comm *c, hpml_message *m);
-    /* Required: advances m without waiting. Sets m->done, last, when m is complete. A receive is completed by
-       hpml_message_deliver. Called for the oldest matching receive first. */
+    /* Required: advances m without waiting. Sets m->done when m is complete; a receive is completed by
+       hpml_message_deliver. May set m->arrival of a receive, during which hpml_wait sleeps. Of several receives with
+       equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
     /* Optional: sleeps until m may have advanced, at most until hpml_now() is `until`. NULL: sleeps for 30 us. */
     void (*block)(hpml_comm *c, hpml_message *m, double until);
