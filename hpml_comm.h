@@ -1306,9 +1306,9 @@ HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
     uint32_t count = c->arrows[peer][receives]++;
     if (!c->in_collective || !hpml_trace_on(c->trace)) return;
     HPMLC_ZERO(hpml_trace_event, e);
-    int      me = c->origin[c->rank], other = c->origin[peer];
-    uint64_t ends = (uint64_t)(receives ? other : me) << 32 | (uint64_t)(receives ? me : other);
-    uint64_t id   = ((c->key * 0x9e3779b97f4a7c15u + ends) * 0x9e3779b97f4a7c15u + count) * 0x9e3779b97f4a7c15u;
+    const int from = c->origin[receives ? peer : c->rank], to = c->origin[receives ? c->rank : peer];
+    uint64_t  ends = (uint64_t)from << 32 | (uint64_t)to;
+    uint64_t  id   = ((c->key * 0x9e3779b97f4a7c15u + ends) * 0x9e3779b97f4a7c15u + count) * 0x9e3779b97f4a7c15u;
     e.kind   = receives ? HPML_TRACE_RECEIVE : HPML_TRACE_SEND;
     e.lane   = HPML_LANE_COMM;
     e.name   = "message";
@@ -3334,7 +3334,7 @@ static const hpml_transport hpmlc_self = {
 };
 #endif
 
-/* Returns the table of desc->transport; NULL after an error. */
+/* Returns the built-in table of d->transport; NULL after an error. */
 HPMLC_FN const hpml_transport *hpmlc_transport_find(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     switch (d->transport) {
@@ -3357,10 +3357,9 @@ HPMLC_FN const hpml_transport *hpmlc_transport_find(hpml_ctx *ctx, const hpml_co
     return NULL;
 }
 
-/* Checks a transport of the user's and the desc that comes with it. */
-HPMLC_FN bool hpmlc_custom_good(hpml_ctx *ctx, const hpml_comm_desc *d)
+/* Returns whether a user's transport has all required functions. */
+HPMLC_FN bool hpmlc_custom_good(hpml_ctx *ctx, const hpml_transport *t)
 {
-    const hpml_transport *t = d->custom;
     const char *missing = NULL;
     if (!t->abandon) missing = "abandon";
     if (!t->test) missing = "test";
@@ -3373,16 +3372,16 @@ HPMLC_FN bool hpmlc_custom_good(hpml_ctx *ctx, const hpml_comm_desc *d)
     else if (t->schedule)
         hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\" has a .schedule, which is private; leave it NULL",
                       t->name);
-    return hpml_ctx_status(ctx) == HPML_OK;
+    return !missing && !t->schedule;
 }
 
 /* Allocates a communicator and connects it by the transport t. */
 HPMLC_FN hpml_comm *hpmlc_comm_open(hpml_ctx *ctx, const hpml_transport *t, hpml_comm_desc *d)
 {
     if (t->locate && t->locate(ctx, d) != HPML_OK) return NULL;
-    if (d->ranks < 1 || d->ranks > 65536 || d->rank < 0 || d->rank >= d->ranks || d->ranks_per_node < 0) {
-        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\": rank %d of %d, %d ranks per node; 1 to 65536 "
-                      "ranks, numbered from 0, were expected", t->name, d->rank, d->ranks, d->ranks_per_node);
+    if (d->custom && (d->rank < 0 || d->rank >= d->ranks || d->ranks_per_node < 0)) {
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\": rank %d of %d, %d ranks per node; .ranks above 0 "
+                      "and .rank from 0 to .ranks - 1 were expected", t->name, d->rank, d->ranks, d->ranks_per_node);
         return NULL;
     }
     hpml_comm *c = hpmlc_comm_new(ctx, t, d->rank, d->ranks);
@@ -3410,7 +3409,7 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
     hpml_comm_desc        d = *desc;
     const hpml_transport *t = d.custom;
     if (!t) t = hpmlc_transport_find(ctx, &d);
-    else if (!hpmlc_custom_good(ctx, &d)) return NULL;
+    else if (!hpmlc_custom_good(ctx, t)) return NULL;
     if (!t && d.world) hpmlc_world_absent(d.world, d.rank, hpml_ctx_error(ctx));
     hpml_comm *c = t ? hpmlc_comm_open(ctx, t, &d) : NULL;
     if (!c || hpml_ctx_status(ctx) != HPML_OK) return NULL;
