@@ -3380,8 +3380,8 @@ HPMLC_FN hpml_comm *hpmlc_comm_open(hpml_ctx *ctx, const hpml_transport *t, hpml
 {
     if (t->locate && t->locate(ctx, d) != HPML_OK) return NULL;
     if (d->custom && (d->rank < 0 || d->rank >= d->ranks || d->ranks_per_node < 0)) {
-        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\": rank %d of %d, %d ranks per node; .ranks above 0 "
-                      "and .rank from 0 to .ranks - 1 were expected", t->name, d->rank, d->ranks, d->ranks_per_node);
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\": rank %d of %d, %d ranks per node; .ranks above "
+                      "0 and .rank from 0 to .ranks - 1 were expected", t->name, d->rank, d->ranks, d->ranks_per_node);
         return NULL;
     }
     hpml_comm *c = hpmlc_comm_new(ctx, t, d->rank, d->ranks);
