@@ -10191,8 +10191,8 @@ HPMLI_PLAIN_END
 // >>passes   the header includes itself, once for each instruction set; which set runs
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* In a pass HPMLI_ISA is defined, and of this file only the rest of PART VII is compiled. If you rename the file, define
-   HPML_SELF as its new name. */
+/* In a pass HPMLI_ISA is defined, and of this file only the rest of PART VII is compiled. If you rename the file,
+   define HPML_SELF as its new name. */
 #ifndef HPML_SELF
 #define HPML_SELF "hpml.h"
 #endif
