@@ -7725,9 +7725,9 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 // >>files   reading files, writing files that appear whole
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* No file is trusted. What a reader copies is read and not mapped, because a mapped file that another program cuts
-   short kills this process (SIGBUS). A file that is written goes to a temporary name in the same folder, is synced,
-   renamed, and the folder is synced: at any moment the name holds the old content or the new one. */
+/* Files are untrusted input. Readers that copy data use read(), not mmap(), because a mapped file that another program
+   truncates kills this process (SIGBUS). A writer writes to a temporary name in the same folder, syncs the file,
+   renames it and syncs the folder: at any moment the final name holds the old content or the new content. */
 
 #if HPMLI_POSIX
 #if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these */
@@ -7736,14 +7736,14 @@ FILE   *fdopen(int fd, const char *mode);
 int     fileno(FILE *f);
 int     fsync(int fd);
 int     ftruncate(int fd, off_t size);
-ssize_t readlink(const char *path, char *target, size_t room);
+ssize_t readlink(const char *path, char *target, size_t size);
 #endif
 #if defined(O_NOFOLLOW)
 #define HPMLI_NOFOLLOW O_NOFOLLOW
 #elif defined(__O_NOFOLLOW) /* glibc's under -std=c99 */
 #define HPMLI_NOFOLLOW __O_NOFOLLOW
 #else
-#define HPMLI_NOFOLLOW O_EXCL /* refuses links too, and any file that is already there */
+#define HPMLI_NOFOLLOW O_EXCL /* refuses links, but any other existing file as well */
 #endif
 #endif
 
@@ -7751,7 +7751,7 @@ typedef struct hpmli_file {
     hpml_ctx            *ctx;
     const char          *path;
     FILE                *in;    /* NULL: closed */
-    const unsigned char *bytes; /* (size), once the file is mapped or read as a whole */
+    const unsigned char *bytes; /* (size) the content, if the file was mapped or read as a whole; else NULL */
     size_t               size;  /* of the file, in bytes */
     bool                 mapped;
 #ifdef HPML_USE_ZLIB
@@ -7776,10 +7776,10 @@ HPMLI_FN void hpmli_file_close(hpmli_file *f)
     f->bytes = NULL;
 }
 
-/* Destructor of objects that begin with a file. */
-HPMLI_FN void hpmli_file_drop(void *object) { hpmli_file_close((hpmli_file *)object); }
+/* The destructor of context-owned objects whose first member is a hpmli_file. */
+HPMLI_FN void hpmli_file_destroy(void *object) { hpmli_file_close((hpmli_file *)object); }
 
-/* Opens a regular file that is not empty; pipes, devices and folders are refused without waiting for them. */
+/* Opens a regular file that is not empty. Pipes, devices and folders are refused, without blocking on them. */
 HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
     memset(f, 0, sizeof *f);
@@ -7811,7 +7811,8 @@ HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
     return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
 }
 
-/* Reads the next bytes, unpacked where they are gzipped; returns how many: fewer than asked for at the end. */
+/* Reads the next `size` bytes and returns the number read, which is smaller at the end of the file. Gzipped files are
+   decompressed; their size then counts decompressed bytes. */
 HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
 {
     size_t got = 0;
@@ -7825,14 +7826,14 @@ HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
     return got;
 }
 
-/* Reads the next `size` bytes; with fewer there is an error. */
+/* Reads exactly `size` bytes; fails if the file ends before. */
 HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size)
 {
     return hpmli_file_next(f, to, size) == size ||
            hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
 }
 
-/* Opens a file and reads all of it, or maps it: then it must not become shorter while it is open. */
+/* Opens a file and reads all of it into memory, or maps it; a mapped file must not be truncated while it is open. */
 HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
 {
     if (!hpmli_file_open(ctx, f, path)) return false;
@@ -7859,16 +7860,17 @@ HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, b
 typedef struct hpmli_writer {
     hpml_ctx *ctx;
     FILE     *f;
-    char     *path, *temporary; /* path: what the caller's name leads to */
-    uint64_t  size, synced;     /* bytes written, and those of them that are on the disk */
+    char     *path, *temporary; /* the final name, with symbolic links resolved; the name while writing */
+    uint64_t  size, synced;     /* bytes written; bytes written at the last sync */
     int       error;            /* errno of the first failure; 0: none */
-    int       fd;               /* POSIX: the temporary file; holds its lock until the file has its name; -1: none */
-    bool      direct;           /* into a device or a pipe: no temporary file */
+    int       fd;               /* POSIX: the temporary file, locked until it is renamed; -1: none */
+    bool      direct;           /* the target is a device or a pipe: no temporary file, no rename */
 } hpmli_writer;
 
 #if HPMLI_POSIX
-/* Follows the symbolic links that end a path, so that a save replaces the file and not a link to it. */
-HPMLI_FN bool hpmli_follow(char *path, size_t room)
+/* Replaces a path that names a symbolic link by the link's target, so that a save replaces the file and not the link.
+   `size`: bytes that `path` can hold. False: too many links, or too long a path. */
+HPMLI_FN bool hpmli_resolve_links(char *path, size_t size)
 {
     char target[4096];
     for (int links = 0; links < 40; links++) {
@@ -7876,7 +7878,7 @@ HPMLI_FN bool hpmli_follow(char *path, size_t room)
         if (n < 0) return true; /* no link */
         char  *name = strrchr(path, '/');
         size_t kept = name && target[0] != '/' ? (size_t)(name + 1 - path) : 0;
-        if (kept + (size_t)n >= room) break;
+        if (kept + (size_t)n >= size) break;
         memcpy(path + kept, target, (size_t)n);
         path[kept + (size_t)n] = 0;
     }
@@ -7884,9 +7886,9 @@ HPMLI_FN bool hpmli_follow(char *path, size_t room)
     return false;
 }
 
-/* Whether the file open as w->fd may be overwritten: locked, owned by this user, no link, still under its temporary
-   name. */
-HPMLI_FN bool hpmli_temporary_ours(const hpmli_writer *w)
+/* True if the existing temporary file open as w->fd may be overwritten: this process could lock it, this user owns it,
+   it has no second link, and the temporary name still refers to it. */
+HPMLI_FN bool hpmli_temporary_is_ours(const hpmli_writer *w)
 {
     struct stat mine, there;
     if (flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || stat(w->temporary, &there) != 0)
@@ -7895,8 +7897,8 @@ HPMLI_FN bool hpmli_temporary_ours(const hpmli_writer *w)
            mine.st_dev == there.st_dev;
 }
 
-/* Empties the temporary file, gives it the mode of the file that it will replace (NULL: there is none), and opens a
-   stream on it. */
+/* Truncates the temporary file, gives it the permissions of the file that it will replace (`old`, NULL: a new file),
+   and opens the stream w->f on it. */
 HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
 {
     struct stat mine;
@@ -7913,60 +7915,63 @@ HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
     return false;
 }
 
-/* Opens "path.tmp", so that a save reuses what a killed one has left there. Where another writer has it, or it is a
-   link, or not ours, or there are no locks, a numbered name is made that nothing else has. */
-HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t room)
+/* Opens "path.tmp", so that a save overwrites the temporary file of an earlier save that was killed. If that name is
+   locked by another writer, a link, owned by another user, or cannot be locked, a new numbered name is created instead.
+   `size`: bytes that w->temporary can hold. */
+HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t size)
 {
     struct stat old;
     bool        exists = stat(w->path, &old) == 0;
     for (int n = 0; n < 100; n++) {
-        if (n == 0) snprintf(w->temporary, room, "%s.tmp", w->path);
-        else snprintf(w->temporary, room, "%s.tmp%ld-%d", w->path, (long)getpid(), n);
+        if (n == 0) snprintf(w->temporary, size, "%s.tmp", w->path);
+        else snprintf(w->temporary, size, "%s.tmp%ld-%d", w->path, (long)getpid(), n);
         int flags = O_RDWR | O_CREAT | O_NONBLOCK | HPMLI_NOFOLLOW;
         w->fd = open(w->temporary, n == 0 ? flags : flags | O_EXCL, exists ? 0600 : 0666);
         if (w->fd < 0 && n > 0 && errno != EEXIST) break;
         if (w->fd < 0) continue;
-        if (n > 0 || hpmli_temporary_ours(w)) return hpmli_temporary_take(w, exists ? &old : NULL);
+        if (n > 0 || hpmli_temporary_is_ours(w)) return hpmli_temporary_take(w, exists ? &old : NULL);
         close(w->fd);
     }
     w->error = errno;
     return false;
 }
 
-/* Syncs the folder, so that a crash of the machine does not take the new name away. */
+/* Syncs the folder of the renamed file, because otherwise the rename could be lost in a crash of the machine. */
 HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
 {
-    char *folder = w->temporary, *end = strrchr(folder, '/'); /* unused now, because the file has been renamed */
+    char *folder = w->temporary, *end = strrchr(folder, '/'); /* this name is free now: the file has been renamed */
     if (end) end[end == folder] = 0;
     else strcpy(folder, ".");
     int fd = open(folder, O_RDONLY);
-    if (fd < 0) w->error = errno == EACCES ? 0 : errno; /* a folder that may be written to but not read */
+    if (fd < 0) w->error = errno == EACCES ? 0 : errno; /* EACCES: a folder that may be written but not read */
     else if (fsync(fd) != 0 && errno != EINVAL) w->error = errno; /* EINVAL: a file system that cannot sync folders */
     if (fd >= 0) close(fd);
     return w->error == 0;
 }
 #endif
 
-/* seeks: the start of the file is written last, which a pipe does not allow. */
+/* Opens a file for writing; it appears under its name in hpmli_writer_close. seeks: the caller will rewrite the start
+   of the file at the end, which pipes and devices do not allow. */
 HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path, bool seeks)
 {
-    size_t room = 4096 + 48; /* bytes: the longest path that systems accept, and a number */
+    size_t name_size = 4096 + 48; /* bytes: the longest path of any system, and a suffix */
     memset(w, 0, sizeof *w);
-    w->ctx = ctx, w->fd = -1;
+    w->ctx = ctx;
+    w->fd  = -1;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
     if (strlen(path) >= 4096)
         return hpmli_false(ctx, HPML_ERR_WRITE, "\"%.64s...\": cannot write: %s", path, strerror(ENAMETOOLONG));
-    w->temporary = (char *)hpmli_alloc(ctx, 2 * room); /* and the path behind it */
+    w->temporary = (char *)hpmli_alloc(ctx, 2 * name_size); /* one block for both names */
     if (!w->temporary) return false;
-    w->path = strcpy(w->temporary + room, path);
+    w->path = strcpy(w->temporary + name_size, path);
 #if HPMLI_POSIX
     struct stat there;
     w->direct = stat(path, &there) == 0 && !S_ISREG(there.st_mode);
     if (w->direct && seeks) w->error = ESPIPE;
     else if (w->direct) w->f = fopen(path, "wb");
-    else if (hpmli_follow(w->path, 4096)) hpmli_temporary_open(w, room);
+    else if (hpmli_resolve_links(w->path, 4096)) hpmli_temporary_open(w, name_size);
 #else
-    snprintf(w->temporary, room, "%s.tmp", w->path);
+    snprintf(w->temporary, name_size, "%s.tmp", w->path);
     w->f = fopen(w->temporary, "wb");
 #endif
     if (w->f) return true;
@@ -7977,20 +7982,21 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     return false;
 }
 
+/* Appends bytes. Errors are kept in the writer; hpmli_writer_close reports the first. */
 HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
 {
     if (size > 0 && !w->error && fwrite(bytes, 1, size, w->f) != size) w->error = errno ? errno : EIO;
     w->size += size;
 }
 
-/* Rewinds: the next writes replace the start of the file. */
+/* Seeks to the start of the file: the next writes replace its first bytes. */
 HPMLI_FN void hpmli_write_start(hpmli_writer *w)
 {
     if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
 }
 
-/* Writes large data. A progress callback is called each time that 64 MB more are on the disk, so that the sync at the
-   end is short. */
+/* Appends large data. With a progress callback, the file is synced after each 64 MB and the callback is called, so that
+   the last sync is short and the callback's count of bytes is true. */
 HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
 {
     const size_t         piece    = (size_t)64 << 20;
@@ -8007,38 +8013,44 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
     }
 }
 
-/* The file appears now, or an error says why not; with `keep` false nothing appears. */
+/* Closes the writer. keep: the file appears under its final name, or the call fails with an error; without keep the
+   temporary file is removed and the call cannot fail. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
-    bool here = false; /* the file is under its final name */
+    bool renamed = false; /* the file is under its final name */
 #if HPMLI_POSIX
-    if (good && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
+    if (good && !w->direct) good = fsync(w->fd) == 0; /* the data must be on the disk before the rename */
 #endif
     if (!good && !w->error) w->error = errno ? errno : EIO;
-    if (fclose(w->f) != 0 && good) good = false, w->error = errno;
+    if (fclose(w->f) != 0 && good) {
+        good     = false;
+        w->error = errno;
+    }
     w->f = NULL;
-    if (good && !w->direct) good = here = rename(w->temporary, w->path) == 0;
+    if (good && !w->direct) good = renamed = rename(w->temporary, w->path) == 0;
     if (!good && !w->error) w->error = errno;
-    if (!here && !w->direct) remove(w->temporary);
+    if (!renamed && !w->direct) remove(w->temporary);
 #if HPMLI_POSIX
-    if (here) good = hpmli_folder_sync(w);
+    if (renamed) good = hpmli_folder_sync(w);
     if (w->fd >= 0) close(w->fd);
 #endif
     if (keep && !good)
-        hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot %s: %s", w->path, here ? "sync its folder" : "write",
+        hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot %s: %s", w->path, renamed ? "sync its folder" : "write",
                    strerror(w->error));
     hpmli_free(w->ctx, w->temporary);
     return good || !keep ? HPML_OK : HPML_ERR_WRITE;
 }
 
-HPMLI_FN uint64_t hpmli_little(const unsigned char *p, int bytes)
+/* Reads a little-endian integer of 1 to 8 bytes. */
+HPMLI_FN uint64_t hpmli_read_little(const unsigned char *p, int bytes)
 {
     uint64_t x = 0;
     for (int i = bytes - 1; i >= 0; i--) x = x << 8 | p[i];
     return x;
 }
 
+/* Appends a little-endian integer of 1 to 8 bytes. */
 HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
 {
     unsigned char p[8];
@@ -8050,10 +8062,10 @@ HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
 // >>json   UTF-8, decimal numbers, JSON
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Bytes of the UTF-8 character that a text begins with, 1 to 4; 0: it begins with none. */
+/* Returns the length in bytes (1 to 4) of the UTF-8 character at the start of a text, 0 if there is no valid one. */
 HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
 {
-    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length; a longer form than needed is none */
+    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length: overlong forms are invalid */
     const unsigned char  *p = (const unsigned char *)text;
     size_t                n = 2;
     if (size > 0 && p[0] < 0x80) return 1;
@@ -8070,7 +8082,7 @@ HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
     return good ? n : 0;
 }
 
-/* Whether all of a text is UTF-8. */
+/* True if all of a text is valid UTF-8. */
 HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
 {
     for (size_t n; size > 0; text += n, size -= n)
@@ -8078,21 +8090,21 @@ HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
     return true;
 }
 
-#define HPMLI_F32_END 3.4028235677973366e38 /* from here on numbers round to an infinite f32 */
+#define HPMLI_F32_END 3.4028235677973366e38 /* the smallest double that rounds to an infinite f32 */
 
-/* big = by big + add, in 32-bit words, the lowest first. */
-HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t by, uint32_t add)
+/* big = factor big + add; big: an integer of 32-bit words, the lowest first. */
+HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t factor, uint32_t add)
 {
     uint64_t carry = add;
     for (int i = 0; i < words; i++) {
-        carry += (uint64_t)big[i] * by;
+        carry += (uint64_t)big[i] * factor;
         big[i] = (uint32_t)carry;
         carry >>= 32;
     }
 }
 
-/* Sign of digits 10^exponent - x, exactly: both become whole numbers. Digits after the 200th only tell whether there is
-   more, because the middle of two floats has no more than 113 of them. */
+/* Returns the sign of digits 10^exponent - x, computed exactly with big integers. Digits after the 200th only matter by
+   being zero or not, because the middle of two neighbouring floats has at most 113 significant digits. */
 HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
 {
     enum { WORDS = 64 };
@@ -8107,7 +8119,8 @@ HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t expon
         else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
         digits += digits > 0 || *p != '0';
     }
-    big[1][0] = (uint32_t)mantissa, big[1][1] = (uint32_t)(mantissa >> 32);
+    big[1][0] = (uint32_t)mantissa;
+    big[1][1] = (uint32_t)(mantissa >> 32);
     for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
     for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
     for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
@@ -8117,7 +8130,7 @@ HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t expon
     return more;
 }
 
-/* w 10^exponent, wrong by less than 2^-50 of it in what f32 holds. */
+/* Returns w 10^exponent with a relative error below 2^-50 within the range of f32. */
 HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
 {
     static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
@@ -8132,22 +8145,28 @@ HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
     return d;
 }
 
-/* A decimal number, whatever the locale; *out as f32 is the float that is nearest to it, infinite beyond all of them.
-   Returns the end, or NULL when there is none. */
+/* Parses a decimal number, independently of the locale. *out rounds to the f32 nearest to the number (infinity beyond
+   the largest). Returns the position after the number, or NULL if there is none. */
 HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
 {
     const double slack = 1.0 / ((int64_t)1 << 50);
     uint64_t     w = 0; /* the first 19 digits */
-    int64_t      exponent = 0, given = 0, behind = 0;
+    int64_t      exponent = 0, given = 0, decimals = 0; /* of w; after the e; digits after the point */
     int          digits = 0;
     bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
     if (p < end && (*p == '-' || *p == '+')) p++;
     const char *start = p;
     for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
         if (*p == '.') { point = true; continue; }
-        any = true, behind += point;
-        if (digits < 19) w = 10 * w + (uint64_t)(*p - '0'), exponent -= point;
-        else exponent += !point, cut = cut || *p != '0';
+        any = true;
+        decimals += point;
+        if (digits < 19) {
+            w = 10 * w + (uint64_t)(*p - '0');
+            exponent -= point;
+        } else {
+            exponent += !point;
+            cut = cut || *p != '0';
+        }
         digits += digits > 0 || *p != '0';
     }
     if (!any) return NULL;
@@ -8163,9 +8182,9 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     double d = hpmli_decimal_near(w, exponent + given);
     bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
     float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
-    if (least < most) { /* near the middle of two floats */
+    if (least < most) { /* too near to the middle of two floats to know which one is nearest: compare exactly */
         double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
-        int    side   = hpmli_decimal_compare(start, stop, given - behind, middle);
+        int    side   = hpmli_decimal_compare(start, stop, given - decimals, middle);
         d = side < 0 ? (double)least : middle;
         if (side > 0) d = (double)most;
     }
@@ -8173,15 +8192,17 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     return p;
 }
 
-/* JSON, in memory of our own, in which strings are unescaped in place. Strict as safetensors' own reader is, but for a
-   tuple of Python, (2, 3,), which is read as well, and for strings with a NUL, which C cannot hold. */
+/* A JSON reader for a private, writable copy of the text, in which strings are unescaped in place. It accepts and
+   refuses the same texts as safetensors' own reader, with two exceptions: Python tuples, (2, 3,), are accepted for .npy
+   headers, and strings that contain a NUL are refused, because C strings cannot hold one. */
 
 typedef struct hpmli_json {
-    char *p, *end;
-    bool  bad;
+    char *p, *end; /* the next character; the end of the text */
+    bool  bad;     /* a syntax error was found; every later call does nothing */
 } hpmli_json;
 
-HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next */
+/* Skips blanks, then consumes c if it is the next character; returns whether it was. */
+HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c)
 {
     while (j->p < j->end && (*j->p == ' ' || *j->p == '\n' || *j->p == '\t' || *j->p == '\r')) j->p++;
     if (j->p >= j->end || *j->p != c) return false;
@@ -8189,9 +8210,11 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next *
     return true;
 }
 
+/* Consumes c; anything else is a syntax error. */
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 
-HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* takes true, false or null if it comes next */
+/* Consumes `word` (true, false, null) if it comes next; returns whether it did. */
+HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word)
 {
     size_t n = strlen(word);
     hpmli_json_is(j, ' '); /* skips blanks */
@@ -8200,7 +8223,7 @@ HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* takes true, fa
     return true;
 }
 
-/* Takes backslash uXXXX; false: there is none. */
+/* Consumes one escape of the form backslash uXXXX (a UTF-16 unit); false: there is none. */
 HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
 {
     char hex[5] = { 0 };
@@ -8211,8 +8234,8 @@ HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
     return strspn(hex, "0123456789abcdefABCDEF") == 4;
 }
 
-/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on a pair of them does. 0 would end the
-   text. */
+/* Consumes backslash uXXXX, or the surrogate pair of a character from 0x10000 on, and appends the character at *to in
+   UTF-8. False: the escape is invalid, or is 0, which would end a C string. */
 HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
 {
     uint32_t code, low = 0;
@@ -8222,13 +8245,14 @@ HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
         if (!hpmli_json_unit(j, &low) || low >> 10 != 0x37) return false;
         code = 0x10000 + ((code & 0x3ff) << 10) + (low & 0x3ff);
     }
-    j->p--; /* at the last digit */
+    j->p--; /* stay on the last digit, because the caller steps over one character */
     for (uint32_t most = 0x80; code >= most && more < 3; more++) most = more == 0 ? 0x800 : 0x10000;
     *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
     while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
     return true;
 }
 
+/* Consumes a string, unescapes it in place and returns it; "" after a syntax error. */
 HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
 {
     char *start, *to;
@@ -8237,19 +8261,21 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
         if (*j->p == '\\') {
             static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f";
             const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
-            if (at) j->p++, *to++ = is[at - of];
-            else if (!hpmli_json_unicode(j, &to)) j->bad = true;
+            if (at) {
+                j->p++;
+                *to++ = is[at - of];
+            } else if (!hpmli_json_unicode(j, &to)) j->bad = true;
         } else if ((unsigned char)*j->p < 32) j->bad = true;
         else *to++ = *j->p;
     }
     if (j->p >= j->end) j->bad = true;
     if (j->bad) return "";
     j->p++;
-    *to = 0; /* at the latest in the place of the closing quote */
+    *to = 0; /* at or before the closing quote, because unescaping never makes a string longer */
     return start;
 }
 
-/* How many decimal digits come next. */
+/* Returns the number of decimal digits at p. */
 HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
 {
     const char *start = p;
@@ -8257,7 +8283,7 @@ HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
     return p - start;
 }
 
-/* A whole number that is not negative. */
+/* Consumes a non-negative integer. */
 HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
 {
     uint64_t v = 0;
@@ -8272,7 +8298,8 @@ HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
     return j->bad ? 0 : v;
 }
 
-/* Before element n of a list: takes the bracket or the comma in front of it; false at the end, and when it is bad. */
+/* Called before element n of a list or object: consumes the opening bracket (n = 0) or the comma in front of the
+   element. False at the closing bracket, which is consumed, and after a syntax error. */
 HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
 {
     if (n == 0) hpmli_json_want(j, open);
@@ -8281,7 +8308,7 @@ HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
     return !j->bad && !(close == ')' && hpmli_json_is(j, close));
 }
 
-/* Upper bound of the number of elements of the list or object that comes next, which is not consumed. */
+/* Returns an upper bound of the number of elements of the list or object that comes next; consumes nothing. */
 HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
 {
     int64_t count = 1;
@@ -8297,14 +8324,14 @@ HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
     return count;
 }
 
-/* An array of numbers, of which it takes the first `room`; returns how many there are. *product: of all, when it is
-   wanted; more than 64 bits are bad. */
-HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int room, uint64_t *product)
+/* Consumes a list of non-negative integers, stores the first `capacity` of them and returns how many there are.
+   *product (NULL: not wanted) is multiplied by each; an overflow of 64 bits is a syntax error. */
+HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int capacity, uint64_t *product)
 {
     int n = 0;
     for (; hpmli_json_next(j, n, open, close); n++) {
         uint64_t number = hpmli_json_number(j);
-        if (n < room) out[n] = number > INT64_MAX ? INT64_MAX : (int64_t)number;
+        if (n < capacity) out[n] = number > INT64_MAX ? INT64_MAX : (int64_t)number;
         if (!product) continue;
         if (number > 0 && *product > UINT64_MAX / number) j->bad = true;
         *product *= number;
@@ -8312,7 +8339,7 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *o
     return n;
 }
 
-/* Leaves out a number of any kind, as JSON writes them: 1.5e-7, but not .5, 5., 05 or +5. */
+/* Skips a number in JSON's syntax: 1.5e-7, but not .5, 5., 05 or +5. */
 HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
 {
     double      v   = 0;
@@ -8326,7 +8353,7 @@ HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
     j->p += end - j->p;
 }
 
-/* Leaves out a value of any kind, with brackets up to `depth` deep. */
+/* Skips a value of any kind, with brackets nested at most `depth` deep. */
 HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
 {
     hpmli_json_is(j, ' '); /* skips blanks */
@@ -8349,18 +8376,19 @@ HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
 // >>dataset   datasets; images as data: IDX, CIFAR
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A dataset and its arrays, in one block. A slice is a bare hpml_dataset. */
+/* A dataset that owns its arrays, which follow it in the same block of memory. A slice is a hpml_dataset alone. */
 typedef struct hpmli_samples {
     hpml_dataset  d;
     char         *x;
-    int32_t      *y;               /* labels, or targets in f32 */
-    unsigned char vocabulary[256]; /* of text: the byte of each token */
+    int32_t      *y;               /* labels; targets in f32 use the same memory */
+    unsigned char vocabulary[256]; /* text datasets: the byte that each token stands for */
     int           vocabulary_size;
 } hpmli_samples;
 
 HPML_API void hpml_dataset_free(hpml_dataset *d) { if (d) hpmli_free(d->ctx, d); }
 
-/* The end of every reader. After an error it lets go of what it has; labels say how many classes there are. */
+/* Every reader ends with this call: it frees the dataset and returns NULL after an error; otherwise it sets the number
+   of classes to the largest label + 1 where labels are integers. */
 HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
 {
     bool    bad    = s && s->d.ctx->status != HPML_OK;
@@ -8371,14 +8399,14 @@ HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
     return s && !bad ? &s->d : NULL;
 }
 
-/* Room for samples, sizes checked; NULL and an error when there is none. */
+/* Allocates a dataset with uninitialized samples; NULL and an error if the sizes overflow or memory is exhausted. */
 HPMLI_FN hpmli_samples *hpmli_samples_new(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                           const int64_t *x_shape, hpml_dtype y_dtype, int64_t y_size)
 {
     const size_t head = (sizeof(hpmli_samples) + 63) / 64 * 64; /* the arrays begin at multiples of 64 bytes */
-    int64_t      each = hpmli_shape_count(x_ndim, x_shape);
+    int64_t      sample_size = hpmli_shape_count(x_ndim, x_shape); /* elements */
     size_t       xs, ys;
-    if (each < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)each, &xs) ||
+    if (sample_size < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)sample_size, &xs) ||
         !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul(4, (size_t)y_size, &ys) ||
         !hpmli_mul((size_t)count, ys, &ys) || xs > SIZE_MAX / 4 || ys > SIZE_MAX / 8)
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
@@ -8387,8 +8415,14 @@ HPMLI_FN hpmli_samples *hpmli_samples_new(hpml_ctx *ctx, int64_t count, hpml_dty
     if (!s) return NULL;
     memset(s, 0, sizeof *s);
     hpml_dataset *d = &s->d;
-    d->ctx = ctx, d->owner = s, d->x_scale = 1.0f / 255.0f;
-    d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y_size;
+    d->ctx     = ctx;
+    d->owner   = s;
+    d->x_scale = 1.0f / 255.0f;
+    d->count   = count;
+    d->x_dtype = x_dtype;
+    d->x_ndim  = x_ndim;
+    d->y_dtype = y_dtype;
+    d->y_size  = y_size;
     for (int i = 0; i < HPML_MAX_DIMS; i++) d->x_shape[i] = i < x_ndim ? x_shape[i] : 1;
     d->x = s->x = (char *)s + head;
     if (ys > 0) d->y = s->y = (int32_t *)(void *)(s->x + xs);
@@ -8412,7 +8446,7 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
     return hpmli_dataset_done(s);
 }
 
-/* Where x and y of a sample begin. */
+/* Return the address of x, of y of sample i. */
 HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i)
 {
     int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
@@ -8433,31 +8467,35 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
                           (long long)count, (long long)first, (long long)d->count);
     s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
     if (!s) return NULL;
-    *s = *d, s->owner = NULL, s->count = count;
-    s->x = hpmli_sample_x(d, first);
+    *s = *d;
+    s->owner = NULL;
+    s->count = count;
+    s->x     = hpmli_sample_x(d, first);
     if (d->y) s->y = hpmli_sample_y(d, first);
     return s;
 }
 
 #ifdef HPML_USE_ZLIB
-/* Unpacks `want` bytes that stand behind a header. Memory grows with what comes, because the header may lie. */
+/* Decompresses the `want` bytes after the header into f->bytes. The block grows with the data read, because a false
+   header could ask for any amount of memory. */
 HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
-    size_t room = 0, got = 0;
+    size_t capacity = 0, got = 0;
     bool   more = true;
     char   extra;
-    while (more && got == room && room < want) {
-        room = room == 0 ? (size_t)1 << 20 : 2 * room;
-        if (room > want) room = want;
-        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, room);
+    while (more && got == capacity && capacity < want) {
+        capacity = capacity == 0 ? (size_t)1 << 20 : 2 * capacity;
+        if (capacity > want) capacity = want;
+        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, capacity);
         if (!p) return false;
         if (got > 0) memcpy(p, f->bytes, got);
         hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
         f->bytes = p;
-        size_t n = hpmli_file_next(f, p + got, room - got);
-        more = n > 0, got += n;
+        size_t n = hpmli_file_next(f, p + got, capacity - got);
+        more = n > 0;
+        got += n;
     }
-    more = hpmli_file_next(f, &extra, 1) == 1; /* which reads the checksum behind the data as well */
+    more = hpmli_file_next(f, &extra, 1) == 1; /* reading past the end makes zlib check the checksum, too */
     int wrong;
     gzerror(f->gz, &wrong);
     if (wrong < 0) return hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", f->path);
@@ -8467,8 +8505,9 @@ HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 }
 #endif
 
-/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes; may be gzipped. Reads the
-   header, and of a gzipped file the data as well: *want bytes. */
+/* Opens an IDX file, the format of MNIST: bytes 0, 0, type, number of dimensions; the sizes as big-endian u32; the
+   data; the whole may be gzipped. Reads the header into `sizes` and *want (bytes of data); the data of a gzipped file
+   is decompressed into f->bytes at once. */
 HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes, size_t *want)
 {
     unsigned char head[16];
@@ -8504,7 +8543,7 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int
                        *want, f->size - length);
 }
 
-/* The data behind the header. */
+/* Copies the `want` bytes of data of a file opened by hpmli_idx_open. */
 HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want)
 {
     if (f->bytes) memcpy(to, f->bytes, want);
@@ -8519,13 +8558,14 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     hpmli_samples *s = NULL;
     if (hpmli_failed(ctx)) return NULL;
     if (hpmli_idx_open(ctx, &fx, images, 3, shape, &xs) && hpmli_idx_open(ctx, &fy, labels, 1, &count, &ys)) {
-        images_count = shape[0], shape[0] = 1; /* channels */
+        images_count = shape[0];
+        shape[0]     = 1; /* channels */
         if (images_count == count) s = hpmli_samples_new(ctx, count, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
         else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
                         (long long)images_count, labels, (long long)count);
     }
     if (s && hpmli_idx_read(&fx, s->x, xs)) {
-        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y, made wider in place */
+        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y: widened in place */
         hpmli_idx_read(&fy, bytes, ys);
         for (int64_t i = 0; i < count; i++) s->y[i] = bytes[i];
     }
@@ -8534,7 +8574,7 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     return hpmli_dataset_done(s);
 }
 
-/* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
+/* CIFAR-10's binary format: records of one label byte and 3072 bytes of pixels, the planes R, G, B. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
     const int64_t  shape[3] = { 3, 32, 32 };
@@ -8774,7 +8814,7 @@ HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype
 {
     for (int64_t i = 0; i < count; i++) {
         double  v;
-        int64_t w = (int64_t)hpmli_little((const unsigned char *)data + 8 * i, 8);
+        int64_t w = (int64_t)hpmli_read_little((const unsigned char *)data + 8 * i, 8);
         memcpy(&v, &w, 8);
         float   x = (float)v;
         int32_t n = (int32_t)w;
@@ -8796,7 +8836,7 @@ HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t room)
     bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
     size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length; versions 2 and 3 have more */
     good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
-    size_t length = (size_t)hpmli_little(start + 8, (int)field);
+    size_t length = (size_t)hpmli_read_little(start + 8, (int)field);
     good = good && length > 0 && length < room && hpmli_file_next(f, header, length) == length;
     return good ? 8 + field + length : 0;
 }
@@ -8938,17 +8978,17 @@ HPMLI_FN hpml_record_file *hpmli_record_open(hpml_ctx *ctx, const char *path, bo
 {
     uint64_t count = 0, index = 0, last = 24;
     if (hpmli_failed(ctx)) return NULL;
-    hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
+    hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_destroy);
     if (!f || !hpmli_file_whole(ctx, &f->file, path, map)) {
         hpmli_free(ctx, f);
         return NULL;
     }
     const hpmli_file *in = &f->file;
-    if (in->size >= 32) count = hpmli_little(in->bytes + 8, 8), index = hpmli_little(in->bytes + 16, 8);
+    if (in->size >= 32) count = hpmli_read_little(in->bytes + 8, 8), index = hpmli_read_little(in->bytes + 16, 8);
     bool good = index >= 24 && index <= in->size && memcmp(in->bytes, "HPMLREC1", 8) == 0 && count < in->size / 8 &&
                 in->size - index == (count + 1) * 8;
     for (uint64_t i = 0; good && i <= count; i++) {
-        uint64_t at = hpmli_little(in->bytes + index + 8 * i, 8);
+        uint64_t at = hpmli_read_little(in->bytes + index + 8 * i, 8);
         good = at >= last && at <= index && (i < count || at == index);
         last = at;
     }
@@ -8971,8 +9011,8 @@ HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_
 {
     if (size) *size = 0;
     if (!f || i < 0 || i >= f->count) return NULL;
-    uint64_t at = hpmli_little(f->index + 8 * i, 8);
-    if (size) *size = (size_t)(hpmli_little(f->index + 8 * (i + 1), 8) - at);
+    uint64_t at = hpmli_read_little(f->index + 8 * i, 8);
+    if (size) *size = (size_t)(hpmli_read_little(f->index + 8 * (i + 1), 8) - at);
     return f->file.bytes + at;
 }
 
@@ -9416,7 +9456,7 @@ HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
 
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
-    uint64_t    length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
+    uint64_t    length = f->file.size >= 8 ? hpmli_read_little(f->file.bytes, 8) : 0;
     bool        meta = false;
     int         kept = 0;
     const char *twice;
@@ -9459,7 +9499,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 HPMLI_FN hpml_safetensors *hpmli_safe_open(hpml_ctx *ctx, const char *path, bool map)
 {
     if (hpmli_failed(ctx)) return NULL;
-    hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
+    hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_destroy);
     if (f && hpmli_file_whole(ctx, &f->file, path, map) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file", path);
