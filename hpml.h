@@ -998,16 +998,16 @@ HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 /* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe).
    Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. While a record
    file is open no program may make it shorter: reading what is gone ends this process (SIGBUS). */
-typedef struct hpml_record_writer hpml_record_writer;
-typedef struct hpml_record_file   hpml_record_file;
-HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path);
-HPML_API hpml_status         hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size);
-HPML_API hpml_status         hpml_record_finish(hpml_record_writer *w); /* the file appears, whole, now; frees w */
-HPML_API void                hpml_record_abandon(hpml_record_writer *w); /* no file; frees w */
-HPML_API hpml_record_file   *hpml_record_open(hpml_ctx *ctx, const char *path);
-HPML_API int64_t             hpml_record_count(const hpml_record_file *f);
-HPML_API const void         *hpml_record_get(const hpml_record_file *f, int64_t index, size_t *size); /* lives with f */
-HPML_API void                hpml_record_close(hpml_record_file *f);
+typedef struct hpml_records_writer hpml_records_writer;
+typedef struct hpml_records_file   hpml_records_file;
+HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path);
+HPML_API hpml_status         hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size);
+HPML_API hpml_status         hpml_records_finish(hpml_records_writer *w); /* the file appears, whole, now; frees w */
+HPML_API void                hpml_records_abandon(hpml_records_writer *w); /* no file; frees w */
+HPML_API hpml_records_file   *hpml_records_open(hpml_ctx *ctx, const char *path);
+HPML_API int64_t             hpml_records_count(const hpml_records_file *f);
+HPML_API const void         *hpml_records_get(const hpml_records_file *f, int64_t index, size_t *size); /* lives with f */
+HPML_API void                hpml_records_close(hpml_records_file *f);
 /* A dataset's samples as records and back (the first record holds the shapes). */
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path);
@@ -8615,13 +8615,14 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
 typedef struct hpmli_csv {
     hpml_ctx   *ctx;
     const char *path, *p, *end;
-    const char *names;            /* the header line; NULL: there is none */
-    int64_t     line, columns;    /* lines begun; fields of each */
-    int64_t     label, room;      /* column of the label, or -1; samples that there is memory for */
+    const char *names;            /* the header line; NULL: the file has none */
+    int64_t     line, columns;    /* number of the current line, from 1; fields of a line */
+    int64_t     label, capacity;  /* column of the label, or -1; samples that there is memory for */
     char        separator;
 } hpmli_csv;
 
-/* Reads a field into [*text, *stop), without blanks and quotes around it. True: another field follows on the line. */
+/* Reads the next field into [*text, *stop), without surrounding blanks and quotes. Returns true if another field
+   follows on the same line. */
 HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop)
 {
     const char *p = c->p;
@@ -8634,16 +8635,19 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
     bool another = p < c->end && *p == c->separator;
     c->p = p < c->end ? p + 1 : p;
     while (p > *text && (p[-1] == ' ' || p[-1] == '\r' || p[-1] == '\t')) p--;
-    if (quoted && p - *text > 1 && p[-1] == '"') ++*text, p--;
+    if (quoted && p - *text > 1 && p[-1] == '"') {
+        ++*text;
+        p--;
+    }
     *stop = p;
     return another;
 }
 
-/* Counts the columns. The first line is a header if no field of it is a number, because a row of data taken for a
-   header would be lost. */
-HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
+/* Counts the columns of the first line. The line is a header only if none of its fields is a number, because a row of
+   data taken for a header would be lost silently. */
+HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
-    static const char none[][4] = { "nan", "inf" }; /* count as numbers here, although as data they are errors */
+    static const char nonfinite[][4] = { "nan", "inf" }; /* numbers here; as data they are errors later */
     const char *start = c->p, *text, *stop;
     bool        more = true, numbers = false, words = false;
     double      v;
@@ -8652,14 +8656,19 @@ HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
         int64_t size = stop - text;
         bool    number = hpmli_parse_number(text, stop, &v) == stop && size > 0;
         for (int i = 0; i < 2 && size >= 3; i++)
-            number = number || ((stop[-3] | 32) == none[i][0] && (stop[-2] | 32) == none[i][1] &&
-                                (stop[-1] | 32) == none[i][2] && (size == 3 || (size == 4 && *text == '-')));
-        numbers = numbers || number, words = words || (size > 0 && !number);
+            number = number || ((stop[-3] | 32) == nonfinite[i][0] && (stop[-2] | 32) == nonfinite[i][1] &&
+                                (stop[-1] | 32) == nonfinite[i][2] && (size == 3 || (size == 4 && *text == '-')));
+        numbers = numbers || number;
+        words   = words || (size > 0 && !number);
     }
     if (words && !numbers) c->names = start;
-    else c->p = start, c->line--;
+    else { /* data: read this line again */
+        c->p = start;
+        c->line--;
+    }
 }
 
+/* Fails with the file, line, column, the column's name in the header, and the text of a field. */
 HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t column, const char *text, const char *stop,
                              const char *expected)
 {
@@ -8673,13 +8682,13 @@ HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t col
                end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
 }
 
-/* Parses a line into a sample. */
+/* Parses a line into the next sample. */
 HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
-    bool        more = true, fits = s && s->d.count < c->room; /* what does not fit is no whole row, see below */
-    bool        first = !c->names && (!s || s->d.count == 0);  /* the line may be meant as a header */
+    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory: the row has too few fields */
+    bool        first = !c->names && (!s || s->d.count == 0); /* the user may have meant this line as a header */
     for (; more; column++) {
         double v = 0;
         more = hpmli_csv_field(c, &text, &stop);
@@ -8703,8 +8712,8 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
     else s->d.count++;
 }
 
-/* Memory for as many samples as the rest can hold: each takes a line, and two bytes a field. NULL without an error: not
-   even one. */
+/* Allocates as many samples as the rest of the file can hold: a sample takes a line, and at least two bytes a field.
+   given: the label's column as the caller numbers it. NULL without an error: the rest is too short for one sample. */
 HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
 {
     int64_t columns = c->columns, lines = 1;
@@ -8714,10 +8723,10 @@ HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtyp
         return hpmli_null(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld", c->path,
                           (long long)columns, (long long)given);
     for (const char *p = c->p; p < c->end; p++) lines += *p == '\n';
-    c->room = hpmli_min(lines, (c->end - c->p + 1) / (2 * columns));
+    c->capacity = hpmli_min(lines, (c->end - c->p + 1) / (2 * columns));
     columns -= c->label >= 0;
-    if (c->room == 0) return NULL;
-    hpmli_samples *s = hpmli_samples_new(c->ctx, c->room, HPML_DTYPE_F32, 1, &columns, y_dtype, c->label >= 0);
+    if (c->capacity == 0) return NULL;
+    hpmli_samples *s = hpmli_samples_new(c->ctx, c->capacity, HPML_DTYPE_F32, 1, &columns, y_dtype, c->label >= 0);
     if (s) s->d.count = 0;
     return s;
 }
@@ -8729,14 +8738,18 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     hpmli_samples *s = NULL;
     bool           begun = false;
     if (hpmli_failed(ctx) || !hpmli_file_whole(ctx, &f, path, false)) return NULL;
-    c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
-    if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
-    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
+    c.ctx       = ctx;
+    c.path      = path;
+    c.p         = (const char *)f.bytes;
+    c.end       = c.p + f.size;
+    c.separator = ',';
+    if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the byte order mark of spreadsheets */
+    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the separator: the first of , ; tab on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
     while (c.p < c.end && ctx->status == HPML_OK) {
         if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
         c.line++;
-        if (c.columns == 0) { hpmli_csv_first(&c); continue; }
+        if (c.columns == 0) { hpmli_csv_first_line(&c); continue; }
         if (!begun) s = hpmli_csv_samples(&c, label_column, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
         begun = true;
         if (ctx->status == HPML_OK) hpmli_csv_row(&c, s);
@@ -8752,9 +8765,9 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
 {
     hpmli_samples *s = NULL;
     hpmli_file     f;
-    int32_t        of[256], *token;
+    int32_t        token_of[256], *token;
     size_t         total = 0, at = 0;
-    bool           used[256] = { false };
+    bool           used[256] = { false }; /* bytes that occur */
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || context < 1)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
@@ -8768,9 +8781,9 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
                    (long long)context);
     if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, (int64_t)total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
     if (!s) return NULL;
-    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x, made wider in place */
+    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x: bytes widened to i32 in place */
     for (int i = 0; i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
-        if (f.size > total - at) f.size = total - at; /* it grew */
+        if (f.size > total - at) f.size = total - at; /* the file grew meanwhile */
         if (hpmli_file_read(&f, text + at, f.size)) at += f.size;
         hpmli_file_close(&f);
     }
@@ -8778,14 +8791,17 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
         hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
     for (size_t i = 0; i < at; i++) used[text[i]] = true;
     for (int c = 0; c < 256; c++) {
-        of[c] = s->vocabulary_size;
+        token_of[c] = s->vocabulary_size;
         if (used[c] || bytes) s->vocabulary[s->vocabulary_size++] = (unsigned char)c;
     }
     token  = (int32_t *)(void *)s->x;
     s->d.y = token + 1;
-    for (size_t i = 0; i < at; i++) token[i] = of[text[i]];
-    s->d.count -= context, s->d.x_ndim = 1, s->d.classes = s->vocabulary_size;
-    s->d.x_shape[0] = s->d.y_size = context, s->d.x_step = s->d.y_step = 1; /* one begins at every place */
+    for (size_t i = 0; i < at; i++) token[i] = token_of[text[i]];
+    s->d.count -= context;
+    s->d.classes    = s->vocabulary_size;
+    s->d.x_ndim     = 1;
+    s->d.x_shape[0] = s->d.y_size = context;
+    s->d.x_step     = s->d.y_step = 1; /* a sample begins at every character */
     return hpmli_dataset_done(s);
 }
 
@@ -8800,16 +8816,17 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 // >>npy   numpy arrays and packed records
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* .npy: \x93NUMPY, version 1 0 (2 0, 3 0), length of the header u16 (u32), a Python dict as text, the data. */
+/* A .npy file: \x93NUMPY; version 1 0, 2 0 or 3 0; length of the header as u16 (version 1) or u32; the header, a Python
+   dict as text; the data. */
 
-/* What comes after 'key': in the dict; "" when it is not there. */
+/* Returns the text after 'key': in the dict, "" if the key is missing. */
 HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
 {
     char *p = strstr(header, key);
     return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
 }
 
-/* Makes f8 and i8 values f4 and i4, in place; false and an error where one does not fit. */
+/* Converts f8 values to f4, i8 values to i4, in place; fails if a value is out of range. */
 HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -8829,15 +8846,16 @@ HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype
     return true;
 }
 
-/* Reads the header, to `header`, zeroed; returns the bytes in front of the data, 0 when there is none to read. */
-HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t room)
+/* Reads the header's text into `header`, which is zeroed and holds `capacity` bytes. Returns the offset of the data in
+   the file, 0 if this is no .npy file. */
+HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t capacity)
 {
     unsigned char start[12] = { 0 };
     bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
-    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length; versions 2 and 3 have more */
+    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length field */
     good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
     size_t length = (size_t)hpmli_read_little(start + 8, (int)field);
-    good = good && length > 0 && length < room && hpmli_file_next(f, header, length) == length;
+    good = good && length > 0 && length < capacity && hpmli_file_next(f, header, length) == length;
     return good ? 8 + field + length : 0;
 }
 
@@ -8894,7 +8912,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
         hpmli_table_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
     hpmli_table_add(&text, "), }");
     n = text.used;
-    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
+    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data begin at a multiple of 64 bytes */
     header[n++] = '\n';
     void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
     if (!host || hpmli_transfer(t, "save", NULL, host, hpml_tensor_count(t), false) != HPML_OK ||
@@ -8910,40 +8928,41 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
-struct hpml_record_writer {
+struct hpml_records_writer {
     hpmli_writer w;
-    uint64_t    *offsets; /* (count) */
+    uint64_t    *offsets; /* (count) where each record begins */
     int64_t      count, capacity;
 };
 
-/* One that was not finished leaves no file. */
-HPMLI_FN void hpmli_record_writer_drop(void *object)
+/* The destructor: a file that was not finished is discarded. */
+HPMLI_FN void hpmli_records_writer_destroy(void *object)
 {
-    hpml_record_writer *w = (hpml_record_writer *)object;
+    hpml_records_writer *w = (hpml_records_writer *)object;
     if (w->w.f) hpmli_writer_close(&w->w, false);
     hpmli_free(w->w.ctx, w->offsets);
 }
 
-HPMLI_FN void hpmli_record_head(hpml_record_writer *w, uint64_t index)
+/* Writes the head of the file; index: offset of the index behind the records. */
+HPMLI_FN void hpmli_records_head(hpml_records_writer *w, uint64_t index)
 {
     hpmli_write(&w->w, "HPMLREC1", 8);
     hpmli_write_little(&w->w, (uint64_t)w->count, 8);
     hpmli_write_little(&w->w, index, 8);
 }
 
-HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
+HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path)
 {
     if (hpmli_failed(ctx)) return NULL;
-    hpml_record_writer *w = (hpml_record_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_record_writer_drop);
+    hpml_records_writer *w = (hpml_records_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_records_writer_destroy);
     if (!w || !hpmli_writer_open(ctx, &w->w, path, true)) {
         hpmli_free(ctx, w);
         return NULL;
     }
-    hpmli_record_head(w, 0);
+    hpmli_records_head(w, 0);
     return w;
 }
 
-HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size)
+HPML_API hpml_status hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size)
 {
     if (!w || hpmli_failed(w->w.ctx)) return w ? w->w.ctx->status : HPML_ERR_ARGUMENT;
     if (!hpmli_grow(w->w.ctx, &w->offsets, w->count, &w->capacity, sizeof *w->offsets)) return w->w.ctx->status;
@@ -8952,7 +8971,7 @@ HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, s
     return HPML_OK;
 }
 
-HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
+HPML_API hpml_status hpml_records_finish(hpml_records_writer *w)
 {
     if (!w) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx   = w->w.ctx;
@@ -8960,31 +8979,34 @@ HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
     for (int64_t i = 0; i < w->count; i++) hpmli_write_little(&w->w, w->offsets[i], 8);
     hpmli_write_little(&w->w, index, 8);
     hpmli_write_start(&w->w);
-    hpmli_record_head(w, index);
+    hpmli_records_head(w, index);
     hpml_status status = hpmli_writer_close(&w->w, ctx->status == HPML_OK);
     hpmli_free(ctx, w);
     return ctx->status != HPML_OK ? ctx->status : status;
 }
 
-HPML_API void hpml_record_abandon(hpml_record_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
+HPML_API void hpml_records_abandon(hpml_records_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
 
-struct hpml_record_file {
+struct hpml_records_file {
     hpmli_file           file;
     int64_t              count;
-    const unsigned char *index; /* (count + 1) u64 */
+    const unsigned char *index; /* (count + 1) offsets as little-endian u64: record i is [index[i], index[i + 1]) */
 };
 
-HPMLI_FN hpml_record_file *hpmli_record_open(hpml_ctx *ctx, const char *path, bool map)
+HPMLI_FN hpml_records_file *hpmli_records_open(hpml_ctx *ctx, const char *path, bool map)
 {
     uint64_t count = 0, index = 0, last = 24;
     if (hpmli_failed(ctx)) return NULL;
-    hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_destroy);
+    hpml_records_file *f = (hpml_records_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_destroy);
     if (!f || !hpmli_file_whole(ctx, &f->file, path, map)) {
         hpmli_free(ctx, f);
         return NULL;
     }
     const hpmli_file *in = &f->file;
-    if (in->size >= 32) count = hpmli_read_little(in->bytes + 8, 8), index = hpmli_read_little(in->bytes + 16, 8);
+    if (in->size >= 32) {
+        count = hpmli_read_little(in->bytes + 8, 8);
+        index = hpmli_read_little(in->bytes + 16, 8);
+    }
     bool good = index >= 24 && index <= in->size && memcmp(in->bytes, "HPMLREC1", 8) == 0 && count < in->size / 8 &&
                 in->size - index == (count + 1) * 8;
     for (uint64_t i = 0; good && i <= count; i++) {
@@ -8996,18 +9018,19 @@ HPMLI_FN hpml_record_file *hpmli_record_open(hpml_ctx *ctx, const char *path, bo
         hpmli_free(ctx, f);
         return hpmli_null(ctx, HPML_ERR_FORMAT, "\"%s\": not a record file, or damaged", path);
     }
-    f->count = (int64_t)count, f->index = in->bytes + index;
+    f->count = (int64_t)count;
+    f->index = in->bytes + index;
     return f;
 }
 
-HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
+HPML_API hpml_records_file *hpml_records_open(hpml_ctx *ctx, const char *path)
 {
-    return hpmli_record_open(ctx, path, true);
+    return hpmli_records_open(ctx, path, true);
 }
 
-HPML_API int64_t hpml_record_count(const hpml_record_file *f) { return f ? f->count : 0; }
+HPML_API int64_t hpml_records_count(const hpml_records_file *f) { return f ? f->count : 0; }
 
-HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_t *size)
+HPML_API const void *hpml_records_get(const hpml_records_file *f, int64_t i, size_t *size)
 {
     if (size) *size = 0;
     if (!f || i < 0 || i >= f->count) return NULL;
@@ -9016,34 +9039,39 @@ HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_
     return f->file.bytes + at;
 }
 
-HPML_API void hpml_record_close(hpml_record_file *f) { if (f) hpmli_free(f->file.ctx, f); }
+HPML_API void hpml_records_close(hpml_records_file *f) { if (f) hpmli_free(f->file.ctx, f); }
 
-/* Record 0: ten i64: x dtype, x dimensions, five sizes, y dtype, y size, classes; then x and y of each sample. */
+/* Record 0 describes the samples in ten i64: dtype of x, its dimensions, five sizes, dtype of y, its size, classes. The
+   others are x and y of a sample each. */
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
     int64_t head[10];
     if (!d || hpmli_failed(d->ctx)) return d ? d->ctx->status : HPML_ERR_ARGUMENT;
     size_t xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
     size_t ys = (size_t)d->y_size * 4;
-    head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
+    head[0] = d->x_dtype;
+    head[1] = d->x_ndim;
+    head[7] = d->y_dtype;
+    head[8] = d->y_size;
+    head[9] = d->classes;
     for (int i = 0; i < HPML_MAX_DIMS; i++) head[2 + i] = i < d->x_ndim ? d->x_shape[i] : 1;
-    hpml_record_writer *w = hpml_record_create(d->ctx, path);
+    hpml_records_writer *w = hpml_records_create(d->ctx, path);
     if (!w) return d->ctx->status;
-    hpml_record_add(w, head, sizeof head);
+    hpml_records_add(w, head, sizeof head);
     for (int64_t i = 0; i < d->count; i++) {
-        hpml_record_add(w, hpmli_sample_x(d, i), xs);
-        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* a record goes on until the next begins */
+        hpml_records_add(w, hpmli_sample_x(d, i), xs);
+        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* the same record: it ends where the next begins */
     }
-    return hpml_record_finish(w);
+    return hpml_records_finish(w);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path)
 {
-    hpml_record_file *f = hpmli_record_open(ctx, path, false);
+    hpml_records_file *f = hpmli_records_open(ctx, path, false);
     hpmli_samples    *s = NULL;
     size_t            size = 0;
-    const void       *first = hpml_record_get(f, 0, &size);
-    int64_t           h[10] = { 0 }, count = hpml_record_count(f) - 1;
+    const void       *first = hpml_records_get(f, 0, &size);
+    int64_t           h[10] = { 0 }, count = hpml_records_count(f) - 1;
     bool              good = size == sizeof h;
     if (!f) return NULL;
     if (good) memcpy(h, first, sizeof h);
@@ -9052,19 +9080,19 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
            (h[7] == HPML_DTYPE_I32 || h[7] == HPML_DTYPE_F32) && h[9] >= 0 && h[9] <= INT32_MAX && count > 0;
     size_t xs = good ? (size_t)hpmli_shape_count((int)h[1], h + 2) * hpml_dtype_size((hpml_dtype)h[0]) : 0;
     size_t ys = good ? (size_t)h[8] * 4 : 0;
-    for (int64_t i = 0; good && i < count; i++) { /* before memory is taken: the header may promise anything */
-        hpml_record_get(f, i + 1, &size);
+    for (int64_t i = 0; good && i < count; i++) { /* before memory is allocated, because the header may be false */
+        hpml_records_get(f, i + 1, &size);
         good = size == xs + ys;
     }
     if (good) s = hpmli_samples_new(ctx, count, (hpml_dtype)h[0], (int)h[1], h + 2, (hpml_dtype)h[7], h[8]);
     else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
     for (int64_t i = 0; s && i < count; i++) {
-        const char *p = (const char *)hpml_record_get(f, i + 1, &size);
+        const char *p = (const char *)hpml_records_get(f, i + 1, &size);
         memcpy(s->x + (size_t)i * xs, p, xs);
         if (ys) memcpy((char *)s->y + (size_t)i * ys, p + xs, ys);
     }
     if (s) s->d.classes = (int)h[9];
-    hpml_record_close(f);
+    hpml_records_close(f);
     return hpmli_dataset_done(s);
 }
 
@@ -9072,42 +9100,49 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Global batch g of an epoch holds positions [g G, (g + 1) G) of the shuffle, whatever the number of ranks; rank r
-   takes the r-th share. So the order of the data depends on seed and epoch only, and all ranks make equally many steps.
-   A thread of the loader's own makes the next batch while the current one is used. */
+/* Global batch g of an epoch, of G samples, holds positions [g G, (g + 1) G) of the shuffled data, independently of the
+   number of ranks; rank r takes the r-th shard of it. So the order of the samples depends only on seed and epoch, and
+   all ranks make the same number of steps. A background thread prepares the next batch while the current one is used.
+   */
 
 struct hpml_loader {
     hpml_ctx            *ctx;
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              steps, crop, whole, each; /* whole, each: numbers of a sample, and of what it becomes */
-    float               *image;                /* one sample before augmentation */
-    float               *x[2];                 /* batch n of all epochs, one behind the other, is in x[n % 2], */
-    char                *y[2];                 /* y[n % 2] */
+    int64_t              steps, crop;          /* batches of an epoch; side of the cropped image, 0: not cropped */
+    int64_t              stored_size, size;    /* floats of a stored sample; of a sample of a batch */
+    float               *image;                /* (stored_size) one sample before augmentation */
+    float               *x[2];                 /* two slots: batch n, counted over all epochs, is in slot n % 2 */
+    char                *y[2];
     hpml_batch           batch[2];
-    int64_t              made, taken, done;    /* the next batch to make, to hand out, and that may still be in use */
-    bool                 ended;                /* the end of an epoch is to be told before the next batch */
+    int64_t              made, taken, done;    /* numbers of the next batch to prepare, the next to return, the one in use */
+    bool                 ended;                /* the next call returns false: the end of an epoch */
 #ifndef HPML_NO_THREADS
     bool                 threaded, stop;
     pthread_t            thread;
-    pthread_mutex_t      mutex;                /* of made, done and stop, while the thread runs */
+    pthread_mutex_t      mutex;                /* guards made, done and stop while the thread runs */
     pthread_cond_t       changed;
 #endif
 };
 
-/* Copies a sample with crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
+/* Copies a sample with random crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j' is j or,
+   flipped, w - 1 - j; 0 outside the image and in the cutout. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
     const hpml_augment *a     = &l->d.augment;
     const int64_t      *shape = l->data->x_shape;
-    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->whole / (H * W), dx, dy, cx, cy;
-    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of what comes out */
+    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->stored_size / (H * W);
+    int64_t  dx, dy, cx, cy;
+    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of the result */
     uint32_t word[4];
     l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
     dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
     dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
-    if (l->crop > 0 && l->d.in_order) dx = (W - w) / 2, dy = (H - h) / 2;
+    if (l->crop > 0 && l->d.in_order) { /* evaluation: the middle */
+        dx = (W - w) / 2;
+        dy = (H - h) / 2;
+    }
     bool flip = a->flip && (word[2] & 1);
     cx   = (int64_t)(word[2] >> 1) % w - a->cutout / 2;
     cy   = (int64_t)word[3] % h - a->cutout / 2;
@@ -9121,36 +9156,37 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
             }
 }
 
-/* Sample number `sample` becomes sample `at` of a batch. */
+/* Writes sample number `sample` of the data as sample `at` of a batch: converted, scaled, augmented. */
 HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t at, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
     const char *from    = hpmli_sample_x(d, sample);
     bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
-    float      *to      = x + at * l->each, *plain = augment ? l->image : to;
-    hpmli_convert(l->k, d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype, plain, d->x_dtype, from, l->whole);
-    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(plain, plain, d->x_scale, d->x_shift, l->whole);
+    float      *to      = x + at * l->size, *converted = augment ? l->image : to;
+    hpml_dtype  dtype   = d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype;
+    hpmli_convert(l->k, dtype, converted, d->x_dtype, from, l->stored_size);
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(converted, converted, d->x_scale, d->x_shift, l->stored_size);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
     if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
 
-/* Where rank r's share of a global batch of `size` samples begins. */
-HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t rank)
+/* Returns the first sample of a rank's shard of a global batch of `size` samples. */
+HPMLI_FN int64_t hpmli_shard_begin(const hpml_loader_desc *d, int64_t size, int64_t rank)
 {
     int64_t grains = d->grain > 0 ? (d->global_batch + d->grain - 1) / d->grain : 0;
     int64_t at     = d->grain > 0 ? grains * rank / d->ranks * d->grain : size * rank / d->ranks;
     return at < size ? at : size;
 }
 
-/* A hash of what says which samples make a batch, and of the targets of 64 samples from all over the data: equal for
-   the same data on several ranks, but not for two slices of it. */
+/* Hashes the settings that decide which samples make a batch, and the targets of 64 samples spread over the data. Ranks
+   compare it: equal for the same data, different for two slices of the data. */
 static uint64_t hpmli_loader_mark(const hpml_loader *l)
 {
     const hpml_dataset *d    = l->data;
-    const int64_t       of[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
-                                 l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
+    const int64_t       settings[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
+                                       l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
     const int64_t       size = d->y ? d->y_size * 4 : 0;
-    uint64_t            mark = hpmli_hash(HPMLI_HASH, of, sizeof of);
+    uint64_t            mark = hpmli_hash(HPMLI_HASH, settings, sizeof settings);
     for (int64_t i = 0; i < 64 && size > 0; i++) {
         int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
         mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
@@ -9158,26 +9194,27 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l)
     return mark;
 }
 
-/* Makes the next batch. */
+/* Prepares batch number l->made in its slot. */
 HPMLI_FN void hpmli_load_batch(hpml_loader *l)
 {
     int     slot  = (int)(l->made % 2);
     int64_t epoch = l->made / l->steps, index = l->made % l->steps, start = index * l->d.global_batch;
     int64_t left  = l->d.samples_per_epoch - start, size = left < l->d.global_batch ? left : l->d.global_batch;
-    int64_t first = hpmli_share(&l->d, size, l->d.rank), end = hpmli_share(&l->d, size, l->d.rank + 1);
+    int64_t first = hpmli_shard_begin(&l->d, size, l->d.rank), end = hpmli_shard_begin(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
-    for (int64_t i = first; i < end; i++) { /* more samples than there are: the shuffle of the next round */
+    for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: another shuffle each round */
         int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
         if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
         hpmli_load_sample(l, l->x[slot], l->y[slot], i - first, at, (uint64_t)epoch);
     }
     hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
     l->batch[slot] = b;
-    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual one is not this thread's to read */
+    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* this thread may not read a virtual clock */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 
 #ifndef HPML_NO_THREADS
+/* The background thread: prepares batches, at most two ahead of the batch in use. */
 HPMLI_FN void *hpmli_loader_main(void *arg)
 {
     hpml_loader *l = (hpml_loader *)arg;
@@ -9194,6 +9231,7 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
     return NULL;
 }
 
+/* Stops the background thread. After a fork the child has no such thread. */
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 {
     if (l->threaded && !hpmli_forked(l->ctx)) {
@@ -9208,13 +9246,14 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
     l->threaded = l->stop = false;
 }
 
-/* Waits for the next batch of the thread, which it starts; false when there is none. */
+/* Waits until the background thread, which is started by the first call, has prepared the next batch. False: there is
+   no such thread, and the caller prepares the batch. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
-    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* no thread of the parent's is here, and none is started */
+    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread, and does not start one */
         hpmli_loader_stop(l);
         l->d.no_prefetch = true;
-        l->made          = l->taken; /* a batch that the parent's thread had begun is made again */
+        l->made          = l->taken; /* the parent's thread may have left a batch half prepared: prepare it again */
     }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
@@ -9235,14 +9274,18 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l) { (void)l; }
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l) { return (void)l, false; }
 #endif
 
-HPMLI_FN void hpmli_loader_drop(void *object)
+HPMLI_FN void hpmli_loader_destroy(void *object)
 {
     hpml_loader *l = (hpml_loader *)object;
     hpmli_loader_stop(l);
-    for (int i = 0; i < 2; i++) hpmli_free(l->ctx, l->x[i]), hpmli_free(l->ctx, l->y[i]);
+    for (int i = 0; i < 2; i++) {
+        hpmli_free(l->ctx, l->x[i]);
+        hpmli_free(l->ctx, l->y[i]);
+    }
     hpmli_free(l->ctx, l->image);
 }
 
+/* Fills in the defaults of a loader's desc and checks it against the data. */
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
 {
     bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0 || data->x_crop != 0;
@@ -9277,14 +9320,19 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     hpml_loader_desc d;
     if (hpmli_failed(ctx) || !data) return NULL;
     if (!HPMLI_TAKE(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
-    hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
+    hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_destroy);
     if (!l) return NULL;
-    l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
-    l->whole   = hpmli_shape_count(data->x_ndim, data->x_shape), l->each = hpmli_cropped(data), l->crop = data->x_crop;
-    l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
-    l->image   = hpmli_new(ctx, float, l->whole);
+    l->ctx  = ctx;
+    l->k    = ctx->k;
+    l->data = data;
+    l->d    = d;
+    l->crop = data->x_crop;
+    l->size = hpmli_cropped(data);
+    l->stored_size = hpmli_shape_count(data->x_ndim, data->x_shape);
+    l->steps = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
+    l->image = hpmli_new(ctx, float, l->stored_size);
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
-        l->x[i] = (float *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * sizeof(float));
+        l->x[i] = (float *)hpmli_alloc_array(ctx, l->size, (size_t)d.batch * sizeof(float));
         l->y[i] = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
     }
     if (ctx->status == HPML_OK) return l;
@@ -9301,7 +9349,10 @@ HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t ind
         return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch,
                           (long long)index, (long long)l->steps);
     int64_t to = epoch * l->steps + index;
-    if (to != l->taken) hpmli_loader_stop(l), l->made = l->taken = l->done = to;
+    if (to != l->taken) {
+        hpmli_loader_stop(l);
+        l->made = l->taken = l->done = to;
+    }
     l->ended = index == l->steps;
     return HPML_OK;
 }
@@ -9325,15 +9376,16 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 // >>safetensors   safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
-   "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
+/* A safetensors file: length of the header as u64; the header in JSON; the data. An entry of the header is "name":
+   {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, with offsets in bytes from the end of the header. The
+   entries must cover the data without holes or overlaps. */
 
 #define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
 #define HPMLI_SAFE_META   "__metadata__"
 
 struct hpml_safetensors {
     hpmli_file       file;
-    char            *text;                 /* copy of a mapped header; names point into it, else into the file */
+    char            *text;                 /* writable copy of the header of a mapped file; names point into it */
     hpml_safetensor *entries;              /* (count), by name */
     hpml_meta       *meta;                 /* (meta_count), by key */
     int              count, meta_count;
@@ -9349,7 +9401,8 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-/* Entries and metadata begin with their name. Of two with one name the later in the text comes last. */
+/* Order of qsort for entries and metadata, whose first member is their name, in the text of the header: by name; equal
+   names by their place in the text. */
 HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
     const char *x = *(const char *const *)a, *y = *(const char *const *)b;
@@ -9363,11 +9416,12 @@ HPMLI_FN int hpmli_name_find(const void *name, const void *b)
     return strcmp((const char *)name, *(const char *const *)b);
 }
 
-/* Sorts by name; of several with one name the last stays. Returns how many are left; *twice: a name of several. */
-HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **twice)
+/* Sorts by name and keeps the last of several with one name. Returns the number kept; *twice: a name that occurred more
+   than once. */
+HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **twice)
 {
-    char *p = (char *)things, *to = p;
-    if (count > 0) qsort(things, (size_t)count, size, hpmli_name_order);
+    char *p = (char *)named, *to = p;
+    if (count > 0) qsort(named, (size_t)count, size, hpmli_name_order);
     for (int i = 0; i < count; i++, p += size) {
         const char *name = *(const char *const *)(const void *)p;
         if (i + 1 < count && hpmli_name_find(name, p + size) == 0) {
@@ -9377,17 +9431,18 @@ HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **
         memmove(to, p, size);
         to += size;
     }
-    return (int)((size_t)(to - (char *)things) / size);
+    return (int)((size_t)(to - (char *)named) / size);
 }
 
+/* Parses the object of metadata, pairs of strings; false: a syntax error, or no memory. */
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
-    int64_t     room = hpmli_json_length(*j);
+    int64_t     capacity = hpmli_json_length(*j);
     const char *twice;
     if (hpmli_json_word(j, "null")) return true;
-    f->meta = hpmli_new(f->file.ctx, hpml_meta, room);
+    f->meta = hpmli_new(f->file.ctx, hpml_meta, capacity);
     if (!f->meta) return false;
-    for (int n = 0; hpmli_json_next(j, n, '{', '}') && n < room; n++) {
+    for (int n = 0; hpmli_json_next(j, n, '{', '}') && n < capacity; n++) {
         f->meta[f->meta_count].key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         f->meta[f->meta_count++].value = hpmli_json_text(j);
@@ -9396,7 +9451,7 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
     return !j->bad;
 }
 
-/* The types of the format and their bits; those of hpml_dtype come first, in its order. */
+/* The types of the format and their bits; the types that hpml_dtype has come first, in its order. */
 static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
     { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
@@ -9404,10 +9459,11 @@ static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F8_E5M2FNUZ", 8 } };
 #define HPMLI_SAFE_TYPES ((int)(sizeof hpmli_safe_types / sizeof hpmli_safe_types[0]))
 
-/* ndim of an entry to be left out, because hpml cannot hold it; of a wrong one, unless a later one has its name. */
+/* Marks in ndim: an entry that is valid but that hpml cannot hold, which is skipped; an invalid entry, which makes the
+   file invalid unless a later entry of the same name replaces it. */
 enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
 
-/* One entry, an object or the list of its values. */
+/* Parses one entry, an object or, as the reference reader accepts too, the list of its values. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
     static const char *const keys[] = { "dtype", "shape", "data_offsets" };
@@ -9417,7 +9473,8 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     int              seen[4] = { 0 }, ndim = 0, offsets = 0, type = HPMLI_SAFE_TYPES, n = 0;
     hpmli_json       ahead   = *j;
     bool             list    = hpmli_json_is(&ahead, '[');
-    e = &f->entries[f->count++], e->name = name;
+    e = &f->entries[f->count++];
+    e->name = name;
     for (; hpmli_json_next(j, n, list ? '[' : '{', list ? ']' : '}'); n++) {
         int key = n;
         if (!list) {
@@ -9447,6 +9504,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     return true;
 }
 
+/* Order of qsort: by offset of the data, then by size. */
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
 {
     const hpml_safetensor *x = (const hpml_safetensor *)a, *y = (const hpml_safetensor *)b;
@@ -9454,6 +9512,7 @@ HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
     return (const char *)x->data < (const char *)y->data ? -1 : 1;
 }
 
+/* Parses and checks the header of a file that is read or mapped; false: invalid, or no memory. */
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
     uint64_t    length = f->file.size >= 8 ? hpmli_read_little(f->file.bytes, 8) : 0;
@@ -9469,12 +9528,13 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
         if (!f->text) return false;
         j.p = (char *)memcpy(f->text, j.p, (size_t)length);
     }
-    j.end = j.p + length, j.bad = !hpmli_utf8_all(j.p, (size_t)length);
-    int64_t room = hpmli_json_length(j);
-    if (j.bad || room > (int64_t)length / 24 + 1) return false; /* entries are longer */
-    f->entries = hpmli_new(f->file.ctx, hpml_safetensor, room);
+    j.end = j.p + length;
+    j.bad = !hpmli_utf8_all(j.p, (size_t)length);
+    int64_t capacity = hpmli_json_length(j);
+    if (j.bad || capacity > (int64_t)length / 24 + 1) return false; /* an entry takes more than 24 bytes of text */
+    f->entries = hpmli_new(f->file.ctx, hpml_safetensor, capacity);
     if (!f->entries) return false;
-    for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < room; n++) {
+    for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < capacity; n++) {
         const char *name = hpmli_json_text(&j);
         bool        is_meta = strcmp(name, HPMLI_SAFE_META) == 0;
         hpmli_json_want(&j, ':');
@@ -9538,7 +9598,7 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
     return m ? m->value : NULL;
 }
 
-/* A string, behind what stands before it. */
+/* Appends `before` and the string s, quoted and escaped. */
 HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *s)
 {
     char code[8];
@@ -9552,6 +9612,7 @@ HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *
     hpmli_write(w, "\"", 1);
 }
 
+/* Appends `before` and the header's entry of a tensor whose data begin at offset `at`. */
 HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_safetensor *t, uint64_t at)
 {
     char        text[256];
@@ -9564,35 +9625,38 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_
     hpmli_write(w, text, (size_t)line.used);
 }
 
-/* What a safetensors file will hold. */
+/* The contents of a safetensors file to be written. */
 typedef struct hpmli_safe_content {
     const hpml_safetensor *t;    /* (count) */
     const hpml_meta       *meta; /* (meta_count) */
     int                    count, meta_count;
-    uint32_t              *sums; /* (count) checksums; NULL: the file has none */
+    uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
 } hpmli_safe_content;
 
-/* Whether all names are UTF-8 and distinct, else an error; each of the `things` is a struct that begins with a name. */
-HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *things, int count, size_t size)
+/* Checks that all names are UTF-8, distinct and not reserved; fails otherwise. named: structs of `size` bytes whose
+   first member is the name; kind: for the error's text. */
+HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *named, int count, size_t size)
 {
     const char *wrong = NULL, *why = "the name is used twice", *name;
     char       *sorted = (char *)hpmli_alloc_array(ctx, count, size);
     if (!sorted) return false;
-    if (count > 0) memcpy(sorted, things, (size_t)count * size);
+    if (count > 0) memcpy(sorted, named, (size_t)count * size);
     hpmli_name_sort(sorted, count, size, &wrong);
     for (int i = 0; i < count && !wrong; i++) {
-        name = *(const char *const *)(const void *)((const char *)things + (size_t)i * size);
-        if (!hpmli_utf8_all(name, strlen(name))) wrong = name, why = "it is not UTF-8";
-        if (strcmp(name, HPMLI_SAFE_META) == 0) wrong = name, why = "the format reserves that name";
+        name = *(const char *const *)(const void *)((const char *)named + (size_t)i * size);
+        bool utf8 = hpmli_utf8_all(name, strlen(name)), reserved = strcmp(name, HPMLI_SAFE_META) == 0;
+        if (!utf8) why = "it is not UTF-8";
+        if (reserved) why = "the format reserves that name";
+        if (!utf8 || reserved) wrong = name;
     }
     if (wrong)
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", what,
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", kind,
                    wrong, why);
     hpmli_free(ctx, sorted);
     return !wrong;
 }
 
-/* Whether these contents can be written to a file, else an error. */
+/* Checks that these contents can be written to a file; fails otherwise. */
 HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 {
     const hpml_safetensor *t = c->t;
@@ -9616,7 +9680,8 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 
 #define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
 
-/* Writes everything before the data. Its size in bytes depends neither on the header's `length` nor on checksums. */
+/* Appends everything that stands before the data. The number of bytes depends neither on `length`, the header's length
+   field, nor on the checksums, so that both can be filled in later. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";
@@ -9643,8 +9708,9 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
-/* host NULL: the data are as they will stand in the file; else they are f32 on the device, and come through `host`,
-   which has room for each. The head is written again when length and checksums are known. */
+/* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file. Otherwise they
+   are f32 in device memory and are read and converted through `host`, which can hold the largest tensor. The head is
+   written first with zeros, and again at the end, when its length and the checksums are known. */
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
     hpmli_writer w;
@@ -9658,7 +9724,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
         const hpml_safetensor *t = &c->t[i];
         size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
         if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
-        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* it gets no wider */
+        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* in place */
         if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
         hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
     }
@@ -9682,16 +9748,16 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // >>checkpoint   parameters and whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Saves named arrays of a device to a file, and loads them. Loading checks all arrays before it changes any. */
+/* Saves named arrays of a device to a file and loads them. Loading checks all arrays before it changes the first. */
 
 typedef struct hpmli_arrays {
-    hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
-    float           *host;  /* room for the largest */
-    uint32_t        *sums;  /* (count) */
+    hpml_safetensor *t;     /* (count) data: f32 on the device. Start of the block that holds the other arrays, too */
+    float           *host;  /* host memory for the largest array */
+    uint32_t        *sums;  /* (count) CRC-32C */
     char            *names; /* (count, HPMLI_NAME) */
     int              count;
     int              squares, after; /* [squares, after) are second moments */
-    hpml_dtype       dtype; /* in the file */
+    hpml_dtype       dtype; /* of the data in the file */
 } hpmli_arrays;
 
 /* One more array, with a name in two parts; device NULL: there is none. */
@@ -9748,12 +9814,12 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, co
     return ctx->status;
 }
 
-/* Checks every tensor that has a checksum. Files of other programs, and older files of hpml, have no checksums. */
+/* Checks the CRC-32C of every tensor that has one; files of other programs have none. */
 HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
 {
     for (int i = 0; i < f->meta_count; i++) {
         hpml_safetensor e;
-        char            sum[9];
+        char             sum[9];
         const hpml_meta *m = &f->meta[i];
         if (strncmp(m->key, HPMLI_SUM, strlen(HPMLI_SUM)) != 0) continue;
         bool found = hpml_safetensors_find(f, m->key + strlen(HPMLI_SUM), &e);
@@ -9766,7 +9832,8 @@ HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const c
     return true;
 }
 
-/* The n numbers of a tensor of a file as f32: in the file's memory, or converted into a->host. */
+/* Returns the n numbers of a file's tensor as f32: in the file's own memory if they are, else converted into a->host.
+   */
 HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
 {
     if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
@@ -9774,7 +9841,7 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
     return a->host;
 }
 
-/* Whether file f has array i of a, with its shape and valid numbers; else an error. */
+/* Checks that file f has array i of `a`, with its shape and finite numbers; fails otherwise. */
 HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
                                 const char *path)
 {
@@ -9915,15 +9982,15 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Events go into a ring of fixed size; writing one is an atomic increment and a copy. The file is Chrome's trace format
-   in its array form, one event a line. Times are microseconds. */
+/* Events are kept in a ring buffer of fixed size; adding one takes an atomic increment and a copy. The file is in
+   Chrome's trace format, in its array form with one event a line, and times in microseconds. */
 
 struct hpmli_trace {
-    hpml_trace_desc  d;         /* resolved */
-    bool             at_first;  /* time 0 is the first event's */
-    int64_t          count;     /* atomic: events so far */
-    bool             paused;    /* outside the wanted steps */
-    hpml_trace_event events[1]; /* (capacity) ring */
+    hpml_trace_desc  d;         /* with its defaults filled in */
+    bool             at_first;  /* time 0 of the file is the start of the first event */
+    int64_t          count;     /* atomic: events added since the start, also those overwritten */
+    bool             paused;    /* the current step is not one of the steps to be traced */
+    hpml_trace_event events[1]; /* (capacity) the ring: event i is at i % capacity */
 };
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
@@ -9936,7 +10003,9 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpml_trace_event);
     hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
     if (!t) return ctx->status;
-    t->d = d, t->paused = d.first_step > 0, t->at_first = d.origin == 0;
+    t->d        = d;
+    t->paused   = d.first_step > 0;
+    t->at_first = d.origin == 0;
     if (t->at_first) t->d.origin = hpmli_trace_time(ctx, hpml_now());
     hpmli_free(ctx, ctx->trace);
     ctx->trace = t;
@@ -9948,12 +10017,12 @@ HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
     return ctx ? __atomic_exchange_n(&ctx->clock, seconds, __ATOMIC_RELAXED) : NULL;
 }
 
-/* Tells the trace which step begins. */
+/* Called at the begin of each step: pauses or resumes the trace by first_step and last_step. */
 HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
 {
     hpmli_trace *t = ctx->trace;
     bool         off = t && (step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step));
-    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* the loader's thread writes spans as well */
+    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* atomic: the loader's thread adds spans, too */
 }
 
 HPML_API bool hpml_trace_on(const hpml_ctx *ctx)
@@ -9973,22 +10042,32 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
 {
     hpml_trace_event e = HPMLI_ZEROED;
     if (!hpml_trace_on(ctx)) return;
-    e.lane = lane, e.name = name, e.start = start, e.end = end;
+    e.lane  = lane;
+    e.name  = name;
+    e.start = start;
+    e.end   = end;
     hpml_trace_add(ctx, &e);
 }
 
-/* Adds the events of a step that ends now: its span and its loss. */
+/* Adds the events of a step that ends now: its span and a counter with its loss. */
 HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
 {
     hpml_trace_event e = HPMLI_ZEROED;
-    e.kind = HPML_TRACE_STEP, e.lane = HPML_LANE_STEP, e.name = "step", e.number = step;
-    e.start = since, e.end = hpmli_trace_time(ctx, hpml_now());
+    e.kind   = HPML_TRACE_STEP;
+    e.lane   = HPML_LANE_STEP;
+    e.name   = "step";
+    e.number = step;
+    e.start  = since;
+    e.end    = hpmli_trace_time(ctx, hpml_now());
     hpml_trace_add(ctx, &e);
-    e.kind = HPML_TRACE_COUNTER, e.name = "loss", e.start = e.end, e.value = (double)loss;
+    e.kind  = HPML_TRACE_COUNTER;
+    e.name  = "loss";
+    e.start = e.end;
+    e.value = (double)loss;
     hpml_trace_add(ctx, &e);
 }
 
-/* The i-th event that is kept, the oldest first; NULL behind the last. */
+/* Returns the i-th event of the ring, the oldest first; NULL after the last. */
 HPMLI_FN const hpml_trace_event *hpmli_trace_at(const hpmli_trace *t, int64_t i)
 {
     int64_t count = __atomic_load_n(&t->count, __ATOMIC_RELAXED), lost = count - t->d.capacity;
@@ -10010,18 +10089,20 @@ HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
     if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
 }
 
-/* Writes a JSON string without its quotes. */
+/* Writes the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
 HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
 {
     for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
         n = hpmli_utf8(s, left);
-        if (n == 0) n = 1, fprintf(w->f, "\\ufffd");
-        else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
+        if (n == 0) {
+            n = 1;
+            fprintf(w->f, "\\ufffd");
+        } else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
         else hpmli_write(w, s, n);
     }
 }
 
-/* Writes no %f or %g, because these use a decimal comma in some locales. */
+/* Write a time in microseconds, a number: without %f or %g, because these use a decimal comma in some locales. */
 HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
 {
     long long ns = (long long)(1e9 * seconds);
@@ -10034,21 +10115,30 @@ HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value)
     fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
 }
 
+/* Writes the arguments of a span of communication: bucket, first and last tensor, bytes. */
 HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
 {
     const char *comma = "";
     fprintf(w->f, ",\"args\":{");
-    if (e->bucket > 0) fprintf(w->f, "\"bucket\":%d", e->bucket), comma = ",";
+    if (e->bucket > 0) {
+        fprintf(w->f, "\"bucket\":%d", e->bucket);
+        comma = ",";
+    }
     if (e->first) {
-        fprintf(w->f, "%s\"tensors\":\"", comma), comma = ",";
+        fprintf(w->f, "%s\"tensors\":\"", comma);
         hpmli_trace_text(w, e->first);
-        if (e->last && e->last != e->first) fprintf(w->f, " .. "), hpmli_trace_text(w, e->last);
+        if (e->last && e->last != e->first) {
+            fprintf(w->f, " .. ");
+            hpmli_trace_text(w, e->last);
+        }
         fprintf(w->f, "\"");
+        comma = ",";
     }
     if (e->number > 0) fprintf(w->f, "%s\"bytes\":%lld", comma, (long long)e->number);
     fprintf(w->f, "}");
 }
 
+/* Writes one event as a line of the file; origin: time 0 of the file, in seconds. */
 HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int rank, double origin)
 {
     static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* by hpml_trace_kind */
@@ -10062,7 +10152,7 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
     if (e->kind == HPML_TRACE_SPAN && (e->first || e->bucket > 0 || e->number > 0)) hpmli_trace_args(w, e);
     if (e->kind == HPML_TRACE_SEND || e->kind == HPML_TRACE_RECEIVE)
         fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
-                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* ends at the span it is in */
+                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* the arrow ends at the enclosing span */
     if (e->kind == HPML_TRACE_COUNTER) {
         fprintf(w->f, ",\"args\":{\"");
         hpmli_trace_text(w, e->name);
@@ -10144,7 +10234,7 @@ HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 {
     if (!g || hpmli_failed(g->ctx)) return;
-    if (g->profile) hpml_profile(g, NULL, 0); /* nothing under way adds to it any more */
+    if (g->profile) hpml_profile(g, NULL, 0); /* waits for the device, which may still add to the rows */
     hpmli_free(g->ctx, g->profile);
     g->profile = NULL;
     if (!on) return;
@@ -10152,7 +10242,8 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
     for (int i = 0; g->profile && i < g->count; i++) {
         hpml_node        *n = g->nodes[i];
         hpml_profile_row *r = &g->profile[i];
-        r->node = n, r->name = n->out->name;
+        r->node = n;
+        r->name = n->out->name;
         r->forward_flops  = hpmli_node_flops(n, false);
         r->backward_flops = n->out->needs_grad ? hpmli_node_flops(n, true) : 0;
         r->bytes          = hpmli_node_bytes(n);
