@@ -946,7 +946,7 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the n
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Samples in host memory. The arrays are the dataset's own, freed with it. */
+/* Samples in host memory. The dataset owns its arrays and frees them; a slice shares those of its dataset. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
     int64_t     count;                  /* samples */
@@ -954,84 +954,87 @@ struct hpml_dataset {
     int         x_ndim;                 /* of one sample */
     int64_t     x_shape[HPML_MAX_DIMS]; /* of one sample: (C, H, W) for images */
     const void *x;                      /* (count, x_shape) */
-    hpml_dtype  y_dtype;                /* I32: labels, one for each y_size; F32: targets */
+    hpml_dtype  y_dtype;                /* I32: class labels; F32: targets */
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
-    float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; at first 1/255 and 0; change them */
-    int32_t     x_crop;                 /* 0; else loaders make (C, x_crop, x_crop) of images: see hpml_augment */
-    int64_t     x_step;                 /* samples start every x_step elements of x; 0: the size of one. Text: 1 */
-    int64_t     y_step;                 /* likewise for y */
+    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0; may be set */
+    int32_t     x_crop;                 /* 0, or set it: loaders crop images to this side, see hpml_augment */
+    int64_t     x_step;                 /* elements of x between samples; 0: the size of a sample; text: 1 */
+    int64_t     y_step;                 /* the same for y */
     void       *owner;                  /* private */
 };
 
-/* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
-   says what was expected where; pipes, devices and folders are refused. They copy, and take at most four times the
-   bytes of the file, unpacked, and 1 MB. NULL on failure, the error on the context. */
-/* MNIST; gzipped with HPML_USE_ZLIB. */
+/* All readers treat the file as untrusted: a truncated, oversized or random file, or one of another format, ends in an
+   error that names the place and what was expected there; pipes, devices and folders are refused. Readers copy the data
+   and allocate at most four times the (decompressed) size of the file and 1 MB. They return NULL on failure; the error
+   is in the context. */
+/* MNIST's format; gzipped files need HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 /* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers, labels too, separated by `,` `;` or tabs, rounded to the nearest float whatever the locale. The first line
-   is a header if no field of it is a number. Errors name line, column and, by the header, the column's name.
+/* Numbers (also the labels) separated by `,` `;` or tabs, each rounded to the nearest float in any locale. The first
+   line is a header if none of its fields is a number. Errors name line, column and, by the header, the column's name.
    label_column: from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float
    target. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
-/* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
-   vocabulary 256; else the characters that occur, in byte order (see hpml_dataset_vocabulary). */
+/* Text as a stream of tokens: x of a sample is `context` characters, y the same shifted by one. bytes: the vocabulary
+   is all 256 bytes; else the bytes that occur, in ascending order (see hpml_dataset_vocabulary). */
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
                                               bool bytes);
 HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* text: byte of each token */
-/* Your own arrays, copied; y NULL: unlabelled. */
+/* A dataset from arrays in memory, which are copied; y NULL: unlabelled. */
 HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                            const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
                                            const void *y);
-HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive it */
-HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
+HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive the slice */
+HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional: hpml_ctx_free frees datasets, too */
 
-/* numpy .npy: f32, f16, i32, u8, C order. Read are versions 1 to 3, and f64 and i64 become f32 and i32 (an error where
-   a number does not fit). Written is version 1. */
+/* numpy's .npy files: f32, f16, i32, u8 in C order. Loading accepts versions 1 to 3, and converts f64 to f32 and i64 to
+   i32 (an error if a number is out of range). Saving writes version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
-/* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe).
-   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. While a record
-   file is open no program may make it shorter: reading what is gone ends this process (SIGBUS). */
+/* A file of records: many small byte strings in one large file with an index, read through mmap (the role of LMDB in
+   Caffe). Little-endian: "HPMLREC1", count u64, offset of the index u64, the records, the index: count + 1 offsets u64.
+   While such a file is open no program may truncate it, because reading the missing part kills this process (SIGBUS).
+   */
 typedef struct hpml_records_writer hpml_records_writer;
 typedef struct hpml_records_file   hpml_records_file;
 HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path);
-HPML_API hpml_status         hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size);
-HPML_API hpml_status         hpml_records_finish(hpml_records_writer *w); /* the file appears, whole, now; frees w */
-HPML_API void                hpml_records_abandon(hpml_records_writer *w); /* no file; frees w */
+HPML_API hpml_status          hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size);
+HPML_API hpml_status          hpml_records_finish(hpml_records_writer *w);  /* the whole file appears; frees w */
+HPML_API void                 hpml_records_abandon(hpml_records_writer *w); /* no file appears; frees w */
 HPML_API hpml_records_file   *hpml_records_open(hpml_ctx *ctx, const char *path);
-HPML_API int64_t             hpml_records_count(const hpml_records_file *f);
-HPML_API const void         *hpml_records_get(const hpml_records_file *f, int64_t index, size_t *size); /* lives with f */
-HPML_API void                hpml_records_close(hpml_records_file *f);
-/* A dataset's samples as records and back (the first record holds the shapes). */
+HPML_API int64_t              hpml_records_count(const hpml_records_file *f);
+/* The bytes of a record, valid until f is closed; *size (NULL: not wanted): how many. */
+HPML_API const void          *hpml_records_get(const hpml_records_file *f, int64_t index, size_t *size);
+HPML_API void                 hpml_records_close(hpml_records_file *f);
+/* Save a dataset's samples as records, and load them (the first record holds the shapes). */
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path);
 
-/* Image augmentation, random per (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop k images are cropped
-   from (.., H, W) to (.., k, k) first, at a random place; with in_order, in evaluation as well, to their middle. */
+/* Image augmentation, random by (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop = k, images (.., H, W)
+   are cropped to (.., k, k) first: at a random place; with in_order and in evaluation, in the middle. */
 typedef struct hpml_augment {
-    int32_t shift;  /* up to this many pixels each way, zeros come in: the crop of an image padded with so many */
-    bool    flip;   /* left-right with probability 1/2 */
-    int32_t cutout; /* a square of this size set to zero */
+    int32_t shift;  /* shift by up to this many pixels in each direction, filled with zeros (as padding and cropping) */
+    bool    flip;   /* mirror left to right with probability 1/2 */
+    int32_t cutout; /* side of a random square that is set to zero, in pixels */
 } hpml_augment;
 
 typedef struct hpml_loader_desc {
     uint32_t     _begin;
     int32_t      batch;      /* samples per batch of this rank; required (fit: 0 = the trainer's) */
     bool         in_order;   /* do not shuffle */
-    bool         drop_last;  /* leave out a short last batch */
-    bool         no_prefetch; /* batches are made by the caller's thread; same batches */
+    bool         drop_last;  /* skip a last batch that is not full */
+    bool         no_prefetch; /* prepare batches in the caller's thread instead of a background thread; same batches */
     uint64_t     seed;       /* 0: the context's */
-    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1, in fit: as hpml_distribute says.
-                                 Where you have divided the data among ranks yourself: 0 and 1 */
-    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
-    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares are near-equal */
-    int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
+    int32_t      rank, ranks; /* this rank's shard of each global batch; ranks 0: 1 (in fit: set by hpml_distribute).
+                                 If each rank already has only its own part of the data: 0 and 1 */
+    int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, of at most `batch` */
+    int64_t      grain;        /* samples that always stay together on one rank (a leaf of exact mode); 0: 1 */
+    int64_t      samples_per_epoch; /* 0: all of the data; more than the data: it is shuffled again each round */
     hpml_augment augment;
     uint32_t     _end;
 } hpml_loader_desc;
@@ -1039,17 +1042,19 @@ typedef struct hpml_loader_desc {
 typedef struct hpml_batch {
     const void *x;        /* (samples, ...) f32 (U8 pixels already scaled) or i32 tokens; valid until the next call */
     const void *y;        /* (samples, y_size) or NULL */
-    int64_t     samples;  /* of this rank: few or 0 in the last global batch; every rank gets equally many batches */
-    int64_t     global_samples; /* of all ranks: what a mean divides by */
-    int64_t     first;    /* number of this rank's first sample within the global batch */
-    int64_t     index;    /* batch of the epoch, from 0 */
+    int64_t     samples;  /* of this rank; fewer, or 0, in the last global batch */
+    int64_t     global_samples; /* of all ranks: the divisor of a mean */
+    int64_t     first;    /* offset of this rank's first sample in the global batch */
+    int64_t     index;    /* number of the batch in its epoch, from 0 */
 } hpml_batch;
 
-/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same for every number of ranks. */
+/* Creates a loader. The order of the samples is a random permutation given by seed and epoch, the same for every number
+   of ranks. */
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
-HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
-HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-/* false: an error, or the epoch is done; then the next call begins the next one. */
+HPML_API int64_t      hpml_loader_steps(const hpml_loader *l); /* batches of an epoch, the same on every rank */
+/* Sets the batch that hpml_loader_next returns next. */
+HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);
+/* Returns the next batch. False: an error, or the end of an epoch; then the next call begins the next epoch. */
 HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out);
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
@@ -1057,54 +1062,56 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Like every file of this library it is written to `path`.tmp, synced
-   and renamed, and its folder is synced: a kill at any moment leaves the old file or the new one. The mode of the old
-   file is kept, a link is followed to its file. A pipe takes only .npy files and timelines. Headers are accepted and
-   refused as by the format's reference implementation, but no name holds a NUL. Tensors of other types than
-   hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS dimensions are left out on reading. */
-typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped: no program may make it shorter (SIGBUS) */
-typedef struct hpml_safetensor {                  /* one entry */
+/* safetensors files: 8-byte length, JSON header, data. Like every file of this library, such a file is written to
+   `path`.tmp, synced and renamed, and its folder is synced: if the process is killed at any moment, `path` is the old
+   file or the new one. The permissions of the old file are kept; a symbolic link is resolved. Only .npy files and
+   timelines can be written to a pipe. Reading accepts the same headers as the format's reference implementation, except
+   names that contain a NUL; tensors that hpml cannot hold (other dtypes, size 0, more than HPML_MAX_DIMS dimensions)
+   are skipped. */
+typedef struct hpml_safetensors hpml_safetensors; /* an open, mapped file: no program may truncate it (SIGBUS) */
+typedef struct hpml_safetensor {                  /* one tensor of a file */
     const char *name;
     hpml_dtype  dtype;
     int         ndim;
     int64_t     shape[HPML_MAX_DIMS];
-    const void *data; /* read: in the file's mapping until close; may be unaligned for its type */
+    const void *data; /* after reading: in the mapped file, valid until it is closed; may be unaligned for its dtype */
     size_t      bytes;
 } hpml_safetensor;
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path);
 HPML_API int               hpml_safetensors_count(const hpml_safetensors *f);
 HPML_API bool              hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out);
 HPML_API bool              hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out);
-HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: there is none */
+HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: no such key */
 HPML_API void              hpml_safetensors_close(hpml_safetensors *f);
 typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count);
 
-/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. The metadata have the
-   CRC-32C of each array, "hpml.crc32c.<name>": loading checks it where it is there, and that all numbers are finite. */
+/* Saves all parameters under their names, as F32, BF16 or F16. The metadata hold a CRC-32C of each array,
+   "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; what else it holds is ignored */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; other tensors are ignored */
 
-/* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
-   step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
-   "state.<name>", metadata "hpml.step" ..., checksums as above. */
+/* Saves everything that a training needs to continue with the same bits: parameters, optimizer state, named states
+   (such as residuals), step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>",
+   "opt.v.<param>", "state.<name>", metadata "hpml.step" ..., checksums as above. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
-HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
+HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error nothing changes */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Chrome trace form: open the file in Perfetto. A process per rank, a lane (thread) per stream that has events; the
-   trainer's steps as spans, its loss and the bytes sent in each step as counters. An event costs 50 ns. */
+/* The timeline in Chrome's trace format, for Perfetto: one process for each rank, one lane (thread) for each stream of
+   work that has events; the trainer's steps as spans, its loss and the bytes sent in each step as counters. Adding an
+   event takes about 50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
-    int64_t  first_step, last_step; /* record only these updates, the first is 0; last 0: all */
-    int64_t  capacity;              /* events kept, 72 bytes each, the oldest are dropped; 0: 65,536 */
-    double   origin;                /* the hpml_now() that is time 0 in the file; 0: that of the first event */
-    bool     arrows;                /* from the send to the receive of each message of a collective: two more events */
+    int64_t  first_step, last_step; /* trace only these steps, counted from 0; last 0: no end */
+    int64_t  capacity;              /* events kept, of 72 bytes; older ones are overwritten; 0: 65,536 */
+    double   origin;                /* the hpml_now() that is time 0 of the file; 0: the start of the first event */
+    bool     arrows;                /* arrows from send to receive for the messages of collectives: two events each */
     uint32_t _end;
 } hpml_trace_desc;
 #define HPML_LANE_COMPUTE 0
@@ -1114,50 +1121,51 @@ typedef struct hpml_trace_desc {
 #define HPML_LANE_STEP    4
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
-/* Adds a span; `name` must live as long as the trace. Any thread. Does nothing when no trace is on. */
+/* Adds a span; `name` must live as long as the trace. Thread-safe. Does nothing if no trace is on. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
-HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* recording now, this step included */
+HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* a trace was started, and the current step is traced */
 
 typedef enum hpml_trace_kind {
     HPML_TRACE_SPAN = 0,
-    HPML_TRACE_STEP,    /* a span called "step" and its number */
-    HPML_TRACE_COUNTER, /* a curve */
-    HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* an arrow from the first to the second, within spans of their lanes */
+    HPML_TRACE_STEP,    /* a span with the number of a step */
+    HPML_TRACE_COUNTER, /* a point of a curve */
+    HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* the two ends of an arrow, each inside a span of its lane */
 } hpml_trace_kind;
 
-/* Text must live as long as the trace; it may hold any bytes: what is not UTF-8 is replaced. */
+/* Names must live as long as the trace. Bytes of them that are not UTF-8 are replaced in the file. */
 typedef struct hpml_trace_event {
     hpml_trace_kind kind;
     int         lane;
     const char *name;         /* required */
-    double      start, end;   /* seconds; COUNTER, SEND, RECEIVE happen at the start */
-    const char *first, *last; /* SPAN: the tensors from one to another; last NULL: one; both NULL: none */
-    int32_t     bucket;       /* SPAN: of these tensors, from 1; 0: none */
-    int64_t     number;       /* SPAN: bytes, 0: not known. STEP: which. SEND, RECEIVE: the same for both ends */
-    double      value;        /* COUNTER; NaN and infinity are left out */
+    double      start, end;   /* seconds of hpml_now; COUNTER, SEND and RECEIVE use only the start */
+    const char *first, *last; /* SPAN: names of the first and last tensor sent; last NULL: one; both NULL: none */
+    int32_t     bucket;       /* SPAN: number of their bucket, from 1; 0: none */
+    int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: its number. SEND, RECEIVE: the same id at both ends */
+    double      value;        /* COUNTER; NaN and infinity are not written */
 } hpml_trace_event;
-/* Adds a copy of an event. Any thread. Does nothing when no trace is on. */
+/* Adds a copy of an event. Thread-safe. Does nothing if no trace is on. */
 HPML_API void        hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
-/* The time in the file of the first event that is kept, 0 where there is none; and moves the origin by some seconds. */
+/* Returns the earliest start of the events kept, in seconds from the origin; 0 if there is none. */
 HPML_API double      hpml_trace_first(const hpml_ctx *ctx);
-HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds);
-/* Layers and updates (not a GPU's) are stamped with *seconds, not with hpml_now(), until it is NULL; batches are left
-   out. Returns the one before. For communicators in virtual time (hpml_comm.h): their other spans have that time. */
+HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds); /* adds to the origin */
+/* Sets the clock of the spans of layers and updates on the CPU: *seconds instead of hpml_now(); NULL: hpml_now() again.
+   With such a clock the loader adds no spans. Returns the previous clock. hpml_comm.h uses it for virtual time. */
 HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
-/* One line of the per-layer table; times are sums over the runs since the profile was switched on. */
+/* One row of the table by layer; times are sums over the runs since the profile was enabled. */
 typedef struct hpml_profile_row {
     const hpml_node *node;
-    const char      *name;              /* of the layer: its parameter's or its op's */
+    const char      *name;              /* of the layer */
     int64_t          calls;
     double           forward_s, backward_s;
     double           forward_flops, backward_flops; /* of one call, multiply-add = 2 */
-    double           bytes;             /* inputs + outputs + parameters of one forward call */
+    double           bytes;             /* read and written by one forward call: inputs, output, parameters */
 } hpml_profile_row;
-HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* switching on clears */
-HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* returns how many there are */
-/* Text tables into `buffer`, as snprintf: returns the length it needs. */
+HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* starts a profile from zero, or ends it */
+/* Copies up to `capacity` rows; returns the number of rows that there are. */
+HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity);
+/* Write text tables to `buffer`; like snprintf, they return the length that the whole text needs. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
@@ -9116,7 +9124,7 @@ struct hpml_loader {
     float               *x[2];                 /* two slots: batch n, counted over all epochs, is in slot n % 2 */
     char                *y[2];
     hpml_batch           batch[2];
-    int64_t              made, taken, done;    /* numbers of the next batch to prepare, the next to return, the one in use */
+    int64_t              made, taken, done;    /* numbers of batches: next to prepare, next to return, in use */
     bool                 ended;                /* the next call returns false: the end of an epoch */
 #ifndef HPML_NO_THREADS
     bool                 threaded, stop;
