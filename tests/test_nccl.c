@@ -3,7 +3,7 @@
    nccl_on_cpu.cc. */
 #include "../hpml_comm.h"
 #include "../hpml_cuda.cuh"
-#include "nccl_on_cpu.h"
+#include "emulator/nccl_on_cpu.h"
 #include "points.h"
 #include "test.h"
 
