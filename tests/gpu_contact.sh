@@ -47,7 +47,7 @@ TAIL=25 stage machine 60 'nvidia-smi; ${NVCC:-nvcc} --version | tail -n 2; ${CC:
 # What build.ninja builds, by hand.
 by_hand='set -e; one() { echo "$*"; "$@"; }; apart="-DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY -DHPML_CUDA_BODY"
     sh tests/probe.sh build/zlib.flags; zlib=$(cat build/zlib.flags)
-    one ${CC:-cc} -O2 ${zlib%-lz} -c -x c tests/inside.c -o build/hpml.o'
+    one ${CC:-cc} -O2 ${zlib%-lz} -c -x c tests/private_api.c -o build/hpml.o'
 by_hand_gpu=$by_hand'; sh tests/probe.sh build/nvcc.found
     one ${CC:-cc} -O2 -DHPML_COMM_IMPLEMENTATION -c -x c hpml_comm.h -o build/comm.o
     one ${CC:-cc} -O2 -c tests/test_cuda.c -o build/test_cuda.o

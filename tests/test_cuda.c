@@ -4,7 +4,7 @@
 #include "../hpml_cuda.cuh"
 #include "test.h"
 #include "op_cases.h"
-#include "steep.h"
+#include "loss_scale.h"
 
 #include <unistd.h>
 

@@ -4,7 +4,7 @@
 #include "../hpml_comm.h"
 #include "../hpml_cuda.cuh"
 #include "emulator/nccl_on_cpu.h"
-#include "points.h"
+#include "toy_points.h"
 #include "test.h"
 
 #include <signal.h>

@@ -3,7 +3,7 @@
 #include "../hpml.h"
 #include "test.h"
 #include "mlp.h"
-#include "steep.h"
+#include "loss_scale.h"
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-/* Does tests/emulator/cuda_on_cpu.h compute what a GPU computes, and does it find the faults that it promises to find? Each
+/* Does cuda_on_cpu.h compute what a GPU computes, and does it find the faults that it promises to find? Each
    fault is planted here beside its sound twin, which must pass. */
 #define HPML_CUDA_ON_CPU
 #include "cuda_on_cpu.h"

@@ -1,6 +1,6 @@
 /* A training whose gradients overflow f16 under the first loss scale, which finds its place; the training learns. */
-#ifndef HPML_STEEP_H
-#define HPML_STEEP_H
+#ifndef HPML_LOSS_SCALE_H
+#define HPML_LOSS_SCALE_H
 
 static bool loss_scale_finds_its_place(hpml_ctx *ctx)
 {
