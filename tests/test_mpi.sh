@@ -77,7 +77,7 @@ reports 3 leaves 'rank 1 has left' "a rank leaves early" \
 native='waited 1 s for rank 1, which has left, in allreduce .native.'
 reports 3 leaves_native "$native, step 0" "a rank leaves early, the others are in MPI's own allreduce" "$native"
 on 2 killed; check "a rank is killed" 1 ''
-# Hydra ends a job with its first dead process, unless told not to; then it sends the others a signal that few expect.
+# Hydra ends a job with its first dead process, unless an option forbids it; then it sends a signal to the others.
 if "$mpiexec" --version 2>/dev/null | grep -qi hydra; then
     for what in killed exits; do # they nearly only wait: both at a time
         timeout 30 "$mpiexec" -disable-auto-cleanup -n 4 \
@@ -99,7 +99,8 @@ brief 3 stopped 2 "at once: rank [02]: .*$who"; check "a rank is stopped" 1 "at 
 grep -qE "at once: rank 2: .*$who" "$tmp/out"
 check "also the one that waits for a rank that waits for it names it" 0 ''
 reports 3 exits 'rank 1 failed: called exit in step 0' "a rank calls exit" 'rank 1 failed: called exit in step 0'
-reports 2 another 'rank 0 is in broadcast' "another collective" 'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
+reports 2 another 'rank 0 is in broadcast' "another collective" \
+    'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
 reports 2 other_count 'all ranks must pass the same counts' "another count" 'all ranks must pass the same counts'
 reports 2 other_count_checked 'allreduce of 64' "another count, checked" 'allreduce of 32 .* allreduce of 64'
 late='waited 0.2 s for rank 1 in allreduce'; brief 2 sleeps 1 "$late"; check "a deadline" 1 "$late"
