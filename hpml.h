@@ -208,7 +208,7 @@ typedef struct hpml_backend hpml_backend; /* a table of functions, see >>api-bac
 typedef struct hpml_packing hpml_packing; /* how a gradient is packed, see >>api-codec */
 
 /* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves (BF16, F16) for files,
-   wire and, in mixed precision (hpml_ctx_desc.store), results of ops. */
+   wire and, in mixed precision (hpml_ctx_desc.activation_dtype), results of ops. */
 typedef enum hpml_dtype {
     HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
 } hpml_dtype;
@@ -230,7 +230,7 @@ typedef struct hpml_ctx_desc {
     int32_t             threads;   /* threads that compute, the caller included; 0: all cores this process may use */
     uint64_t            seed;      /* seed of everything random in this context */
     const char         *cpu;       /* force kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best this CPU has */
-    hpml_dtype          store;     /* mixed precision on the CPU: what results of ops and their gradients are stored as:
+    hpml_dtype          activation_dtype; /* mixed precision on the CPU: what results of ops and their gradients are stored as:
                                       F32, BF16 (8 bits of precision, the range of f32) or F16 (11 bits, at most 65504,
                                       see hpml_trainer_desc.loss_scale). Ops compute in f32, on copies of some samples
                                       at a time; products round a copy of their weights to it. Parameters, their
@@ -313,7 +313,7 @@ typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
 /* A dense array in row-major order, owned by its context. `data` and `grad` are NULL until memory has been taken for
    them (hpml_graph_alloc, hpml_trainer_create); they live where the backend keeps them: with the CPU backend read and
    write them as you like, for others use hpml_tensor_get/set. `data` and `grad` point to numbers of the type `dtype`,
-   which for results of ops may be halves (hpml_ctx_desc.store): for dtypes other than F32 cast them.
+   which for results of ops may be halves (hpml_ctx_desc.activation_dtype): for dtypes other than F32 cast them.
    The first dimension of an input is the batch; see `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
@@ -621,7 +621,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
 HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* takes it; done by the first run when you do not */
 /* Sets the number of samples of the next runs, 1 to the batch of the inputs; all shapes with batch_rows follow. */
-HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples);
+HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
 HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: some op moves samples to another dimension */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step); /* step keys the dropout masks */
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
@@ -639,11 +639,12 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops
 
 /* Every op, in one list: enum, names and the backends' tables follow from it. */
 #define HPML_OPS(X)                                                                                                    \
-    X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACT, activation) X(MATMUL, matmul)               \
-    X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL, max_pool2d) X(AVG_POOL, avg_pool2d) X(RESHAPE, reshape)            \
-    X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LAYERNORM, layernorm)      \
-    X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding) X(ATTENTION, attention)    \
-    X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE, bce_with_logits) X(HUBER, huber)
+    X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACTIVATION, activation) X(MATMUL, matmul)        \
+    X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
+    X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
+    X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
+    X(ATTENTION, attention) X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits)          \
+    X(MSE, mse) X(HUBER, huber)
 
 typedef enum hpml_op {
 #define HPMLI_X(op, name) HPML_OP_##op,
@@ -663,12 +664,11 @@ typedef union hpml_attr {
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* and concat */
     struct { int32_t dim; bool mean; } sum;
-    struct { bool log; } softmax;
     struct { float eps, momentum; hpml_act act; } norm;
     struct { float p; } dropout;
     struct { int32_t heads; bool causal; float scale; } attention;
     struct { float smoothing; int32_t ignore; } cross_entropy;
-    struct { bool squared; float delta; } huber;                        /* squared: mse */
+    struct { float delta; } huber;
 } hpml_attr;
 
 /* One recorded op, as a backend sees it. */
@@ -756,7 +756,8 @@ struct hpml_backend {
     const hpml_op_impl *ops;                             /* [HPML_OP_COUNT] */
     hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* skips those of n 0 */
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
-    hpml_dtype (*store)(void *device); /* optional: what results of ops are kept in (F32, BF16, F16); scalars are F32 */
+    hpml_dtype (*activation_dtype)(void *device); /* optional (NULL: F32): the type in which results of ops are stored:
+                                                     F32, BF16 or F16. Scalars are always F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
     /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
        follow, and end, with the status they came to. *again: recording the pass has failed and none of its ops has run:
@@ -774,7 +775,7 @@ struct hpml_backend {
                           int64_t rows, bool add);
     /* optional: before an op that somebody looks at, and then, with its name, behind it. When the device has next been
        waited for it tells: a span in lane GPU, and the seconds, added to *seconds unless that is NULL */
-    void (*look)(void *device, const char *name, double *seconds);
+    void (*time_op)(void *device, const char *name, double *seconds);
     bool layouts; /* conv2d and pooling read NHWC as well, and conv2d goes by attr.conv.algorithm */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
@@ -1640,7 +1641,7 @@ struct hpml_ctx {
     uint64_t             seed;
     const hpml_backend  *backend;
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
-    hpml_dtype           store;      /* hpml_ctx_desc.store */
+    hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
     void                *device;     /* what backend->open gave */
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
@@ -2122,13 +2123,14 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 #endif
     ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
     if (!ctx->gemm_ws) return false;
-    if (d->store != HPML_DTYPE_F32 && d->store != HPML_DTYPE_BF16 && d->store != HPML_DTYPE_F16)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store is %s (%d), expected f32, bf16 or f16",
-                           hpml_dtype_name(d->store), (int)d->store);
-    if (d->store != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store %s is for the CPU; the backend \"%s\" takes its "
-                           "precision from its own desc", hpml_dtype_name(d->store), ctx->backend->name);
-    ctx->store = d->store;
+    hpml_dtype dtype = d->activation_dtype;
+    if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype is %s (%d), expected f32, bf16 or f16",
+                           hpml_dtype_name(dtype), (int)dtype);
+    if (dtype != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype %s is for the CPU; the backend \"%s\" takes "
+                           "its precision from its own desc", hpml_dtype_name(dtype), ctx->backend->name);
+    ctx->activation_dtype = dtype;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
 
@@ -2791,7 +2793,7 @@ HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli
 /* What results of ops are kept in. */
 HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
 {
-    return ctx->backend->store ? ctx->backend->store(ctx->device) : HPML_DTYPE_F32;
+    return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
 /* What ops compute with. */
@@ -3628,7 +3630,7 @@ HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
     hpmli_graph_rows(g);
 }
 
-HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
+HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
 {
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
@@ -3662,7 +3664,7 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
     hpml_status         status = HPML_OK;
     if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
-    if (look && b->look) b->look(g->ctx->device, NULL, NULL);
+    if (look && b->time_op) b->time_op(g->ctx->device, NULL, NULL);
     for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
     bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
@@ -3672,11 +3674,11 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
         if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
             status = b->update(g->ctx->device, g->ctx, n->update[s], 1), n->update[s]->n = 0;
     if (!look) return status;
-    if (b->look) b->look(g->ctx->device, name, seconds);
+    if (b->time_op) b->time_op(g->ctx->device, name, seconds);
     else if (b->sync) b->sync(g->ctx->device);
     end = hpml_now();
     hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, since, hpmli_trace_time(g->ctx, end)); /* look: of launching it */
-    if (seconds && !b->look) *seconds += end - start;
+    if (seconds && !b->time_op) *seconds += end - start;
     if (g->profile && !backward) g->profile[i].calls++;
     return status;
 }
@@ -4374,7 +4376,7 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
-    hpml_node *n = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
+    hpml_node *n = hpmli_node_create(HPML_OP_ACTIVATION, NULL, 1, &x, x->ndim, x->shape);
     n->attr.act.act = act, n->attr.act.slope = slope == 0 ? 0.01f : slope;
     return n->out;
 }
@@ -4392,7 +4394,7 @@ HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML
 HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
 {
     const hpml_node *n    = w->n;
-    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACT;
+    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACTIVATION;
     hpml_act         act  = conv ? n->attr.conv.act : n->attr.act.act;
     float            slope = conv ? 0.01f : n->attr.act.slope, *y = n->out->data, *dy = n->out->grad;
     const float     *z  = alone ? n->src[0]->data : n->saved ? (const float *)n->saved : y;
@@ -5354,25 +5356,25 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
     hpmli_image_shape(x, hpmli_image(x, 0), hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
     hpml_node *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
     n->attr = a;
-    if (op == HPML_OP_MAX_POOL) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
+    if (op == HPML_OP_MAX_POOL2D) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
     return n->out;
 }
 
 HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
 {
-    return hpmli_pool_record(x, HPML_OP_MAX_POOL, kernel, kernel, stride, padding);
+    return hpmli_pool_record(x, HPML_OP_MAX_POOL2D, kernel, kernel, stride, padding);
 }
 
 HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
 {
-    return hpmli_pool_record(x, HPML_OP_AVG_POOL, kernel, kernel, stride, padding);
+    return hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kernel, kernel, stride, padding);
 }
 
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
     bool         image = x && x->ndim == 4; /* anything else is refused */
     int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
-    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL, kh, kw, 1, 0);
+    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kh, kw, 1, 0);
     return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
 }
 
@@ -5692,24 +5694,24 @@ HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI
    order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
    logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
 
-HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
+HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_op op, hpml_tensor *x)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim < 1)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
-    hpml_node *n = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.softmax.log = log;
-    return n->out;
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": a scalar has no last dimension",
+                          hpml_op_name(op), x->name);
+    return hpmli_node_create(op, NULL, 1, &x, x->ndim, x->shape)->out;
 }
 
-HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
-HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
+HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(HPML_OP_SOFTMAX, x); }
+HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(HPML_OP_LOG_SOFTMAX, x); }
+
 HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
     float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
     float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
-    if (w->n->attr.softmax.log) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
+    if (w->n->op == HPML_OP_LOG_SOFTMAX) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
     else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
 }
 
@@ -5717,7 +5719,7 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
 {
     const float *y = w->n->out->data + row * w->cols, *dy = w->n->out->grad + row * w->cols;
     float       *dx = w->n->src[0]->grad + row * w->cols, d[HPMLI_PIECE];
-    bool         log = w->n->attr.softmax.log;
+    bool         log = w->n->op == HPML_OP_LOG_SOFTMAX;
     float        s   = log ? w->k->vsum(dy, w->cols) : w->k->vdot(dy, y, w->cols);
     HPMLI_PIECES(i, c, w->cols) {
         if (log) {
@@ -5732,6 +5734,8 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
 }
 
 HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, false, hpmli_softmax_row),
+         hpmli_rows_run(run, n, true, hpmli_softmax_back_row))
+HPMLI_OP(log_softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, false, hpmli_softmax_row),
          hpmli_rows_run(run, n, true, hpmli_softmax_back_row))
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
@@ -6134,18 +6138,18 @@ HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_
    Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
    all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
 
-HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
-                                        float delta)
+HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target, float delta)
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
-                          kind, hpmli_text(y), hpmli_text(target));
+                          hpml_op_name(op), hpmli_text(y), hpmli_text(target));
     if (!(delta >= 0))
-        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", kind, (double)delta);
-    hpml_node *n = hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
-    n->attr.huber.squared = squared, n->attr.huber.delta = delta;
+        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", hpml_op_name(op),
+                          (double)delta);
+    hpml_node *n = hpmli_node_create(op, NULL, 2, src, 0, NULL);
+    n->attr.huber.delta = delta;
     return n->out;
 }
 
@@ -6243,17 +6247,17 @@ HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n)
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target, false, 0);
+    return hpmli_loss_record(HPML_OP_BCE_WITH_LOGITS, logits, target, 0);
 }
 
 HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_HUBER, "mse", y, target, true, 0);
+    return hpmli_loss_record(HPML_OP_MSE, y, target, 0);
 }
 
 HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
 {
-    return hpmli_loss_record(HPML_OP_HUBER, "huber", y, target, false, delta);
+    return hpmli_loss_record(HPML_OP_HUBER, y, target, delta);
 }
 
 /* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
@@ -6261,8 +6265,8 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 {
     double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
-    if (n->op == HPML_OP_BCE) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
-    if (n->attr.huber.squared) return d * d;
+    if (n->op == HPML_OP_BCE_WITH_LOGITS) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
+    if (n->op == HPML_OP_MSE) return d * d;
     if (delta == 0) return d;
     return d <= delta ? d * d / 2 : delta * (d - delta / 2);
 }
@@ -6271,8 +6275,8 @@ HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 HPMLI_FN float hpmli_pair_slope(const hpml_node *n, float x, float t)
 {
     float d = x - t, delta = n->attr.huber.delta;
-    if (n->op == HPML_OP_BCE) return 1 / (1 + expf(-x)) - t;
-    if (n->attr.huber.squared) return 2 * d;
+    if (n->op == HPML_OP_BCE_WITH_LOGITS) return 1 / (1 + expf(-x)) - t;
+    if (n->op == HPML_OP_MSE) return 2 * d;
     if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
     return d > delta ? delta : d < -delta ? -delta : d;
 }
@@ -6290,7 +6294,7 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
     float        scale = n->out->grad[0] / (float)count;
-    if (n->op == HPML_OP_BCE && n->src[1]->grad)
+    if (n->op == HPML_OP_BCE_WITH_LOGITS && n->src[1]->grad)
         return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
                           "parameters; only the logits get a gradient", n->src[1]->name);
     for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
@@ -6302,6 +6306,7 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
 }
 
 HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
+HPMLI_OP(mse, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
 HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6438,7 +6443,7 @@ HPMLI_FN void hpmli_edge_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     const hpmli_edge    *e = (const hpmli_edge *)arg;
     const hpmli_copy    *c = e->copy;
     const hpmli_kernels *k = e->ctx->k;
-    hpml_dtype           store = e->ctx->store;
+    hpml_dtype           store = e->ctx->activation_dtype;
     uint16_t             piece[HPMLI_PIECE];
     for (int64_t tasks; tasks = hpmli_edge_tasks(e, c), task >= tasks; c++) task -= tasks;
     int64_t   at = task * HPMLI_GRAIN, n = hpmli_min(c->n - at, HPMLI_GRAIN);
@@ -6462,7 +6467,8 @@ HPMLI_FN void hpmli_edge_move(hpmli_edge *e, hpml_ctx *ctx, unsigned now)
 
 HPMLI_FN bool hpmli_is_mean(hpml_op op)
 {
-    return op == HPML_OP_CROSS_ENTROPY || op == HPML_OP_BCE || op == HPML_OP_HUBER;
+    return op == HPML_OP_CROSS_ENTROPY || op == HPML_OP_BCE_WITH_LOGITS || op == HPML_OP_MSE ||
+           op == HPML_OP_HUBER;
 }
 
 /* The tensor whose samples are cut into blocks. */
@@ -6494,7 +6500,7 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
     hpmli_edge      e;
-    if (ctx->store == HPML_DTYPE_F32 || n->op == HPML_OP_RESHAPE || n->edge.at > 0) return;
+    if (ctx->activation_dtype == HPML_DTYPE_F32 || n->op == HPML_OP_RESHAPE || n->edge.at > 0) return;
     const hpml_tensor *y = hpmli_edge_batch(n);
     int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = n->edge.samples = hpmli_edge_block(n);
     size_t  most  = 0;
@@ -6567,11 +6573,14 @@ HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
-    if (ctx->store != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
+    if (ctx->activation_dtype != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
     return HPML_OK;
 }
 
-HPMLI_FN hpml_dtype hpmli_cpu_store(void *device) { return ((const hpml_ctx *)device)->store; }
+HPMLI_FN hpml_dtype hpmli_cpu_activation_dtype(void *device)
+{
+    return ((const hpml_ctx *)device)->activation_dtype;
+}
 
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
@@ -6714,7 +6723,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
         hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        hpmli_cpu_store, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
+        hpmli_cpu_activation_dtype, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
     return &cpu;
 }
 
@@ -7229,7 +7238,7 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
                               "of %lld only; set drop_last in the loader", (long long)g->batch);
         rows = g->batch;
     }
-    if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
+    if (hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
     hpmli_put(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
     for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; rows > samples && i < n; i++)
@@ -7408,7 +7417,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     if (first < 0 || samples < 0 || first + samples > t->fed)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
                           (long long)first, (long long)(first + samples), (long long)t->fed);
-    if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
+    if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
     hpmli_trainer_shift(t, first);
     g->idle = samples == 0, g->last = t->micro + 1 == t->d.accumulate;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
@@ -7640,7 +7649,7 @@ HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_
     double      loss = (double)t->told.loss;
     bool        found = false;
     for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
-        if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
+        if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
         hpmli_trainer_shift(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
         hpmli_trainer_shift(t, -i);
@@ -7698,7 +7707,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     int64_t row  = hpml_tensor_count(t->d.output) / g->batch;
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
-        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
+        if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
         hpmli_put(t, t->d.input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
             hpml_run run = hpmli_run_of(g, false, 0, 1);
@@ -10041,7 +10050,7 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
-    if (ctx->backend->look) ctx->backend->sync(ctx->device);
+    if (ctx->backend->time_op) ctx->backend->sync(ctx->device);
     if (!hpmli_writer_open(ctx, &w, path, false)) return ctx->status;
     fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
             t->d.rank);
@@ -10122,17 +10131,9 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity)
 {
     if (!g || !g->profile) return 0;
-    if (g->ctx->backend->look) g->ctx->backend->sync(g->ctx->device);
+    if (g->ctx->backend->time_op) g->ctx->backend->sync(g->ctx->device);
     if (rows) memcpy(rows, g->profile, sizeof *rows * (size_t)(capacity < g->count ? capacity : g->count));
     return g->count;
-}
-
-/* An op's name, as the functions that record it are called. */
-HPMLI_FN const char *hpmli_kind(const hpml_node *n)
-{
-    if (n->op == HPML_OP_HUBER && n->attr.huber.squared) return "mse";
-    if (n->op == HPML_OP_SOFTMAX && n->attr.softmax.log) return "log_softmax";
-    return hpml_op_name(n->op);
 }
 
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
@@ -10146,7 +10147,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_kind(r->node),
+        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
@@ -10166,7 +10167,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_kind(n),
+        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
                        1e-6 * hpmli_node_flops(n, false));
     }
