@@ -208,7 +208,7 @@ typedef struct hpml_backend hpml_backend; /* a table of functions, see >>api-bac
 typedef struct hpml_packing hpml_packing; /* how a gradient is packed, see >>api-codec */
 
 /* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves (BF16, F16) for files,
-   wire and, in mixed precision (hpml_ctx_desc.store), results of ops. */
+   wire and, in mixed precision (hpml_ctx_desc.activation_dtype), results of ops. */
 typedef enum hpml_dtype {
     HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
 } hpml_dtype;
@@ -230,12 +230,12 @@ typedef struct hpml_ctx_desc {
     int32_t             threads;   /* threads that compute, the caller included; 0: all cores this process may use */
     uint64_t            seed;      /* seed of everything random in this context */
     const char         *cpu;       /* force kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best this CPU has */
-    hpml_dtype          store;     /* mixed precision on the CPU: what results of ops and their gradients are stored as:
-                                      F32, BF16 (8 bits of precision, the range of f32) or F16 (11 bits, at most 65504,
-                                      see hpml_trainer_desc.loss_scale). Ops compute in f32, on copies of some samples
-                                      at a time; products round a copy of their weights to it. Parameters, their
-                                      gradients, optimizer state, scalars, what an op keeps for its backward pass and
-                                      files stay f32. A GPU's precision is in its own desc */
+    /* Mixed precision on the CPU: the type in which results of ops and their gradients are stored. F32 (default), BF16
+       (8 bits of precision, the range of f32) or F16 (11 bits of precision, at most 65504, see
+       hpml_trainer_desc.loss_scale). Ops compute in f32, on f32 copies of a block of samples at a time; matrix products
+       round a copy of their weights to this type. Parameters, their gradients, optimizer state, scalars, values that an
+       op saves for its backward pass, and files stay f32. A GPU's precision is set in its own desc. */
+    hpml_dtype          activation_dtype;
     const hpml_backend *backend;   /* where tensors live and ops run; NULL: CPU */
     void               *backend_desc; /* passed to backend->open */
     hpml_allocator      allocator; /* all zero: malloc */
@@ -313,7 +313,7 @@ typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
 /* A dense array in row-major order, owned by its context. `data` and `grad` are NULL until memory has been taken for
    them (hpml_graph_alloc, hpml_trainer_create); they live where the backend keeps them: with the CPU backend read and
    write them as you like, for others use hpml_tensor_get/set. `data` and `grad` point to numbers of the type `dtype`,
-   which for results of ops may be halves (hpml_ctx_desc.store): for dtypes other than F32 cast them.
+   which for results of ops may be halves (hpml_ctx_desc.activation_dtype): for dtypes other than F32 cast them.
    The first dimension of an input is the batch; see `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
@@ -621,7 +621,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
 HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* takes it; done by the first run when you do not */
 /* Sets the number of samples of the next runs, 1 to the batch of the inputs; all shapes with batch_rows follow. */
-HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples);
+HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
 HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: some op moves samples to another dimension */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step); /* step keys the dropout masks */
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
@@ -639,11 +639,12 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops
 
 /* Every op, in one list: enum, names and the backends' tables follow from it. */
 #define HPML_OPS(X)                                                                                                    \
-    X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACT, activation) X(MATMUL, matmul)               \
-    X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL, max_pool2d) X(AVG_POOL, avg_pool2d) X(RESHAPE, reshape)            \
-    X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LAYERNORM, layernorm)      \
-    X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding) X(ATTENTION, attention)    \
-    X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE, bce_with_logits) X(HUBER, huber)
+    X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACTIVATION, activation) X(MATMUL, matmul)        \
+    X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
+    X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
+    X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
+    X(ATTENTION, attention) X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits)          \
+    X(MSE, mse) X(HUBER, huber)
 
 typedef enum hpml_op {
 #define HPMLI_X(op, name) HPML_OP_##op,
@@ -663,12 +664,11 @@ typedef union hpml_attr {
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* and concat */
     struct { int32_t dim; bool mean; } sum;
-    struct { bool log; } softmax;
     struct { float eps, momentum; hpml_act act; } norm;
     struct { float p; } dropout;
     struct { int32_t heads; bool causal; float scale; } attention;
     struct { float smoothing; int32_t ignore; } cross_entropy;
-    struct { bool squared; float delta; } huber;                        /* squared: mse */
+    struct { float delta; } huber;
 } hpml_attr;
 
 /* One recorded op, as a backend sees it. */
@@ -756,7 +756,8 @@ struct hpml_backend {
     const hpml_op_impl *ops;                             /* [HPML_OP_COUNT] */
     hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* skips those of n 0 */
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
-    hpml_dtype (*store)(void *device); /* optional: what results of ops are kept in (F32, BF16, F16); scalars are F32 */
+    hpml_dtype (*activation_dtype)(void *device); /* optional (NULL: F32): the type in which results of ops are stored:
+                                                     F32, BF16 or F16. Scalars are always F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
     /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
        follow, and end, with the status they came to. *again: recording the pass has failed and none of its ops has run:
@@ -774,7 +775,7 @@ struct hpml_backend {
                           int64_t rows, bool add);
     /* optional: before an op that somebody looks at, and then, with its name, behind it. When the device has next been
        waited for it tells: a span in lane GPU, and the seconds, added to *seconds unless that is NULL */
-    void (*look)(void *device, const char *name, double *seconds);
+    void (*time_op)(void *device, const char *name, double *seconds);
     bool layouts; /* conv2d and pooling read NHWC as well, and conv2d goes by attr.conv.algorithm */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
@@ -1648,7 +1649,7 @@ struct hpml_ctx {
     uint64_t             seed;
     const hpml_backend  *backend;
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
-    hpml_dtype           store;      /* hpml_ctx_desc.store */
+    hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
     void                *device;     /* what backend->open gave */
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
@@ -2130,13 +2131,14 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 #endif
     ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
     if (!ctx->gemm_ws) return false;
-    if (d->store != HPML_DTYPE_F32 && d->store != HPML_DTYPE_BF16 && d->store != HPML_DTYPE_F16)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store is %s (%d), expected f32, bf16 or f16",
-                           hpml_dtype_name(d->store), (int)d->store);
-    if (d->store != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store %s is for the CPU; the backend \"%s\" takes its "
-                           "precision from its own desc", hpml_dtype_name(d->store), ctx->backend->name);
-    ctx->store = d->store;
+    hpml_dtype dtype = d->activation_dtype;
+    if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype is %s (%d), expected f32, bf16 or f16",
+                           hpml_dtype_name(dtype), (int)dtype);
+    if (dtype != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype %s is for the CPU; the backend \"%s\" takes "
+                           "its precision from its own desc", hpml_dtype_name(dtype), ctx->backend->name);
+    ctx->activation_dtype = dtype;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
 
@@ -2265,17 +2267,16 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
     return (int64_t)x;
 }
 
-/* Whole pieces of a stream. x: (n) */
-#define HPMLI_RANDOM(kind, name, T)                                                                                    \
-    HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
-    {                                                                                                                  \
-        hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);                                  \
-        if (n > 0) r->counter += (uint64_t)n;                                                                          \
-    }
-HPMLI_RANDOM(HPMLI_WORDS, u32, uint32_t)
-HPMLI_RANDOM(HPMLI_UNIFORM, uniform, float)
-HPMLI_RANDOM(HPMLI_NORMAL, normal, float)
-#undef HPMLI_RANDOM
+/* Writes the next n numbers of a stream to x (n). */
+HPMLI_FN void hpmli_rng_fill(hpml_rng *r, hpmli_draw kind, void *x, int64_t n)
+{
+    hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);
+    if (n > 0) r->counter += (uint64_t)n;
+}
+
+HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) { hpmli_rng_fill(r, HPMLI_WORDS, x, n); }
+HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_UNIFORM, x, n); }
+HPML_API void hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_NORMAL, x, n); }
 
 /* The last step of splitmix64: every bit of x moves every bit of the result. */
 HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
@@ -2478,14 +2479,23 @@ HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 1, &d0);
 }
 
-/* The forms of a function that take a shape as two, three, four numbers; `call` uses them as `shape`. */
-#define HPMLI_SHAPES(name, T, x, call)                                                                                 \
-    HPML_API hpml_tensor *name##_2d(T x, int64_t a, int64_t b) { int64_t ndim = 2, shape[] = { a, b }; return call; }  \
-    HPML_API hpml_tensor *name##_3d(T x, int64_t a, int64_t b, int64_t c)                                              \
-    { int64_t ndim = 3, shape[] = { a, b, c }; return call; }                                                          \
-    HPML_API hpml_tensor *name##_4d(T x, int64_t a, int64_t b, int64_t c, int64_t d)                                   \
-    { int64_t ndim = 4, shape[] = { a, b, c, d }; return call; }
-HPMLI_SHAPES(hpml_tensor_create, hpml_ctx *, ctx, hpml_tensor_create(ctx, HPML_DTYPE_F32, (int)ndim, shape))
+HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1)
+{
+    const int64_t shape[2] = { d0, d1 };
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2)
+{
+    const int64_t shape[3] = { d0, d1, d2 };
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
+{
+    const int64_t shape[4] = { d0, d1, d2, d3 };
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
+}
 
 /* True when views of t can be made. */
 HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
@@ -2738,57 +2748,117 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 // >>record   recording: nodes, inputs, parameters
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* What the backward pass of an op reads: the planner keeps just that. Given by the op's _needs function. */
-#define HPMLI_NEED_SRC(i) (1u << (i))
-#define HPMLI_NEED_OUT    (1u << 8)
-#define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
+/* Which values the backward pass of a node reads: the planner keeps these, and no others, until then. */
+#define HPMLI_NEED_SRC(i) (1u << (i)) /* the value of source i */
+#define HPMLI_NEED_OUT    (1u << 8)   /* the value of the result */
+#define HPMLI_INPLACE     (1u << 9)   /* not a need: forward may write the result over the value of source 0 */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`; one
-   that can fail returns its status. */
-#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-#define HPMLI_OP(name, needs, forward, backward)                                                                       \
-    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
-    HPMLI_PASS(name##_forward) { forward; return HPML_OK; }                                                            \
-    HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
+/* What code outside an op's section has to know of the op: flags in its row of the table of ops. */
+enum {
+    HPMLI_OP_IS_ALIAS    = 1,   /* the result stands in the memory of source 0, of any dtype; nothing is computed */
+    HPMLI_OP_REORDERS    = 2,   /* the result's dimensions are others than the sources': it has no image layout */
+    HPMLI_OP_INDEX_0     = 4,   /* source 0, or 1, holds indices (tokens, labels): I32, without a gradient */
+    HPMLI_OP_INDEX_1     = 8,
+    HPMLI_OP_PRODUCT     = 16,  /* a matrix product; its weights are rounded where results are stored in halves */
+    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source of as many dimensions */
+    HPMLI_OP_JOINS_BATCH = 64,  /* each result depends on the whole global batch: a rank without samples takes part */
+    HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
+    HPMLI_OP_KEEPS_SUM   = 256  /* `saved` is the sum before the activation, an array like the result */
+};
 
-/* What most passes are: fn for each of `count` rows, planes, channels ..., `each` of them a task. */
+/* A row of the table of ops; hpmli_op_of finds the row of a node. */
+typedef struct hpmli_op_info {
+    unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_..., HPMLI_INPLACE of this node */
+    double (*flops)(const hpml_node *n, bool back);   /* operations of one forward or backward call */
+    unsigned     traits;                              /* HPMLI_OP_... */
+    hpml_op_impl run;
+} hpmli_op_info;
+
+HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table itself stands behind all ops, in >>backend */
+HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
+HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
+
+HPML_API const char *hpml_op_name(hpml_op op)
+{
+    static const char *const names[] = {
+#define HPMLI_X(op, name) #name,
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
+}
+
+/* Operations of an op that computes one for each element of its result, and as many for the gradient. */
+HPMLI_FN double hpmli_flops_pointwise(const hpml_node *n, bool back)
+{
+    return back && !n->out->needs_grad ? 0 : (double)hpml_tensor_count(n->out);
+}
+
+/* Operations of a matrix product in which each element of the result is a sum of `inner` products; a multiply-add
+   counts 2. Backward costs one product for each of the sources 0 and 1 that needs a gradient. */
+HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner)
+{
+    int products = (n->src[0]->needs_grad ? 1 : 0) + (n->src[1]->needs_grad ? 1 : 0);
+    return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
+}
+
+/* Defines an op and its row: traits; needs and flops, written with the node `n` and `back`; the forward and the
+   backward pass, written with `run` and `n`. A pass that can fail returns its status. */
+#define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
+    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
+    HPMLI_FN double hpmli_##name##_flops(const hpml_node *n HPMLI_UNUSED, bool back HPMLI_UNUSED) { return flops; }    \
+    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)                        \
+    {                                                                                                                  \
+        forward;                                                                                                       \
+        return HPML_OK;                                                                                                \
+    }                                                                                                                  \
+    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)                       \
+    {                                                                                                                  \
+        backward;                                                                                                      \
+        return HPML_OK;                                                                                                \
+    }                                                                                                                  \
+    static const hpmli_op_info hpmli_##name##_op = { hpmli_##name##_needs, hpmli_##name##_flops, traits,               \
+                                                     { hpmli_##name##_forward, hpmli_##name##_backward } }
+
+/* Most passes are a loop over independent items (rows, planes, channels, chunks of elements): a function is called for
+   each of `count` items, and `per_task` items make one task of the thread pool. */
 typedef struct hpmli_work hpmli_work;
-typedef void hpmli_work_fn(const hpmli_work *w, int64_t i, int thread);
+typedef void hpmli_work_fn(const hpmli_work *w, int64_t item, int thread);
 struct hpmli_work {
     const hpml_run      *run;
     const hpmli_kernels *k;
     hpml_node           *n;
-    int64_t              cols; /* of a row of src[0] */
-    bool                 back;
-    int64_t              count, each;
+    int64_t              cols; /* elements in a row (the last dimension) of source 0 */
+    bool                 back; /* the backward pass */
+    int64_t              count, per_task;
     hpmli_work_fn       *fn;
 };
 
-HPMLI_FN void hpmli_work_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_for_each_task(void *arg, int64_t task, int thread)
 {
     const hpmli_work *w = (const hpmli_work *)arg;
-    for (int64_t i = task * w->each; i < (task + 1) * w->each && i < w->count; i++) w->fn(w, i, thread);
+    for (int64_t i = task * w->per_task; i < (task + 1) * w->per_task && i < w->count; i++) w->fn(w, i, thread);
 }
 
-HPMLI_FN void hpmli_work_run(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t each,
-                             hpmli_work_fn *fn)
+HPMLI_FN void hpmli_for_each_parallel(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t per_task,
+                                      hpmli_work_fn *fn)
 {
     const hpml_tensor *x = n->src[0];
-    hpmli_work         w = { run, run->ctx->k, n, x->ndim ? x->shape[x->ndim - 1] : 1, back, count, each, fn };
-    hpmli_parallel(run->ctx, (count + each - 1) / each, hpmli_work_task, &w);
+    hpmli_work         w = { run, run->ctx->k, n, x->ndim ? x->shape[x->ndim - 1] : 1, back, count, per_task, fn };
+    hpmli_parallel(run->ctx, (count + per_task - 1) / per_task, hpmli_for_each_task, &w);
 }
 
-/* An op whose passes are of this kind. */
-#define HPMLI_WORK_OP(name, needs, count, each, forward, backward)                                                     \
-    HPMLI_OP(name, needs, hpmli_work_run(run, n, false, count, each, hpmli_##forward),                                 \
-             hpmli_work_run(run, n, true, count, each, hpmli_##backward))
+/* Defines an op of which both passes call a function for each of `count` items. */
+#define HPMLI_WORK_OP(name, traits, needs, flops, count, per_task, forward, backward)                                  \
+    HPMLI_OP(name, traits, needs, flops, hpmli_for_each_parallel(run, n, false, count, per_task, hpmli_##forward),     \
+             hpmli_for_each_parallel(run, n, true, count, per_task, hpmli_##backward))
 
-/* fn for each row of src[0]: of its last dimension. */
-HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
+/* Calls fn for each row (the last dimension) of source 0. */
+HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
 {
     int64_t cols = n->src[0]->shape[n->src[0]->ndim - 1];
-    hpmli_work_run(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
+    hpmli_for_each_parallel(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
 }
 
 /* Such functions go through a long row piece by piece: c elements from i on. */
@@ -2797,9 +2867,9 @@ HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
 
 /* What results of ops are kept in. */
-HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
+HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
 {
-    return ctx->backend->store ? ctx->backend->store(ctx->device) : HPML_DTYPE_F32;
+    return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
 /* What ops compute with. */
@@ -2836,37 +2906,68 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
     return true;
 }
 
+/* The layout of a result of four dimensions: NHWC if a source is NHWC. Images of both layouts are an error. */
+HPMLI_FN hpml_layout hpmli_check_layouts(hpml_op op, int src_count, hpml_tensor *const *src)
+{
+    const hpml_tensor *first = NULL; /* the last source that is a batch of images */
+    hpml_layout        layout = HPML_NCHW;
+    for (int i = 0; i < src_count; i++) {
+        if (!src[i] || src[i]->ndim != 4) continue;
+        if (src[i]->layout == HPML_NHWC) layout = HPML_NHWC;
+        if (!src[i]->batch_rows) continue;
+        if (first && first->layout != src[i]->layout)
+            hpmli_fail(src[i]->ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of "
+                       "them", hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
+        first = src[i];
+    }
+    return layout;
+}
+
+/* Checks the element types of the sources: I32 for indices, F32 or the type of stored results for numbers. */
+HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpml_tensor *const *src)
+{
+    hpml_dtype stored = hpmli_activation_dtype(src[0]->ctx);
+    for (int i = 0; i < src_count; i++) {
+        bool index = (i == 0 && (traits & HPMLI_OP_INDEX_0)) || (i == 1 && (traits & HPMLI_OP_INDEX_1));
+        if (!src[i]) continue;
+        hpml_dtype dtype = src[i]->dtype;
+        bool       fits  = index ? dtype == HPML_DTYPE_I32 : dtype == HPML_DTYPE_F32 || dtype == stored;
+        if (!fits)
+            hpmli_fail(src[i]->ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
+                       hpml_dtype_name(index ? HPML_DTYPE_I32 : stored));
+    }
+}
+
+/* Makes s, which may be NULL, source i of n; the result of n follows its batch and its need of a gradient. */
+HPMLI_FN void hpmli_node_add_source(hpml_node *n, int i, hpml_tensor *s)
+{
+    hpml_tensor *out = n->out;
+    n->src[i] = s;
+    if (!s) return;
+    s->used = true;
+    if (s->needs_grad) out->needs_grad = true;
+    if (!s->batch_rows) return;
+    if (out->ndim > 0 && out->shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
+    else n->mixes_batch = out->ndim > 0; /* a scalar of a short batch is just a shorter sum */
+}
+
 /* Adds an op. Its result, n->out, is named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
    and absent are NULL, the first never is. The caller fills in n->attr and the bytes it needs. After an error that is
    lost: it goes to a spare node, whose result is NULL. */
 HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
                                       const int64_t *shape)
 {
-    hpml_ctx  *ctx   = src[0]->ctx;
-    hpml_node *none  = &ctx->spare;
-    hpml_dtype dtype = hpmli_store(ctx);
-    bool       images = ndim == 4 && op != HPML_OP_RESHAPE && op != HPML_OP_PERMUTE;
-    const hpml_tensor *first = NULL, *nhwc = NULL; /* sources with a layout, one in NHWC */
+    hpml_ctx   *ctx   = src[0]->ctx;
+    hpml_node  *none  = &ctx->spare;
+    unsigned    traits = hpmli_op_row(op)->traits;
+    hpml_dtype  dtype  = ndim > 0 ? hpmli_activation_dtype(ctx) : HPML_DTYPE_F32;
+    hpml_layout layout = HPML_NCHW;
     none->out = NULL;
-    for (int i = 0; i < src_count && images; i++) {
-        if (!src[i] || src[i]->ndim != 4) continue;
-        if (src[i]->layout == HPML_NHWC) nhwc = src[i];
-        if (!src[i]->batch_rows) continue;
-        if (first && first->layout != src[i]->layout)
-            hpmli_fail(ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of them",
-                       hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
-        first = src[i];
-    }
-    for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
-        bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
-        if (src[i] && op != HPML_OP_RESHAPE &&
-            (index ? src[i]->dtype != HPML_DTYPE_I32 : src[i]->dtype != HPML_DTYPE_F32 && src[i]->dtype != dtype))
-            hpmli_fail(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
-                       hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
-    }
-    if (ndim == 0) dtype = HPML_DTYPE_F32;
+    if (ndim == 4 && !(traits & HPMLI_OP_REORDERS)) layout = hpmli_check_layouts(op, src_count, src);
+    if (traits & HPMLI_OP_IS_ALIAS) dtype = src[0]->dtype;
+    else hpmli_check_dtypes(op, traits, src_count, src);
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
-    hpml_tensor *out = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
+    hpml_tensor *out = hpmli_tensor_new(ctx, name, dtype, ndim, shape);
     hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return none;
     HPML_ASSERT(src_count <= HPML_MAX_SRC);
@@ -2875,16 +2976,8 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     n->out       = out;
     n->src_count = src_count;
     out->node    = n;
-    out->layout  = nhwc ? HPML_NHWC : HPML_NCHW;
-    for (int i = 0; i < src_count; i++) {
-        hpml_tensor *s = n->src[i] = src[i];
-        if (!s) continue;
-        s->used = true;
-        if (s->needs_grad) out->needs_grad = true;
-        if (!s->batch_rows) continue;
-        if (ndim > 0 && shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
-        else n->mixes_batch = ndim > 0; /* a scalar of a short batch is just a shorter sum */
-    }
+    out->layout  = layout;
+    for (int i = 0; i < src_count; i++) hpmli_node_add_source(n, i, src[i]);
     if (out->batch_rows) n->mixes_batch = false;
     ctx->param_kept = ctx->param_count;
     return n;
@@ -2909,7 +3002,23 @@ HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, cons
     return t;
 }
 
-HPMLI_SHAPES(hpml_input, hpml_ctx *, ctx, hpml_input(ctx, HPML_DTYPE_F32, (int)ndim, shape))
+HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1)
+{
+    const int64_t shape[2] = { b, d1 };
+    return hpml_input(ctx, HPML_DTYPE_F32, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2)
+{
+    const int64_t shape[3] = { b, d1, d2 };
+    return hpml_input(ctx, HPML_DTYPE_F32, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w)
+{
+    const int64_t shape[4] = { b, c, h, w };
+    return hpml_input(ctx, HPML_DTYPE_F32, 4, shape);
+}
 
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
 {
@@ -3297,8 +3406,6 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
    Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
    may work in place on a source that no other op reads. A node's out_root and grad_root follow such links. */
 
-HPMLI_FN unsigned hpmli_needs(const hpml_node *n); /* defined where all ops are, in >>half */
-
 typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
     int  last;                 /* time until which the value lives */
     int  grad_first, grad_last;
@@ -3388,7 +3495,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
     for (int i = 0; i < N; i++) {
         hpml_node *n      = g->nodes[i];
         bool       back   = g->loss && n->out->needs_grad;
-        unsigned   needs  = hpmli_needs(n);
+        unsigned   needs  = hpmli_op_of(n)->needs(n);
         hpmli_use *u      = &uses[n->index];
         n->out_root = n->out;
         u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
@@ -3405,9 +3512,9 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         hpml_tensor *x = n->src[0];
         if (!x->node) continue;
         const hpmli_use *u = &uses[x->node->index];
-        bool inplace = (hpmli_needs(n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
+        bool inplace = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
                        x->node->out_root == x && x->dtype == n->out->dtype;
-        if (inplace || n->op == HPML_OP_RESHAPE) n->out_root = x->node->out_root;
+        if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->out_root = x->node->out_root;
     }
     for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
         hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->out_root->node->index];
@@ -3423,7 +3530,8 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
     for (int i = 0; i < N; i++) {
         hpml_node *n = g->nodes[i];
         hpmli_use *u = &uses[n->index];
-        n->grad_root  = n->op == HPML_OP_RESHAPE && n->src[0]->node ? n->src[0]->node->grad_root : n->out;
+        n->grad_root  = n->out;
+        if (n->src[0]->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->grad_root = n->src[0]->node->grad_root;
         u->grad_first = 2 * N, u->grad_last = 2 * N - 1 - i;
     }
     for (int i = N - 1; i >= 0; i--) {
@@ -3440,7 +3548,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
             }
             if (!u) continue;
             r = s->node ? &uses[s->node->grad_root->node->index] : u;
-            n->accumulate[j] = r->grad_written && !(s->node && n->op == HPML_OP_RESHAPE);
+            n->accumulate[j] = r->grad_written && !(s->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS));
             r->grad_written  = true;
             if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
             if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
@@ -3636,7 +3744,7 @@ HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
     hpmli_graph_rows(g);
 }
 
-HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
+HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
 {
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
@@ -3670,21 +3778,21 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
     hpml_status         status = HPML_OK;
     if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
-    if (look && b->look) b->look(g->ctx->device, NULL, NULL);
+    if (look && b->time_op) b->time_op(g->ctx->device, NULL, NULL);
     for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
-    bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
+    bool idle = run->idle && !(run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
     if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
     for (int s = 0; backward && s < n->src_count; n->update[s++] = NULL)
         if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
             status = b->update(g->ctx->device, g->ctx, n->update[s], 1), n->update[s]->n = 0;
     if (!look) return status;
-    if (b->look) b->look(g->ctx->device, name, seconds);
+    if (b->time_op) b->time_op(g->ctx->device, name, seconds);
     else if (b->sync) b->sync(g->ctx->device);
     end = hpml_now();
     hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, since, hpmli_trace_time(g->ctx, end)); /* look: of launching it */
-    if (seconds && !b->look) *seconds += end - start;
+    if (seconds && !b->time_op) *seconds += end - start;
     if (g->profile && !backward) g->profile[i].calls++;
     return status;
 }
@@ -3797,10 +3905,10 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 {
     double worst = 0;
     if (!g) return -1;
-    if (hpmli_store(g->ctx) != HPML_DTYPE_F32) {
+    if (hpmli_activation_dtype(g->ctx) != HPML_DTYPE_F32) {
         hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "check_grad: results are stored as %s, whose rounding hides the "
                    "differences that are compared; record the model on a context that stores f32",
-                   hpml_dtype_name(hpmli_store(g->ctx)));
+                   hpml_dtype_name(hpmli_activation_dtype(g->ctx)));
         return -1;
     }
     if (eps == 0) eps = 1e-2f;
@@ -4226,16 +4334,6 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 /* Broadcasting as numpy does it, see hpmli_walk. The gradient of a stretched operand is the sum over what it was
    stretched to. A batch that becomes a later dimension of the result has no short form. */
 
-HPML_API const char *hpml_op_name(hpml_op op)
-{
-    static const char *const names[] = {
-#define HPMLI_X(op, name) #name,
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-    };
-    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
-}
-
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
@@ -4255,8 +4353,8 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, i
 }
 
 /* d(side) of n elements: dy for a sum; for the rest the product rule. */
-HPMLI_FN void hpmli_binary_slope(const hpmli_binary *b, float *d, const float *dy, const float *x0, const float *x1,
-                                 int64_t n)
+HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const float *dy, const float *x0,
+                                      const float *x1, int64_t n)
 {
     switch (b->n->op) {
     case HPML_OP_ADD: b->k->vscale_add(d, dy, 1, 0, n); break;
@@ -4287,7 +4385,7 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
             continue;
         }
         float *dx = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
-        hpmli_binary_slope(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
+        hpmli_binary_derivative(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
         if (b->w.stride[b->side][b->w.ndim - 1] != 0) b->k->vadd(dx + i, dx + i, d, c);
         else dx[0] += b->k->vsum(d, c); /* stretched */
     }
@@ -4315,10 +4413,6 @@ HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int
     }
 }
 
-#define HPMLI_BINARY_OP(op, name, needs)                                                                               \
-    HPMLI_OP(name, needs, hpmli_binary_run(run, n, -1, 0), hpmli_binary_run(run, n, 0, 2))                             \
-    HPML_API hpml_tensor *hpml_##name(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(op, a, b); }
-
 HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tensor *b)
 {
     int64_t      shape[HPML_MAX_DIMS];
@@ -4338,13 +4432,21 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
     return n->out;
 }
 
-HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
-HPMLI_BINARY_OP(HPML_OP_SUB, sub, 0)
-HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_BOTH)
-HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_BOTH)
+HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_ADD, a, b); }
+HPML_API hpml_tensor *hpml_sub(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_SUB, a, b); }
+HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_MUL, a, b); }
+HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_DIV, a, b); }
+
+#define HPMLI_BINARY_OP(name, needs)                                                                                   \
+    HPMLI_OP(name, HPMLI_OP_PAIRS_ROWS, needs, hpmli_flops_pointwise(n, back), hpmli_binary_run(run, n, -1, 0),        \
+             hpmli_binary_run(run, n, 0, 2))
+HPMLI_BINARY_OP(add, 0);
+HPMLI_BINARY_OP(sub, 0);
+HPMLI_BINARY_OP(mul, HPMLI_NEED_BOTH);
+HPMLI_BINARY_OP(div, HPMLI_NEED_BOTH);
 
 /* What goes number by number is dealt out in grains of the result. */
-HPMLI_FN int64_t hpmli_grains(const hpml_node *n)
+HPMLI_FN int64_t hpmli_chunk_count(const hpml_node *n)
 {
     return (hpml_tensor_count(n->out) + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
 }
@@ -4358,7 +4460,7 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 }
 
 /* y = a x + b; dx (+)= a dy. */
-HPMLI_FN void hpmli_scale_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
     int64_t            at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
@@ -4368,7 +4470,8 @@ HPMLI_FN void hpmli_scale_grain(const hpmli_work *w, int64_t grain, int thread H
     else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
 
-HPMLI_WORK_OP(scale, HPMLI_INPLACE, hpmli_grains(n), 1, scale_grain, scale_grain)
+HPMLI_WORK_OP(scale, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
+              scale_chunk);
 
 /* True when the derivative is computed from the argument, false when the result is enough. */
 HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
@@ -4382,7 +4485,7 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
-    hpml_node *n = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
+    hpml_node *n = hpmli_node_create(HPML_OP_ACTIVATION, NULL, 1, &x, x->ndim, x->shape);
     n->attr.act.act = act, n->attr.act.slope = slope == 0 ? 0.01f : slope;
     return n->out;
 }
@@ -4397,10 +4500,10 @@ HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML
 
 /* y = act(z), dz (+)= dy act'(z): an op, whose source is z; or the end of linear and conv2d, with z in y or saved, and
    dz in the memory of dy, which nobody reads after us. */
-HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
 {
     const hpml_node *n    = w->n;
-    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACT;
+    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACTIVATION;
     hpml_act         act  = conv ? n->attr.conv.act : n->attr.act.act;
     float            slope = conv ? 0.01f : n->attr.act.slope, *y = n->out->data, *dy = n->out->grad;
     const float     *z  = alone ? n->src[0]->data : n->saved ? (const float *)n->saved : y;
@@ -4410,8 +4513,9 @@ HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPM
     else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
 }
 
-HPMLI_WORK_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
-              hpmli_grains(n), 1, act_grain, act_grain)
+HPMLI_WORK_OP(activation, 0,
+              hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
+              hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, act_chunk, act_chunk);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
@@ -4535,7 +4639,9 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
     }
 }
 
-HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n))
+HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_BOTH,
+         hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
+         hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
 /* Linear: sources x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
@@ -4578,7 +4684,7 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
     d.act    = act == HPML_ACT_RELU;
     hpmli_gemm(run->ctx, &d);
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
+        hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
 /* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
@@ -4618,7 +4724,8 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     hpmli_mat    dz = hpmli_grads(n->out); /* (rows, out) */
-    if (n->attr.act.act != HPML_ACT_NONE) hpmli_work_run(run, n, true, hpmli_grains(n), 1, hpmli_act_grain);
+    if (n->attr.act.act != HPML_ACT_NONE)
+        hpmli_for_each_parallel(run, n, true, hpmli_chunk_count(n), 1, hpmli_act_chunk);
     if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
     if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
     if (!w->grad) return;
@@ -4631,8 +4738,9 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     else hpmli_gemm(run->ctx, &d);
 }
 
-HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
-         hpmli_linear_pass(run, n), hpmli_linear_back(run, n))
+HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
+         HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
+         hpmli_flops_product(n, back, n->src[1]->shape[1]), hpmli_linear_pass(run, n), hpmli_linear_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shape   reshape, permute, slice, concat, sum
@@ -4655,7 +4763,23 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     return n->out;
 }
 
-HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
+HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
+{
+    const int64_t shape[2] = { d0, d1 };
+    return hpml_reshape(x, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2)
+{
+    const int64_t shape[3] = { d0, d1, d2 };
+    return hpml_reshape(x, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
+{
+    const int64_t shape[4] = { d0, d1, d2, d3 };
+    return hpml_reshape(x, 4, shape);
+}
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
 {
@@ -4726,9 +4850,9 @@ HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 }
 
 /* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
-HPMLI_OP(reshape, 0,
+HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS, 0, 0,
          if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out)),
-         hpmli_reshape_back(run, n))
+         hpmli_reshape_back(run, n));
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -4829,7 +4953,7 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     const hpml_tensor *x = n->src[0], *y = n->out;
     hpml_tensor        read = backward ? *y : *x;
     if (hpmli_permutes_images(n) && !(backward && (n->accumulate[0] || !x->grad))) {
-        hpmli_work_run(run, n, backward, y->shape[0], 1, hpmli_permute_image);
+        hpmli_for_each_parallel(run, n, backward, y->shape[0], 1, hpmli_permute_image);
         return;
     }
     for (int i = 0; i < y->ndim; i++) {
@@ -4840,7 +4964,8 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     hpmli_move(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
 
-HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
+HPMLI_OP(permute, HPMLI_OP_REORDERS, 0, hpmli_flops_pointwise(n, back), hpmli_permute_run(run, n, false),
+         hpmli_permute_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
@@ -4864,7 +4989,7 @@ HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
     hpmli_move(run, n->out, &x, backward, true);
 }
 
-HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
+HPMLI_OP(slice, 0, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
@@ -4897,7 +5022,8 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
     }
 }
 
-HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
+HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS, 0, hpmli_flops_pointwise(n, back), hpmli_concat_run(run, n, false),
+         hpmli_concat_run(run, n, true));
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -4940,7 +5066,7 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
     if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
 }
 
-HPMLI_OP(sum, 0, hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true))
+HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution
@@ -5274,7 +5400,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_parallel(run->ctx, c.B * c.splits, hpmli_conv_forward_task, &c);
     }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
+        hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
 /* Part `part` of the images: their dx, and their sum of dw and db. */
@@ -5333,8 +5459,8 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     if (n->src[0]->grad && hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, true);
 }
 
-HPMLI_OP(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
-         hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n))
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
+         hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pool   max, average and global pooling
@@ -5362,25 +5488,25 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
     hpmli_image_shape(x, hpmli_image(x, 0), hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
     hpml_node *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
     n->attr = a;
-    if (op == HPML_OP_MAX_POOL) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
+    if (op == HPML_OP_MAX_POOL2D) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
     return n->out;
 }
 
 HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
 {
-    return hpmli_pool_record(x, HPML_OP_MAX_POOL, kernel, kernel, stride, padding);
+    return hpmli_pool_record(x, HPML_OP_MAX_POOL2D, kernel, kernel, stride, padding);
 }
 
 HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
 {
-    return hpmli_pool_record(x, HPML_OP_AVG_POOL, kernel, kernel, stride, padding);
+    return hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kernel, kernel, stride, padding);
 }
 
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
     bool         image = x && x->ndim == 4; /* anything else is refused */
     int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
-    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL, kh, kw, 1, 0);
+    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kh, kw, 1, 0);
     return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
 }
 
@@ -5507,14 +5633,15 @@ HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hp
                                 hpmli_work_fn *image)
 {
     bool nhwc = n->out->layout == HPML_NHWC;
-    hpmli_work_run(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
+    hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
 }
 
-#define HPMLI_POOL_OP(name, f)                                                                                         \
-    HPMLI_OP(name, 0, hpmli_pooling_run(run, n, false, hpmli_##f##_plane, hpmli_##f##_image),                          \
-             hpmli_pooling_run(run, n, true, hpmli_##f##_plane, hpmli_##f##_image))
-HPMLI_POOL_OP(max_pool2d, max_pool)
-HPMLI_POOL_OP(avg_pool2d, avg_pool)
+HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
+         hpmli_pooling_run(run, n, false, hpmli_max_pool_plane, hpmli_max_pool_image),
+         hpmli_pooling_run(run, n, true, hpmli_max_pool_plane, hpmli_max_pool_image));
+HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
+         hpmli_pooling_run(run, n, false, hpmli_avg_pool_plane, hpmli_avg_pool_image),
+         hpmli_pooling_run(run, n, true, hpmli_avg_pool_plane, hpmli_avg_pool_image));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -5569,15 +5696,20 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     return n->out;
 }
 
-#define HPMLI_NORM(op, name)                                                                                           \
-    HPML_API hpml_tensor *hpml_##name(hpml_tensor *x, const hpml_norm_desc *desc)                                      \
-    {                                                                                                                  \
-        return hpmli_norm_record(x, desc, HPML_OP_##op);                                                               \
-    }
-HPMLI_NORM(BATCHNORM, batchnorm)
-HPMLI_NORM(LAYERNORM, layernorm)
-HPMLI_NORM(RMSNORM, rmsnorm)
-#undef HPMLI_NORM
+HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_BATCHNORM);
+}
+
+HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_LAYERNORM);
+}
+
+HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_RMSNORM);
+}
 
 typedef struct hpmli_bn_job {
     const hpml_run      *run;
@@ -5693,31 +5825,32 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     return status;
 }
 
-HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
-         return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
+HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH,
+         HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
+         return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
 /* softmax(x)_i = exp(x_i - max) / sum, sum = sum of exp(x_j - max); its logarithm is (x_i - max) - log(sum), in this
    order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
    logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
 
-HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
+HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_op op, hpml_tensor *x)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim < 1)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
-    hpml_node *n = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.softmax.log = log;
-    return n->out;
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": a scalar has no last dimension",
+                          hpml_op_name(op), x->name);
+    return hpmli_node_create(op, NULL, 1, &x, x->ndim, x->shape)->out;
 }
 
-HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
-HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
+HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(HPML_OP_SOFTMAX, x); }
+HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(HPML_OP_LOG_SOFTMAX, x); }
+
 HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
     float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
     float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
-    if (w->n->attr.softmax.log) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
+    if (w->n->op == HPML_OP_LOG_SOFTMAX) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
     else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
 }
 
@@ -5725,7 +5858,7 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
 {
     const float *y = w->n->out->data + row * w->cols, *dy = w->n->out->grad + row * w->cols;
     float       *dx = w->n->src[0]->grad + row * w->cols, d[HPMLI_PIECE];
-    bool         log = w->n->attr.softmax.log;
+    bool         log = w->n->op == HPML_OP_LOG_SOFTMAX;
     float        s   = log ? w->k->vsum(dy, w->cols) : w->k->vdot(dy, y, w->cols);
     HPMLI_PIECES(i, c, w->cols) {
         if (log) {
@@ -5739,8 +5872,12 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
     }
 }
 
-HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, false, hpmli_softmax_row),
-         hpmli_rows_run(run, n, true, hpmli_softmax_back_row))
+HPMLI_OP(softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_softmax_row),
+         hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
+HPMLI_OP(log_softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_softmax_row),
+         hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
@@ -5797,10 +5934,10 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     }
 }
 
-HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_norm_back(const hpml_run *run, hpml_node *n)
 {
     int64_t cols = n->out->shape[n->out->ndim - 1], rows = hpml_tensor_count(n->out) / cols;
-    hpmli_work_run(run, n, true, rows, HPMLI_NORM_ROWS, hpmli_norm_back_row);
+    hpmli_for_each_parallel(run, n, true, rows, HPMLI_NORM_ROWS, hpmli_norm_back_row);
     for (int s = 1; s < 3; s++) {
         if (!n->src[s] || !n->src[s]->grad) continue;
         if (!n->accumulate[s]) run->ctx->k->vfill(n->src[s]->grad, 0, cols);
@@ -5809,8 +5946,10 @@ HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
     }
 }
 
-HPMLI_OP(layernorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
-HPMLI_OP(rmsnorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
+HPMLI_OP(layernorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
+HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dropout   dropout and embedding
@@ -5852,8 +5991,9 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
     }
 }
 
-HPMLI_WORK_OP(dropout, HPMLI_INPLACE, (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE,
-              HPMLI_GRAIN / HPMLI_PIECE, dropout_piece, dropout_piece)
+HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
+              (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
+              dropout_piece);
 
 /* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
@@ -5905,7 +6045,8 @@ HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
         run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
 }
 
-HPMLI_OP(embedding, HPMLI_NEED_SRC(0), return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n))
+HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
+         return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>sequence   multi-head attention; long short-term memory
@@ -6012,8 +6153,17 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-HPMLI_WORK_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, n->out->shape[0] * n->attr.attention.heads, 1,
-              attention_head, attention_head_back)
+/* Operations: two products of (T, T) with (T, C), half of which a causal mask makes unnecessary; backward needs
+   twice as many. */
+HPMLI_FN double hpmli_flops_attention(const hpml_node *n, bool back)
+{
+    double forward = 4 * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1];
+    if (n->attr.attention.causal) forward *= 0.5;
+    return back ? 2 * forward : forward;
+}
+
+HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_flops_attention(n, back),
+              n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
 
 /* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
    h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
@@ -6129,7 +6279,9 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
                       hpmli_mat_at(hpmli_values(n->out), b * j.T, j.T - 1, 0, H), hpmli_grads(w_h), true);
 }
 
-HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
+HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
+         hpmli_flops_product(n, back, 4 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
+         hpmli_lstm_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
@@ -6142,18 +6294,18 @@ HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_
    Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
    all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
 
-HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
-                                        float delta)
+HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target, float delta)
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
-                          kind, hpmli_text(y), hpmli_text(target));
+                          hpml_op_name(op), hpmli_text(y), hpmli_text(target));
     if (!(delta >= 0))
-        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", kind, (double)delta);
-    hpml_node *n = hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
-    n->attr.huber.squared = squared, n->attr.huber.delta = delta;
+        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", hpml_op_name(op),
+                          (double)delta);
+    hpml_node *n = hpmli_node_create(op, NULL, 2, src, 0, NULL);
+    n->attr.huber.delta = delta;
     return n->out;
 }
 
@@ -6216,7 +6368,7 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
                               (long long)V - 1, n->attr.cross_entropy.ignore);
         counted++;
     }
-    hpmli_rows_run(run, n, false, hpmli_cross_entropy_row);
+    hpmli_for_each_row(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
     ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
     n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
@@ -6246,22 +6398,22 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     dx[label] -= scale * (1 - s);
 }
 
-HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n),
-         hpmli_rows_run(run, n, true, hpmli_cross_entropy_back_row))
+HPMLI_OP(cross_entropy, HPMLI_OP_IS_MEAN | HPMLI_OP_INDEX_1, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+         return hpmli_cross_entropy_pass(run, n), hpmli_for_each_row(run, n, true, hpmli_cross_entropy_back_row));
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target, false, 0);
+    return hpmli_loss_record(HPML_OP_BCE_WITH_LOGITS, logits, target, 0);
 }
 
 HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_HUBER, "mse", y, target, true, 0);
+    return hpmli_loss_record(HPML_OP_MSE, y, target, 0);
 }
 
 HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
 {
-    return hpmli_loss_record(HPML_OP_HUBER, "huber", y, target, false, delta);
+    return hpmli_loss_record(HPML_OP_HUBER, y, target, delta);
 }
 
 /* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
@@ -6269,18 +6421,18 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 {
     double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
-    if (n->op == HPML_OP_BCE) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
-    if (n->attr.huber.squared) return d * d;
+    if (n->op == HPML_OP_BCE_WITH_LOGITS) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
+    if (n->op == HPML_OP_MSE) return d * d;
     if (delta == 0) return d;
     return d <= delta ? d * d / 2 : delta * (d - delta / 2);
 }
 
 /* Its derivative by x. */
-HPMLI_FN float hpmli_pair_slope(const hpml_node *n, float x, float t)
+HPMLI_FN float hpmli_pair_derivative(const hpml_node *n, float x, float t)
 {
     float d = x - t, delta = n->attr.huber.delta;
-    if (n->op == HPML_OP_BCE) return 1 / (1 + expf(-x)) - t;
-    if (n->attr.huber.squared) return 2 * d;
+    if (n->op == HPML_OP_BCE_WITH_LOGITS) return 1 / (1 + expf(-x)) - t;
+    if (n->op == HPML_OP_MSE) return 2 * d;
     if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
     return d > delta ? delta : d < -delta ? -delta : d;
 }
@@ -6298,19 +6450,23 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
     float        scale = n->out->grad[0] / (float)count;
-    if (n->op == HPML_OP_BCE && n->src[1]->grad)
+    if (n->op == HPML_OP_BCE_WITH_LOGITS && n->src[1]->grad)
         return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
                           "parameters; only the logits get a gradient", n->src[1]->name);
     for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
         float *d = n->src[s]->grad, sign = s ? -scale : scale;
         for (int64_t i = 0; d && i < count; i++)
-            d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_slope(n, x[i], t[i]);
+            d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_derivative(n, x[i], t[i]);
     }
     return HPML_OK;
 }
 
-HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
-HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
+HPMLI_OP(bce_with_logits, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
+         return hpmli_pairs_back(run, n));
+HPMLI_OP(mse, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
+         return hpmli_pairs_back(run, n));
+HPMLI_OP(huber, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
+         return hpmli_pairs_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
@@ -6329,17 +6485,6 @@ HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(ru
 
 #define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
 #define HPMLI_EDGE_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
-
-/* What the backward pass of this node's op reads, see HPMLI_OP. */
-HPMLI_FN unsigned hpmli_needs(const hpml_node *n)
-{
-    static unsigned (*const needs[])(const hpml_node *) = {
-#define HPMLI_X(op, name) hpmli_##name##_needs,
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-    };
-    return needs[n->op](n);
-}
 
 enum { HPMLI_LOAD = 1, HPMLI_SAVE = 2, HPMLI_ROUND = 4 }; /* before the op; behind it; load what is f32, rounded */
 
@@ -6400,9 +6545,8 @@ HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tenso
 HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
-    unsigned needs   = back ? hpmli_needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
-    bool     product = n->op == HPML_OP_LINEAR || n->op == HPML_OP_MATMUL || n->op == HPML_OP_CONV2D ||
-                       n->op == HPML_OP_LSTM;
+    unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
+    bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
     memset(e, 0, sizeof *e);
     e->node = *n;
     memset(e->node.update, 0, sizeof e->node.update); /* steps are taken when the gradient of all blocks is there */
@@ -6425,7 +6569,7 @@ HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_nod
     unsigned     value = back ? 0 : HPMLI_SAVE;
     if (back && needs & HPMLI_NEED_OUT) value = HPMLI_LOAD;
     hpmli_edge_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
-    if (n->op == HPML_OP_LINEAR && n->saved_bytes > 0) { /* the sum before the activation, stored as the result is */
+    if (hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM) && n->saved_bytes > 0) { /* stored in halves, as the result is */
         hpml_tensor z = *n->out;
         z.data = (float *)n->saved;
         hpmli_edge_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
@@ -6446,7 +6590,7 @@ HPMLI_FN void hpmli_edge_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     const hpmli_edge    *e = (const hpmli_edge *)arg;
     const hpmli_copy    *c = e->copy;
     const hpmli_kernels *k = e->ctx->k;
-    hpml_dtype           store = e->ctx->store;
+    hpml_dtype           store = e->ctx->activation_dtype;
     uint16_t             piece[HPMLI_PIECE];
     for (int64_t tasks; tasks = hpmli_edge_tasks(e, c), task >= tasks; c++) task -= tasks;
     int64_t   at = task * HPMLI_GRAIN, n = hpmli_min(c->n - at, HPMLI_GRAIN);
@@ -6468,28 +6612,23 @@ HPMLI_FN void hpmli_edge_move(hpmli_edge *e, hpml_ctx *ctx, unsigned now)
     if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_edge_task, e);
 }
 
-HPMLI_FN bool hpmli_is_mean(hpml_op op)
-{
-    return op == HPML_OP_CROSS_ENTROPY || op == HPML_OP_BCE || op == HPML_OP_HUBER;
-}
+HPMLI_FN bool hpmli_is_mean(const hpml_node *n) { return hpmli_has_trait(n, HPMLI_OP_IS_MEAN); }
 
 /* The tensor whose samples are cut into blocks. */
-HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n->op) ? n->src[0] : n->out; }
+HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n) ? n->src[0] : n->out; }
 
 /* Number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is small. */
 HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
 {
     const hpml_tensor *y = hpmli_edge_batch(n);
-    bool    product = n->op == HPML_OP_MATMUL;
-    bool    pairs   = product || n->op == HPML_OP_CONCAT || n->op == HPML_OP_ADD || n->op == HPML_OP_SUB ||
-                      n->op == HPML_OP_MUL || n->op == HPML_OP_DIV;
+    bool    product = hpmli_has_trait(n, HPMLI_OP_PRODUCT), pairs = hpmli_has_trait(n, HPMLI_OP_PAIRS_ROWS);
     int64_t numbers = hpml_tensor_count(n->out), batch;
-    if (!y->batch_rows || n->mixes_batch || n->op == HPML_OP_BATCHNORM) return 0;
+    if (!y->batch_rows || n->mixes_batch || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH)) return 0;
     for (int i = 0; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
         bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
         if (s && s->batch_rows) numbers += hpml_tensor_count(s);
-        else if (s && (rows_meet || hpmli_is_mean(n->op))) return 0; /* s has a row for each row of the batch */
+        else if (s && (rows_meet || hpmli_is_mean(n))) return 0; /* s has a row for each row of the batch */
     }
     batch = y->shape[0] / y->batch_rows;
     int64_t rows  = hpml_tensor_count(y) / y->shape[y->ndim - 1] / batch, each = 2 * numbers / batch;
@@ -6502,7 +6641,7 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
     hpmli_edge      e;
-    if (ctx->store == HPML_DTYPE_F32 || n->op == HPML_OP_RESHAPE || n->edge.at > 0) return;
+    if (ctx->activation_dtype == HPML_DTYPE_F32 || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS) || n->edge.at > 0) return;
     const hpml_tensor *y = hpmli_edge_batch(n);
     int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = n->edge.samples = hpmli_edge_block(n);
     size_t  most  = 0;
@@ -6512,7 +6651,7 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
     }
     n->edge.at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
     n->scratch_bytes = n->edge.at + most;
-    if (block == 0 || n->saved_bytes == 0 || n->op == HPML_OP_LINEAR) return;
+    if (block == 0 || n->saved_bytes == 0 || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM)) return;
     n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64; /* a loss saves one number more */
     n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
 }
@@ -6520,9 +6659,10 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 /* Numbers that the loss n is the mean of. */
 HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
 {
-    int64_t        count = hpml_tensor_count(n->src[n->op == HPML_OP_CROSS_ENTROPY]), ignored = 0;
-    const int32_t *label = (const int32_t *)(const void *)n->src[1]->data;
-    for (int64_t i = 0; n->op == HPML_OP_CROSS_ENTROPY && i < count; i++)
+    bool           labels = hpmli_has_trait(n, HPMLI_OP_INDEX_1);
+    int64_t        count  = hpml_tensor_count(n->src[labels ? 1 : 0]), ignored = 0;
+    const int32_t *label  = (const int32_t *)(const void *)n->src[1]->data;
+    for (int64_t i = 0; labels && i < count; i++)
         ignored += label[i] == n->attr.cross_entropy.ignore;
     return (double)(count - ignored);
 }
@@ -6530,13 +6670,13 @@ HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
 /* Both passes of all ops but reshape, which copies bytes of any type. */
 HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back)
 {
-    const hpml_op_impl *op = &hpml_backend_cpu()->ops[n->op];
+    const hpml_op_impl *op = &hpmli_op_of(n)->run;
     const hpml_tensor  *y  = hpmli_edge_batch(n);
     hpml_status         status = HPML_OK;
     int64_t             block = n->edge.samples, batch = block > 0 ? y->shape[0] / y->batch_rows : 1;
-    bool                mean = block > 0 && hpmli_is_mean(n->op);
+    bool                mean = block > 0 && hpmli_is_mean(n);
     double              all = mean ? hpmli_edge_weight(n) : 1, sum = 0;
-    if (n->op == HPML_OP_RESHAPE) return back ? op->backward(run, n) : op->forward(run, n);
+    if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return back ? op->backward(run, n) : op->forward(run, n);
     for (int64_t first = 0, count; first < batch && status == HPML_OK; first += count) {
         hpmli_edge e;
         hpml_run   part = *run;
@@ -6555,8 +6695,8 @@ HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back
     return status;
 }
 
-HPMLI_PASS(edge_forward) { return hpmli_edge_run(run, n, false); }
-HPMLI_PASS(edge_backward) { return hpmli_edge_run(run, n, true); }
+HPMLI_FN hpml_status hpmli_edge_forward(const hpml_run *run, hpml_node *n) { return hpmli_edge_run(run, n, false); }
+HPMLI_FN hpml_status hpmli_edge_backward(const hpml_run *run, hpml_node *n) { return hpmli_edge_run(run, n, true); }
 
 HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
 {
@@ -6575,11 +6715,14 @@ HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
-    if (ctx->store != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
+    if (ctx->activation_dtype != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
     return HPML_OK;
 }
 
-HPMLI_FN hpml_dtype hpmli_cpu_store(void *device) { return ((const hpml_ctx *)device)->store; }
+HPMLI_FN hpml_dtype hpmli_cpu_activation_dtype(void *device)
+{
+    return ((const hpml_ctx *)device)->activation_dtype;
+}
 
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
@@ -6713,6 +6856,16 @@ HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, 
     return HPML_OK;
 }
 
+HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
+{
+    static const hpmli_op_info *const table[HPML_OP_COUNT] = {
+#define HPMLI_X(op, name) &hpmli_##name##_op,
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return table[op];
+}
+
 HPML_API const hpml_backend *hpml_backend_cpu(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
@@ -6722,7 +6875,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
         hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        hpmli_cpu_store, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
+        hpmli_cpu_activation_dtype, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
     return &cpu;
 }
 
@@ -7100,7 +7253,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->ctx   = ctx;
     t->ranks = 1, t->share = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
-    bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
+    bool dynamic   = desc->loss_scale == 0 && hpmli_activation_dtype(ctx) == HPML_DTYPE_F16;
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
     t->scale_steps = dynamic ? 0 : -1, t->looks = dynamic || t->d.clip_norm > 0;
     if (!hpmli_trainer_loss(t)) return NULL;
@@ -7237,7 +7390,7 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
                               "of %lld only; set drop_last in the loader", (long long)g->batch);
         rows = g->batch;
     }
-    if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
+    if (hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
     hpmli_put(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
     for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; rows > samples && i < n; i++)
@@ -7416,7 +7569,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     if (first < 0 || samples < 0 || first + samples > t->fed)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
                           (long long)first, (long long)(first + samples), (long long)t->fed);
-    if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
+    if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
     hpmli_trainer_shift(t, first);
     g->idle = samples == 0, g->last = t->micro + 1 == t->d.accumulate;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
@@ -7648,7 +7801,7 @@ HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_
     double      loss = (double)t->told.loss;
     bool        found = false;
     for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
-        if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
+        if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
         hpmli_trainer_shift(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
         hpmli_trainer_shift(t, -i);
@@ -7706,7 +7859,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     int64_t row  = hpml_tensor_count(t->d.output) / g->batch;
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
-        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
+        if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
         hpmli_put(t, t->d.input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
             hpml_run run = hpmli_run_of(g, false, 0, 1);
@@ -10179,7 +10332,7 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
-    if (ctx->backend->look) ctx->backend->sync(ctx->device);
+    if (ctx->backend->time_op) ctx->backend->sync(ctx->device);
     if (!hpmli_writer_open(ctx, &w, path, false)) return ctx->status;
     fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
             t->d.rank);
@@ -10199,34 +10352,11 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
-/* Multiply-adds count 2. Backward of a product costs two products; only the one for the weights when the input needs no
-   gradient. Everything that is not a product is counted as one operation for each element of its result. */
-
-HPMLI_FN double hpmli_node_flops(const hpml_node *n, bool backward)
-{
-    const hpml_tensor *x = n->src[0], *w = n->src_count > 1 ? n->src[1] : NULL, *y = n->out;
-    double out = (double)hpml_tensor_count(y), once = out;
-    int    products = (x->needs_grad ? 1 : 0) + (w && w->needs_grad ? 1 : 0);
-    switch (n->op) {
-    case HPML_OP_MATMUL: once = 2 * out * (double)x->shape[x->ndim - (n->attr.matmul.trans_a ? 2 : 1)]; break;
-    case HPML_OP_LINEAR: once = 2 * out * (double)w->shape[1]; break;
-    case HPML_OP_CONV2D: once = 2 * out * (double)(w->shape[1] * w->shape[2] * w->shape[3]); break;
-    case HPML_OP_ATTENTION: /* two products of (T, T) with C, half of it masked away when causal */
-        once     = 4 * out * (double)y->shape[1] * (n->attr.attention.causal ? 0.5 : 1);
-        products = 2;
-        break;
-    case HPML_OP_LSTM: once = 8 * out * (double)(y->shape[2] + x->shape[2]); break;
-    case HPML_OP_RESHAPE: return 0;
-    default: products = y->needs_grad; break;
-    }
-    return backward ? once * products : once;
-}
-
 /* Bytes that one forward call reads and writes. */
 HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
 {
     double bytes = (double)hpmli_tensor_bytes(n->out);
-    if (n->op == HPML_OP_RESHAPE) return 0;
+    if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return 0;
     for (int i = 0; i < n->src_count; i++)
         if (n->src[i]) bytes += (double)hpmli_tensor_bytes(n->src[i]);
     return bytes;
@@ -10235,7 +10365,7 @@ HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
-    for (int i = 0; g && i < g->count; i++) sum += hpmli_node_flops(g->nodes[i], backward);
+    for (int i = 0; g && i < g->count; i++) sum += hpmli_op_of(g->nodes[i])->flops(g->nodes[i], backward);
     return sum;
 }
 
@@ -10252,8 +10382,8 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
         hpml_profile_row *r = &g->profile[i];
         r->node = n;
         r->name = n->out->name;
-        r->forward_flops  = hpmli_node_flops(n, false);
-        r->backward_flops = n->out->needs_grad ? hpmli_node_flops(n, true) : 0;
+        r->forward_flops  = hpmli_op_of(n)->flops(n, false);
+        r->backward_flops = n->out->needs_grad ? hpmli_op_of(n)->flops(n, true) : 0;
         r->bytes          = hpmli_node_bytes(n);
     }
 }
@@ -10261,17 +10391,9 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity)
 {
     if (!g || !g->profile) return 0;
-    if (g->ctx->backend->look) g->ctx->backend->sync(g->ctx->device);
+    if (g->ctx->backend->time_op) g->ctx->backend->sync(g->ctx->device);
     if (rows) memcpy(rows, g->profile, sizeof *rows * (size_t)(capacity < g->count ? capacity : g->count));
     return g->count;
-}
-
-/* An op's name, as the functions that record it are called. */
-HPMLI_FN const char *hpmli_kind(const hpml_node *n)
-{
-    if (n->op == HPML_OP_HUBER && n->attr.huber.squared) return "mse";
-    if (n->op == HPML_OP_SOFTMAX && n->attr.softmax.log) return "log_softmax";
-    return hpml_op_name(n->op);
 }
 
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
@@ -10285,7 +10407,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_kind(r->node),
+        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
@@ -10305,9 +10427,9 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_kind(n),
+        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
-                       1e-6 * hpmli_node_flops(n, false));
+                       1e-6 * hpmli_op_of(n)->flops(n, false));
     }
     hpmli_table_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
                     (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),

@@ -5011,7 +5011,7 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
 HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 {
     const hpml_backend *b = hpml_ctx_backend(ctx);
-    bool                f16 = b->store && b->store(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
+    bool                f16 = b->activation_dtype && b->activation_dtype(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
     return f16 && hpml_trainer_settings(t)->loss_scale == 0;
 }
 

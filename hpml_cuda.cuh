@@ -1767,16 +1767,18 @@ static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg
     }
 }
 
-HPMLG_OP(softmax)
+HPMLG_FN void hpmlg_softmax_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
     int64_t       cols   = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     unsigned      blocks = hpmlg_row_blocks(d, rows, cols);
     hpmlg_array   y      = hpmlg_value(n->out);
-    bool          log    = n->attr.softmax.log;
+    bool          log    = n->op == HPML_OP_LOG_SOFTMAX;
     if (!back) return HPMLG_ROWS(d, hpmlg_k_softmax, blocks, cols, 0, y, hpmlg_value(n->src[0]), rows, cols, log);
     HPMLG_ROWS(d, hpmlg_k_softmax_back, blocks, cols, 0, hpmlg_grad(n->src[0]), y, hpmlg_grad(n->out), rows, cols, log,
                n->accumulate[0]);
 }
+HPMLG_OP(softmax) { hpmlg_softmax_pass(d, n, back); }
+HPMLG_OP(log_softmax) { hpmlg_softmax_pass(d, n, back); }
 
 /* xhat = (x - mean - rest) rstd, y = xhat gamma + beta. The mean is the sum of two floats, so that numbers far from 0
    lose no digits; saved: mean and rstd of each row, then, behind all of them, rest of each. rmsnorm: both 0. A residual
@@ -2241,7 +2243,7 @@ HPMLG_FN void hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
     const int64_t *x = n->src[0]->shape, *y = n->out->shape;
     hpmlg_pool     p = {};
     p.x  = hpmlg_either(n->src[0], back), p.y = hpmlg_either(n->out, back);
-    p.at = n->op == HPML_OP_MAX_POOL ? (int *)n->saved : NULL;
+    p.at = n->op == HPML_OP_MAX_POOL2D ? (int *)n->saved : NULL;
     p.planes = x[0] * x[1], p.H = (int)x[2], p.W = (int)x[3], p.OH = (int)y[2], p.OW = (int)y[3];
     p.kh = n->attr.conv.kernel[0], p.kw = n->attr.conv.kernel[1], p.stride = n->attr.conv.stride[0];
     p.pad = n->attr.conv.padding[0], p.add = hpmlg_adds(n, back);
@@ -4533,7 +4535,8 @@ static __global__ void hpmlg_k_term_back(hpmlg_array dx, hpmlg_array dt, hpmlg_a
 
 HPMLG_FN enum hpmlg_term hpmlg_term_of(const hpml_node *n)
 {
-    return n->op == HPML_OP_BCE ? HPMLG_BCE : n->attr.huber.squared ? HPMLG_MSE : HPMLG_HUBER;
+    if (n->op == HPML_OP_BCE_WITH_LOGITS) return HPMLG_BCE;
+    return n->op == HPML_OP_MSE ? HPMLG_MSE : HPMLG_HUBER;
 }
 
 HPMLG_FN void hpmlg_term_pass(hpmlg_device *d, hpml_node *n, bool back)
@@ -4544,13 +4547,14 @@ HPMLG_FN void hpmlg_term_pass(hpmlg_device *d, hpml_node *n, bool back)
     hpmlg_finish       f = {};
     f.divisor = (double)count, f.out = n->out->data;
     if (!back) return hpmlg_total_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_term_of(n), delta, count);
-    if (n->op == HPML_OP_BCE && t->grad)
+    if (n->op == HPML_OP_BCE_WITH_LOGITS && t->grad)
         hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from parameters; "
                       "only the logits get a gradient", t->name);
     HPMLG_DEAL(d, hpmlg_k_term_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
                (int)hpmlg_term_of(n), delta, (const float *)n->out->grad, count, n->accumulate[0], n->accumulate[1]);
 }
 HPMLG_OP(bce_with_logits) { return hpmlg_term_pass(d, n, back); }
+HPMLG_OP(mse) { return hpmlg_term_pass(d, n, back); }
 HPMLG_OP(huber) { return hpmlg_term_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------

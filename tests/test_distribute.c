@@ -131,7 +131,7 @@ static hpml_status work(hpml_comm *c, void *user)
 static hpml_status go(job *j, int ranks, hpml_transport_kind transport, const hpml_network *network)
 {
     hpml_launch_desc l = { .transport = transport, .ranks = ranks, .timeout = 20,
-                           .ctx = { .seed = 3, .threads = j->threads ? j->threads : 1, .store = j->store } };
+                           .ctx = { .seed = 3, .threads = j->threads ? j->threads : 1, .activation_dtype = j->store } };
     if (network) l.network = *network;
     if (j->samples == 0) j->samples = 250; /* the last batch of an epoch is short */
     if (j->steps == 0) j->steps = SLOW_BUILD ? 12 : 25; /* past the short batch */

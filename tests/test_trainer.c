@@ -13,7 +13,7 @@ static hpml_dtype    line_store;
 static hpml_trainer *line(hpml_ctx **ctx, hpml_trainer_desc d)
 {
     hpml_linear_desc l = { .no_bias = true, .name = "w" };
-    *ctx     = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .store = line_store });
+    *ctx     = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .activation_dtype = line_store });
     d.input  = hpml_input_2d(*ctx, 2, 3);
     d.output = hpml_linear(d.input, 1, &l);
     d.loss   = HPML_LOSS_MSE;
@@ -160,7 +160,7 @@ static float      seen; /* the scale that the loss is asked for */
 static hpml_status watch(const hpml_run *run, hpml_node *n)
 {
     seen = run->loss_scale;
-    return hpml_backend_cpu()->ops[HPML_OP_HUBER].backward(run, n);
+    return hpml_backend_cpu()->ops[HPML_OP_MSE].backward(run, n);
 }
 
 /* A fixed loss scale, a power of two, changes no bit. A dynamic one (a backend that says it stores f16) is halved until
@@ -182,8 +182,8 @@ TEST(loss_scales)
     }
     hpml_op_impl ops[HPML_OP_COUNT];
     memcpy(ops, cpu.ops, sizeof ops);
-    ops[HPML_OP_HUBER].backward = watch;
-    cpu.store = store, cpu.ops = ops;
+    ops[HPML_OP_MSE].backward = watch;
+    cpu.activation_dtype = store, cpu.ops = ops;
     ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = &cpu });
     hpml_tensor      *x = hpml_input_2d(ctx, 2, 3), *y = hpml_linear(x, 1, &(hpml_linear_desc){ .no_bias = true });
     hpml_trainer_desc d = { .input = x, .output = y, .loss = HPML_LOSS_MSE, .lr = 1e-20f };
@@ -254,7 +254,7 @@ TEST(an_overflow_in_f16_skips_its_step)
 
 TEST(the_dynamic_loss_scale_settles)
 {
-    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 11, .store = HPML_DTYPE_F16 });
+    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 11, .activation_dtype = HPML_DTYPE_F16 });
     ENSURE(loss_scale_adapts(ctx));
     hpml_ctx_free(ctx);
 }
@@ -265,7 +265,7 @@ static double mlp_accuracy(hpml_dtype store, double *loss)
     double accuracy = 0;
     *loss = 0;
     for (uint64_t seed = 1; seed <= 2; seed++) {
-        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = seed, .store = store });
+        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = seed, .activation_dtype = store });
         hpml_tensor  *x = hpml_input_2d(ctx, 128, 784);
         hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.05f,
                                                                          .momentum = 0.9f });
@@ -983,7 +983,7 @@ TEST(early_step_of_a_weight_that_is_its_own_input)
 
 static uint64_t train_for(const char *load, const char *save, int64_t steps, hpml_opt opt, hpml_dtype store)
 {
-    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3, .store = store });
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3, .activation_dtype = store });
     hpml_dataset *d   = blobs(ctx, 200);
     hpml_trainer *t   = classifier(ctx, 32, (hpml_trainer_desc){ .lr = 0.05f, .momentum = 0.9f, .optimizer = opt });
     uint64_t      hash;
