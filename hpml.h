@@ -714,7 +714,7 @@ typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HP
                         HPML_OPT_LARS, HPML_OPT_LAMB } hpml_opt;
 
 /* Where an optimizer step has found a NaN or infinity: in the gradient; in new weights or sums of squares. */
-enum { HPML_BAD_GRADIENT = 1, HPML_BAD_STEP = 2 };
+enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
 
 /* One optimizer step on one parameter. State arrays have the parameter's shape. */
 typedef struct hpml_update {
@@ -729,9 +729,10 @@ typedef struct hpml_update {
     float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
     const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
     bool     nesterov;
-    int32_t *bad;              /* not NULL: a gradient that is not finite counts as 0; a weight that would not be finite
-                                  stays, and its states start again. The CPU sets these bits; a device has an error when
-                                  the host next waits. NULL: all of them become NaN */
+    int32_t *found_nonfinite;  /* not NULL: a gradient that is not finite counts as 0; a weight that would not be
+                                  finite stays, and its states start again from 0. The CPU sets HPML_NONFINITE_* bits
+                                  here; a device has an error when the host next waits for it. NULL: NaN and infinity
+                                  go into weights and states */
 } hpml_update;
 
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
@@ -905,11 +906,12 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
 /* The only seam to distributed training. All NULL in a serial trainer. A strategy fills them in.
-   run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_run_local for its part
+   run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_forward_backward for
+           its part
    need    before the values of parameter p are read in a pass: pull, gather, wait
    grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch; of a pass
            that is replayed, an eighth later), in reverse order of recording: communication starts here, beside the rest
-   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
+   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_apply for
            the parameters it wants updated here. Returns HPML_OK.
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
            and backward; called in the same order on all ranks, also on one that runs 0 samples
@@ -928,9 +930,9 @@ typedef struct hpml_hooks {
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
 /* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. 0
    samples: gradients are zero, hooks are called as by the others. */
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                             bool accumulate, float *loss);
-HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
+HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
 /* All of them, with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last. On the
    CPU, without clip_norm, a dynamic loss scale, LARS and LAMB, which want the norm. */
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
@@ -1556,7 +1558,7 @@ typedef struct hpmli_kernels {
     void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
 
     /* One optimizer step on n weights; dw: their gradients, m, v: the optimizer's state or NULL. Returns what
-       hpml_update.bad is to receive: 0, or the bits of what was not finite. */
+       hpml_update.found_nonfinite is to receive: 0, or the bits of what was not finite. */
     int (*opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n);
 
     /* Storage types. */
@@ -3455,7 +3457,7 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
         hpml_node *n    = g->nodes[i];
         hpmli_use *u    = &uses[n->index];
         bool       back = g->loss && n->out->needs_grad;
-        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: others write beside it, see hpmli_told */
+        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: see hpmli_step_scalars */
         if (n->out_root == n->out)
             hpmli_slot_add(g, hpmli_tensor_bytes(n->out), from, u->last, (void **)(void *)&n->out->data);
         if (back && n->grad_root == n->out && (n->out == g->loss || u->grad_written))
@@ -4593,10 +4595,10 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
         j->ctx->k->gemm_part(&p);
     }
     int bad = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
-    if (bad && u->bad) __atomic_fetch_or(u->bad, bad, __ATOMIC_RELAXED);
+    if (bad && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, bad, __ATOMIC_RELAXED);
 }
 
-HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
+HPMLI_FN void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
 {
     hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
     j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
@@ -4619,7 +4621,7 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
        batch, which would be packed again for each block; nor where the step wants the norm of the whole */
     hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->update[1] : NULL;
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
-    if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_update_by(run->ctx, u, &d), u->n = 0;
+    if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_optimizer_step(run->ctx, u, &d), u->n = 0;
     else hpmli_gemm(run->ctx, &d);
 }
 
@@ -6679,7 +6681,7 @@ HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
     double w = hpmli_l2_norm(ctx, u->w, u->n);
     double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
     if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
-    if (u->bad && g - g != 0) u->lr = 0; /* what is not finite has no direction */
+    if (u->found_nonfinite && g - g != 0) u->lr = 0; /* what is not finite has no direction */
     u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
 }
 
@@ -6689,7 +6691,7 @@ HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, hpml_update u)
     double w = hpmli_l2_norm(ctx, u.w, u.n), r = hpmli_l2_norm(ctx, u.g, u.n);
     u.opt = HPML_OPT_SGD, u.m = NULL, u.grad_scale = 1, u.weight_decay = 0;
     u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
-    hpmli_update_by(ctx, &u, NULL);
+    hpmli_optimizer_step(ctx, &u, NULL);
 }
 
 HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
@@ -6699,7 +6701,7 @@ HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, 
         float       norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
         if (norm > u.clip) u.grad_scale *= u.clip / norm;
         if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
-        hpmli_update_by(ctx, &u, NULL);
+        hpmli_optimizer_step(ctx, &u, NULL);
         if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
     }
     return HPML_OK;
@@ -6915,43 +6917,48 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 /* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer.
    The hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
 
-typedef struct hpmli_named { /* an array that checkpoints hold */
+typedef struct hpmli_named_array { /* an array that checkpoints hold */
     const char         *name;
     float              *values; /* on the device */
     int64_t             count;
-    struct hpmli_named *next;
-} hpmli_named;
+    struct hpmli_named_array *next;
+} hpmli_named_array;
 
 /* What a step tells: the loss, hits and rows that count, the gradients' sum of squares. */
-typedef struct hpmli_told { float loss, none; int64_t counts[2]; double sumsq; } hpmli_told;
+typedef struct hpmli_step_scalars { float loss, none; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
 
 struct hpml_trainer {
-    hpml_ctx         *ctx;
-    hpml_trainer_desc d;       /* resolved */
-    hpml_graph       *graph;
-    hpml_tensor      *target, *loss;
-    float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
-    hpml_update      *updates; /* (param_count) */
-    int32_t          *bad;     /* (param_count) what its last step found, see hpml_update.bad */
-    float            *host_out; /* host: a batch of the output */
-    int32_t          *host_y;  /* host: a batch of labels */
-    hpmli_named      *states;
-    hpml_hooks        hooks;
-    int               rank, ranks;
-    int64_t           global_batch, grain;
-    int64_t           fed;     /* samples in the inputs */
-    const int32_t    *labels;  /* host: of the step that is running, when its accuracy is wanted */
-    int64_t           correct, counted;
-    int64_t           step, epoch, epoch_step;
-    int32_t           micro;   /* batches since the last update */
-    int64_t           first, gathered; /* samples of the first of them, and of all; share: */
-    float             share, loss_scale; /* gathered / (accumulate first), 1 unless one is short */
-    const float      *more;    /* hpml_trainer_update_sum: NULL outside */
-    float             more_scale;
-    hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
-    int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
-    bool              looks, looked, seen; /* the update wants the gradients' norm; has it; the host has it, too */
-    bool              whole, overflowed;   /* no hook comes between backward pass and update; an infinity was there */
+    hpml_ctx           *ctx;
+    hpml_trainer_desc   d;               /* resolved */
+    hpml_graph         *graph;
+    hpml_tensor        *target, *loss;
+    float              *m, *v;           /* on the device: optimizer state, laid out as graph->grads; NULL: none */
+    hpml_update        *updates;         /* (param_count) */
+    int32_t            *found_nonfinite; /* (param_count) of the last update, see hpml_update.found_nonfinite */
+    float              *host_out;        /* host: a batch of the output */
+    int32_t            *host_y;          /* host: a batch of labels */
+    hpmli_named_array  *states;          /* list: what hpml_trainer_add_state has named */
+    hpml_hooks          hooks;
+    int                 rank, ranks;
+    int64_t             global_batch, grain; /* samples */
+    int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
+    const int32_t      *labels;          /* host: labels of this micro-batch; NULL: nobody asked for its accuracy */
+    int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
+    int64_t             step, epoch, epoch_step;
+    int32_t             micro_batch;     /* micro-batches since the last update */
+    int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
+    float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): 1 if all are full */
+    float               loss_scale;
+    int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
+    const float        *more;            /* hpml_trainer_update_sum: NULL outside */
+    float               more_scale;
+    hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
+    hpmli_step_scalars *device_scalars;  /* in the loss's place in memory, which has room for them */
+    bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
+    bool                norm_ready;      /* this step: the norm is in device_scalars ... */
+    bool                norm_fetched;    /* ... and in scalars */
+    bool                whole;           /* no hook comes between backward pass and update */
+    bool                overflowed;      /* this step: a gradient is infinite or NaN because of the loss scale */
 };
 
 HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
@@ -6973,7 +6980,7 @@ HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
     return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
 }
 
-HPMLI_FN float hpmli_or(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
+HPMLI_FN float hpmli_default_if_zero(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
 {
     return value == 0 ? otherwise : value == HPML_ZERO ? 0 : value;
 }
@@ -6984,12 +6991,12 @@ HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trai
     bool     plain = opt == HPML_OPT_SGD || opt == HPML_OPT_LARS || opt == HPML_OPT_ADAGRAD;
     float    eps   = opt == HPML_OPT_ADAGRAD ? 1e-10f : opt == HPML_OPT_LAMB ? 1e-6f : 1e-8f;
     *out            = *desc;
-    out->lr         = hpmli_or(desc->lr, plain ? 0.01f : 0.001f);
-    out->momentum   = hpmli_or(desc->momentum, opt == HPML_OPT_LARS ? 0.9f : 0);
-    out->beta1      = hpmli_or(desc->beta1, 0.9f);
-    out->beta2      = hpmli_or(desc->beta2, opt == HPML_OPT_RMSPROP ? 0.99f : 0.999f);
-    out->eps        = hpmli_or(desc->eps, eps);
-    out->trust      = hpmli_or(desc->trust, 0.001f);
+    out->lr         = hpmli_default_if_zero(desc->lr, plain ? 0.01f : 0.001f);
+    out->momentum   = hpmli_default_if_zero(desc->momentum, opt == HPML_OPT_LARS ? 0.9f : 0);
+    out->beta1      = hpmli_default_if_zero(desc->beta1, 0.9f);
+    out->beta2      = hpmli_default_if_zero(desc->beta2, opt == HPML_OPT_RMSPROP ? 0.99f : 0.999f);
+    out->eps        = hpmli_default_if_zero(desc->eps, eps);
+    out->trust      = hpmli_default_if_zero(desc->trust, 0.001f);
     out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
 }
 
@@ -7004,7 +7011,7 @@ HPMLI_FN int hpmli_opt_states(const hpml_trainer_desc *d)
 HPMLI_FN int64_t hpmli_opt_saved(hpml_opt opt) { return (int64_t)opt + (opt == HPML_OPT_LARS ? 100 : 0); }
 
 /* The loss node and the input for its targets, recorded when the desc does not give them. */
-HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
+HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t)
 {
     const hpml_trainer_desc *d      = &t->d;
     bool                     labels = d->loss == HPML_LOSS_CROSS_ENTROPY;
@@ -7030,7 +7037,7 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
     return t->loss != NULL;
 }
 
-HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
+HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     if (hpmli_failed(ctx)) return false;
     if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
@@ -7055,19 +7062,19 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
                                in[i].most);
     if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
-    if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
+    if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_default_if_zero(d->momentum, 0) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
     return true;
 }
 
-HPMLI_FN void hpmli_trainer_drop(void *object)
+HPMLI_FN void hpmli_trainer_destroy(void *object)
 {
     hpml_trainer *t = (hpml_trainer *)object;
     if (t->hooks.free) t->hooks.free(t->hooks.user);
 }
 
 /* True when the loss depends on what the trainer feeds and trains. */
-HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
+HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 {
     const hpml_tensor *missing[2] = { t->d.input, t->target };
     for (int i = 0; i < 2 * t->graph->leaf_count; i++)
@@ -7086,19 +7093,19 @@ HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_graph_desc gd = HPMLI_ZEROED;
-    if (!hpmli_trainer_check(ctx, desc)) return NULL;
-    hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop);
+    if (!hpmli_trainer_desc_check(ctx, desc)) return NULL;
+    hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_destroy);
     if (!t) return NULL;
     t->ctx   = ctx;
-    t->ranks = 1, t->share = 1;
+    t->ranks = 1, t->accumulate_weight = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
     bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
-    t->scale_steps = dynamic ? 0 : -1, t->looks = dynamic || t->d.clip_norm > 0;
-    if (!hpmli_trainer_loss(t)) return NULL;
+    t->scale_age = dynamic ? 0 : -1, t->wants_norm = dynamic || t->d.clip_norm > 0;
+    if (!hpmli_trainer_record_loss(t)) return NULL;
     gd.output_count = 1, gd.outputs = &t->d.output, gd.loss = t->loss;
     t->graph = hpml_graph_create(ctx, &gd);
-    if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
+    if (!t->graph || !hpmli_trainer_check_inputs(t)) return NULL;
     t->graph->trainer = t, t->graph->hooks = &t->hooks;
     int states                 = hpmli_opt_states(&t->d);
     t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
@@ -7120,14 +7127,14 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    hpmli_trainer_drop(t);
+    hpmli_trainer_destroy(t);
     memset(&t->hooks, 0, sizeof t->hooks);
     if (hooks) t->hooks = *hooks;
     hpmli_graph_place_grads(t->graph);
     return HPML_OK;
 }
 
-HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
+HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t)
 {
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
@@ -7149,9 +7156,11 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
     if (hpml_graph_alloc(g) == HPML_OK) {
         if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
         if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, int32_t, ctx->param_count);
-        if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count);
+        t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
+        if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
+        t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
     }
     for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) { /* the arrays of state lie as the gradients */
         hpml_tensor *p = ctx->params[i];
@@ -7192,14 +7201,14 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
-    hpmli_named **at, *s;
+    hpmli_named_array **at, *s;
     size_t        length = name ? strlen(name) + 1 : 0;
     if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
     s = *at;
     if (s) *at = s->next;
     hpmli_free(t->ctx, s); /* which was called so */
-    s = values ? (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
+    s = values ? (hpmli_named_array *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
     if (!s) return t->ctx->status;
     s->name = (const char *)memcpy(s + 1, name, length), s->values = values, s->count = count, s->next = t->states;
     t->states = s;
@@ -7207,14 +7216,14 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
 }
 
 /* Puts samples into an input. */
-HPMLI_FN void hpmli_put(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
+HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
 {
     int64_t n = hpml_tensor_count(to) / to->shape[0] * to->batch_rows * samples;
     t->ctx->backend->write(t->ctx->device, to->data, from, (size_t)n * hpml_dtype_size(to->dtype));
 }
 
 /* Sets the batch and fills inputs. A graph that cannot run fewer rows gets the rest as labels that do not count. */
-HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const void *y, int64_t samples)
+HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const void *y, int64_t samples)
 {
     hpml_graph *g    = t->graph;
     int64_t     rows = samples;
@@ -7230,11 +7239,11 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
         rows = g->batch;
     }
     if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
-    hpmli_put(t, t->d.input, x, samples);
+    hpmli_write_samples(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
     for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; rows > samples && i < n; i++)
         t->host_y[i] = i < real ? ((const int32_t *)y)[i] : HPML_IGNORE;
-    hpmli_put(t, t->target, rows > samples ? t->host_y : y, rows);
+    hpmli_write_samples(t, t->target, rows > samples ? t->host_y : y, rows);
     return HPML_OK;
 }
 
@@ -7243,7 +7252,7 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
-HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
+HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
     const hpml_tensor  *out = t->d.output;
@@ -7251,43 +7260,47 @@ HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t
     bool                there = labels && b->correct && !confusion; /* where the outputs are */
     if (there)
         b->correct(t->ctx->device, t->ctx, out->dtype, out->data, (const int32_t *)(const void *)t->target->data,
-                   n / classes, classes, t->at->counts);
-    b->read(t->ctx->device, &t->told, t->at, sizeof t->told);
-    t->seen = t->looked;
+                   n / classes, classes, t->device_scalars->counts);
+    b->read(t->ctx->device, &t->scalars, t->device_scalars, sizeof t->scalars);
+    t->norm_fetched = t->norm_ready;
     const float *y = labels && !there ? hpmli_trainer_host_out(t) : NULL;
     if (y && y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
-    if (y) t->told.counts[0] = t->told.counts[1] = 0;
+    if (y) t->scalars.counts[0] = t->scalars.counts[1] = 0;
     for (int64_t r = 0; y && r < n / classes; r++, y += classes) {
         if (labels[r] < 0 || labels[r] >= classes) continue;
         best = 0;
         for (int64_t c = 1; c < classes; c++)
             if (y[c] > y[best]) best = c;
-        t->told.counts[0] += best == labels[r], t->told.counts[1] += 1;
+        t->scalars.counts[0] += best == labels[r], t->scalars.counts[1] += 1;
         if (confusion) confusion[labels[r] * classes + best]++;
     }
 }
 
-/* Moves the inputs, and what is a reshape of an input, by `first` samples. */
-HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
+/* Adds `samples` (negative: subtracts) to the offset of every input, and of every reshape of an input, in its array. */
+HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
-    if (first == 0) return;
-    g->first_sample += first;
-    g->shift += first;
+    if (samples == 0) return;
+    g->first_sample += samples;
+    g->shift += samples;
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
         hpml_tensor *root = x->node ? x->node->out_root : x;
         if (root->node || !root->batch_rows) continue;
-        int64_t sample = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
-        x->data = (float *)(void *)((char *)x->data + first * sample);
+        int64_t sample_bytes = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
+        x->data = (float *)(void *)((char *)x->data + samples * sample_bytes);
     }
 }
 
-/* What the steps of all parameters have found; see hpml_update.bad. */
-HPMLI_FN int32_t hpmli_trainer_bad(const hpml_trainer *t)
+/* The next pass begins with sample `first` of the batch in the inputs, until hpmli_inputs_rewind by as many. */
+HPMLI_FN void hpmli_inputs_advance(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, first); }
+HPMLI_FN void hpmli_inputs_rewind(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, -first); }
+
+/* What the steps of all parameters have found; see hpml_update.found_nonfinite. */
+HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t)
 {
     int32_t bad = 0;
-    for (int i = 0; i < t->graph->param_count; i++) bad |= t->bad[i];
+    for (int i = 0; i < t->graph->param_count; i++) bad |= t->found_nonfinite[i];
     return bad;
 }
 
@@ -7303,15 +7316,15 @@ HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
 
 /* True when one of the numbers x of tensor y is not finite. Where the backend's sum of squares is not finite, which may
    be an overflow, each number is looked at. */
-HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
+HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
 {
     int64_t     count = hpml_tensor_count(y), c;
     size_t      size  = hpml_dtype_size(y->dtype);
     hpml_tensor piece = *y;
     float       host[HPMLI_PIECE];
-    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->at->sumsq);
-    hpmli_trainer_tell(t, NULL, NULL);
-    if (t->told.sumsq - t->told.sumsq == 0) return false;
+    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->device_scalars->sumsq);
+    hpmli_read_step_scalars(t, NULL, NULL);
+    if (t->scalars.sumsq - t->scalars.sumsq == 0) return false;
     for (int64_t i = 0; i < count; i += c) {
         c = hpmli_min(count - i, HPMLI_PIECE);
         piece.data = (float *)(void *)((char *)(uintptr_t)x + (size_t)i * size);
@@ -7322,19 +7335,19 @@ HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float
 }
 
 /* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
-HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
-                          const float *x, bool known)
+HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double value, const char *where,
+                                     const hpml_tensor *y, const float *x, bool known)
 {
-    if (!known && (!x || !hpmli_nonfinite(t, y, x))) return false;
+    if (!known && (!x || !hpmli_has_nonfinite(t, y, x))) return false;
     hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
                "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what,
-               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_trainer_bad(t) ? ""
+               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_updates_found(t) ? ""
                : ". The rest of this step is in the parameters: go on from a checkpoint");
     return true;
 }
 
 /* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
-HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, double value)
+HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, double value)
 {
     hpml_ctx           *ctx = t->ctx;
     hpml_graph         *g   = t->graph;
@@ -7342,111 +7355,114 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     hpml_run            run = hpmli_run_of(g, true, g->step, 1);
     run.sum = NULL; /* the others are elsewhere */
     for (int i = 0; i < ctx->param_count; i++)
-        if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
+        if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
     for (int i = -g->leaf_count; i < g->count; i++) {
         const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
         const char *where = i < 0 ? "the data of" : "the result of";
-        if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->data, false)) return ctx->status;
+        if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, where, y, y->data, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
+        if (hpmli_report_nonfinite(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
                       hpmli_plain_nan(value));
 }
 
-HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* reports non-finite gradients and parameters */
+HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* reports non-finite gradients and parameters */
 {
-    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_trainer_bad(t) : 0;
-    bool    grad = bad & HPML_BAD_GRADIENT;
+    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_updates_found(t) : 0;
+    bool    grad = bad & HPML_NONFINITE_GRADIENT;
     for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_blame(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
+        if (hpmli_report_nonfinite(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
                         grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
-                        t->bad[i] & (grad ? HPML_BAD_GRADIENT : HPML_BAD_STEP)))
+                        t->found_nonfinite[i] & (grad ? HPML_NONFINITE_GRADIENT : HPML_NONFINITE_STEP)))
             break;
     return t->ctx->status;
 }
 
 /* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
-HPMLI_FN void hpmli_trainer_look(hpml_trainer *t)
+HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
 {
-    if (!t->looked && t->looks)
+    if (!t->norm_ready && t->wants_norm)
         t->ctx->backend->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
-                               &t->at->sumsq);
-    t->looked = t->looks;
+                               &t->device_scalars->sumsq);
+    t->norm_ready = t->wants_norm;
 }
 
 /* The host looks at it, too. */
-HPMLI_FN hpml_status hpmli_trainer_see(hpml_trainer *t)
+HPMLI_FN hpml_status hpmli_grad_norm_on_host(hpml_trainer *t)
 {
-    if (!t->seen) hpmli_trainer_tell(t, NULL, NULL);
-    double sum = t->told.sumsq;
-    t->overflowed = t->scale_steps >= 0 && sum - sum != 0 && t->loss_scale > 1;
+    if (!t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
+    double sum = t->scalars.sumsq;
+    t->overflowed = t->scale_age >= 0 && sum - sum != 0 && t->loss_scale > 1;
     if (t->d.no_finite_check || t->overflowed || sum - sum == 0) return t->ctx->status;
-    return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
+    return hpmli_find_nonfinite(t, "the gradient norm", sqrt(sum));
 }
 
-#define HPMLI_SCALE_MOST 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
+#define HPMLI_LOSS_SCALE_MAX 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
 
 /* Halves a dynamic loss scale after an overflow and doubles it after 2,000 updates without one. */
 HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
 {
-    if (t->scale_steps < 0) return;
-    t->scale_steps = t->overflowed ? 0 : t->scale_steps + 1;
+    if (t->scale_age < 0) return;
+    t->scale_age = t->overflowed ? 0 : t->scale_age + 1;
     if (t->overflowed) t->loss_scale /= 2;
-    if (t->scale_steps < 2000) return;
-    t->scale_steps = 0;
-    if (t->loss_scale < HPMLI_SCALE_MOST) t->loss_scale *= 2;
+    if (t->scale_age < 2000) return;
+    t->scale_age = 0;
+    if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                             bool accumulate, float *loss)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_graph *g = t->graph;
-    bool        part = samples > 0 && (first != 0 || samples != t->fed);
-    if (first < 0 || samples < 0 || first + samples > t->fed)
+    bool        part = samples > 0 && (first != 0 || samples != t->batch_samples);
+    if (first < 0 || samples < 0 || first + samples > t->batch_samples)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
-                          (long long)first, (long long)(first + samples), (long long)t->fed);
+                          (long long)first, (long long)(first + samples), (long long)t->batch_samples);
     if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
-    hpmli_trainer_shift(t, first);
-    g->idle = samples == 0, g->last = t->micro + 1 == t->d.accumulate;
-    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
+    hpmli_inputs_advance(t, first);
+    g->idle = samples == 0, g->last = t->micro_batch + 1 == t->d.accumulate;
+    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
     if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
-        hpmli_trainer_tell(t, NULL, NULL);
-        if (t->told.loss - t->told.loss != 0) status = hpmli_name_nonfinite(t, "the loss", (double)t->told.loss);
+        hpmli_read_step_scalars(t, NULL, NULL);
+        if (t->scalars.loss - t->scalars.loss != 0)
+            status = hpmli_find_nonfinite(t, "the loss", (double)t->scalars.loss);
     }
     if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
     g->idle = false;
-    if (status == HPML_OK && t->whole) hpmli_trainer_look(t); /* so that the host waits once */
+    if (status == HPML_OK && t->whole) hpmli_grad_norm_on_device(t); /* so that the host waits once */
     if (status == HPML_OK && samples > 0 && (loss || t->labels)) {
-        hpmli_trainer_tell(t, t->labels ? t->labels + first * hpml_tensor_count(t->target) / g->batch_now : NULL, NULL);
-        if (t->labels) t->correct += t->told.counts[0], t->counted += t->told.counts[1];
+        const int32_t *labels = t->labels;
+        if (labels) labels += first * hpml_tensor_count(t->target) / g->batch_now;
+        hpmli_read_step_scalars(t, labels, NULL);
+        if (t->labels) t->correct += t->scalars.counts[0], t->counted += t->scalars.counts[1];
     }
-    if (status == HPML_OK && loss) *loss = samples > 0 ? t->told.loss : 0;
-    hpmli_trainer_shift(t, -first);
+    if (status == HPML_OK && loss) *loss = samples > 0 ? t->scalars.loss : 0;
+    hpmli_inputs_rewind(t, first);
     return status;
 }
 
 /* The steps of parameters, ready to be taken. */
-HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_count)
+HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_count)
 {
-    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
+    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
     for (int i = first_param; i < first_param + param_count; i++) {
         const hpml_param *p = t->ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
         u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
         u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
-        u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
-        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = 0;
+        u->sumsq = t->d.clip_norm > 0 ? &t->device_scalars->sumsq : NULL;
+        u->found_nonfinite   = t->d.no_finite_check ? NULL : &t->found_nonfinite[i], t->found_nonfinite[i] = 0;
         u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
     }
 }
 
-HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
+HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
@@ -7454,38 +7470,38 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     if (first_param < 0 || param_count < 0)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
                           "more of both", param_count, first_param);
-    hpmli_trainer_look(t);
-    bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
-    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
+    hpmli_grad_norm_on_device(t);
+    bool sees = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
+    if (sees && (hpmli_grad_norm_on_host(t) != HPML_OK || t->overflowed)) return ctx->status;
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
-    hpmli_trainer_updates(t, first_param, param_count);
+    hpmli_updates_prepare(t, first_param, param_count);
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
-    return hpmli_trainer_updated(t);
+    return hpmli_updates_check(t);
 }
 
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (t->looks || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
+    if (t->wants_norm || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
         t->ctx->backend != hpml_backend_cpu())
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
                           "a dynamic loss scale, LARS and LAMB");
     t->more = more, t->more_scale = scale;
-    hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
+    hpml_status status = hpml_trainer_apply(t, 0, t->graph->param_count);
     return t->more = NULL, status;
 }
 
 /* What a batch's gradients are multiplied by, to add up to `share` times the mean over all samples of the update. */
-HPMLI_FN float hpmli_trainer_weigh(hpml_trainer *t, int64_t samples)
+HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
 {
-    if (t->hooks.run || t->d.accumulate == 1) return t->share = 1;
-    if (t->micro == 0) t->first = samples, t->gathered = 0;
-    t->gathered += samples;
-    t->share = (float)((double)t->gathered / ((double)t->first * t->d.accumulate));
-    return (float)((double)samples / (double)t->first) / (float)t->d.accumulate;
+    if (t->hooks.run || t->d.accumulate == 1) return t->accumulate_weight = 1;
+    if (t->micro_batch == 0) t->first_batch_samples = samples, t->samples_so_far = 0;
+    t->samples_so_far += samples;
+    t->accumulate_weight = (float)((double)t->samples_so_far / ((double)t->first_batch_samples * t->d.accumulate));
+    return (float)((double)samples / (double)t->first_batch_samples) / (float)t->d.accumulate;
 }
 
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
@@ -7496,33 +7512,34 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
     if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
-        hpml_status fed = hpmli_trainer_feed(t, x, y, samples);
+        hpml_status fed = hpmli_write_batch(t, x, y, samples);
         if (fed != HPML_OK) return fed;
     }
-    t->fed     = samples;
-    t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
-    t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
+    t->batch_samples     = samples;
+    t->correct = t->counted = 0, t->norm_ready = t->norm_fetched = t->overflowed = false;
+    t->labels  = NULL;
+    if (info && hpmli_is_classifier(t)) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     const int64_t number = t->step;
     const double  since  = hpmli_trace_time(t->ctx, start);
-    weight = hpmli_trainer_weigh(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
+    weight = hpmli_batch_weight(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
     /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
        the op that makes its gradient final: it is still in the cache. */
-    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
-    bool early = t->whole && !t->looks && !t->ctx->backend->sync && !t->ctx->backend->begin;
-    if (early) hpmli_trainer_updates(t, 0, t->graph->param_count), t->graph->updates = t->updates;
+    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro_batch + 1 == t->d.accumulate;
+    bool early = t->whole && !t->wants_norm && !t->ctx->backend->sync && !t->ctx->backend->begin;
+    if (early) hpmli_updates_prepare(t, 0, t->graph->param_count), t->graph->updates = t->updates;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                     : hpml_trainer_run_local(t, 0, samples, weight, t->micro > 0,
+                     : hpml_trainer_forward_backward(t, 0, samples, weight, t->micro_batch > 0,
                                               info || !t->d.no_finite_check ? &loss : NULL);
     t->graph->updates = NULL, t->whole = false;
     if (status != HPML_OK) return status;
-    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
-    if (++t->micro == t->d.accumulate) {
-        status = early             ? hpmli_trainer_updated(t)
+    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)loss);
+    if (++t->micro_batch == t->d.accumulate) {
+        status = early             ? hpmli_updates_check(t)
                  : t->hooks.update ? t->hooks.update(t->hooks.user, t)
-                                   : hpml_trainer_update_local(t, 0, t->graph->param_count);
-        t->micro = 0;
+                                   : hpml_trainer_apply(t, 0, t->graph->param_count);
+        t->micro_batch = 0;
         t->step += status == HPML_OK && !t->overflowed;
         hpmli_trainer_rescale(t);
     }
@@ -7532,8 +7549,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     memset(info, 0, sizeof *info);
     info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
     info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
-    if (t->looked && !t->seen) hpmli_trainer_tell(t, NULL, NULL);
-    info->grad_norm = t->looked ? (float)sqrt(t->told.sumsq) / scale : -1;
+    if (t->norm_ready && !t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
+    info->grad_norm = t->norm_ready ? (float)sqrt(t->scalars.sumsq) / scale : -1;
     info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
     return HPML_OK;
 }
@@ -7634,20 +7651,20 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
 }
 
 /* Names the sample whose loss is not finite, of a batch that begins with sample `first`, by running one at a time. */
-HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_t samples)
+HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64_t samples)
 {
     hpml_graph *g    = t->graph;
-    double      loss = (double)t->told.loss;
+    double      loss = (double)t->scalars.loss;
     bool        found = false;
     for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
         if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
-        hpmli_trainer_shift(t, i);
+        hpmli_inputs_advance(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
-        hpmli_trainer_shift(t, -i);
+        hpmli_inputs_rewind(t, i);
         if (status != HPML_OK) return status;
-        hpmli_trainer_tell(t, NULL, NULL);
-        found = t->told.loss - t->told.loss != 0;
-        if (found) loss = (double)t->told.loss, first += i, samples = 1;
+        hpmli_read_step_scalars(t, NULL, NULL);
+        found = t->scalars.loss - t->scalars.loss != 0;
+        if (found) loss = (double)t->scalars.loss, first += i, samples = 1;
     }
     return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "evaluate: the loss of sample %lld%s is %g: look at the data, and "
                       "whether training has left the parameters finite", (long long)first,
@@ -7667,17 +7684,17 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     out->confusion = confusion;
     while (hpml_loader_next(l, &b)) {
         if (!b.y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
-        if (hpmli_failed(t->ctx) || hpmli_trainer_feed(t, b.x, b.y, b.samples) != HPML_OK ||
+        if (hpmli_failed(t->ctx) || hpmli_write_batch(t, b.x, b.y, b.samples) != HPML_OK ||
             hpml_graph_forward(t->graph, false, 0) != HPML_OK)
             break;
-        hpmli_trainer_tell(t, hpmli_classifies(t) ? (const int32_t *)b.y : NULL, confusion);
-        if (!t->d.no_finite_check && t->told.loss - t->told.loss != 0) {
-            hpmli_evaluate_blame(t, out->samples, b.samples);
+        hpmli_read_step_scalars(t, hpmli_is_classifier(t) ? (const int32_t *)b.y : NULL, confusion);
+        if (!t->d.no_finite_check && t->scalars.loss - t->scalars.loss != 0) {
+            hpmli_evaluate_report(t, out->samples, b.samples);
             break;
         }
-        out->loss += (double)t->told.loss * (double)b.samples;
+        out->loss += (double)t->scalars.loss * (double)b.samples;
         out->samples += b.samples;
-        if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
+        if (hpmli_is_classifier(t)) correct += t->scalars.counts[0], counted += t->scalars.counts[1];
     }
     hpml_loader_free(l);
     hpmli_graph_whole(t->graph);
@@ -7699,7 +7716,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
         if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
-        hpmli_put(t, t->d.input, (const char *)x + i * each, n);
+        hpmli_write_samples(t, t->d.input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
             hpml_run run = hpmli_run_of(g, false, 0, 1);
             if (g->nodes[p]->out == t->loss) continue;
@@ -9671,10 +9688,10 @@ HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *na
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
     static const char *const kinds[] = { "", "opt.m.", "opt.v." };
-    hpmli_named *states = t ? t->states : NULL;
+    hpmli_named_array *states = t ? t->states : NULL;
     int64_t      room   = 3 * (int64_t)ctx->param_count, most = 1;
     for (int i = 0; i < ctx->param_count; i++) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
-    for (hpmli_named *v = states; v; v = v->next, room++) most = hpmli_max(most, v->count);
+    for (hpmli_named_array *v = states; v; v = v->next, room++) most = hpmli_max(most, v->count);
     memset(a, 0, sizeof *a);
     a->dtype = dtype;
     if (hpml_param_init(ctx) == HPML_OK)
@@ -9692,7 +9709,7 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype d
         }
     }
     if (t) a->after = a->count;
-    for (hpmli_named *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
+    for (hpmli_named_array *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
     return true;
 }
 
@@ -9803,11 +9820,11 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     hpml_meta meta[HPMLI_NUMBERS + 1];
     uint32_t  crc = 0;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (t->micro != 0)
+    if (t->micro_batch != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
-                          "between updates", path, t->micro, t->d.accumulate);
+                          "between updates", path, t->micro_batch, t->d.accumulate);
     const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step,
-                          hpmli_opt_saved(t->d.optimizer), (int64_t)t->loss_scale, t->scale_steps };
+                          hpmli_opt_saved(t->d.optimizer), (int64_t)t->loss_scale, t->scale_age };
     for (int i = 0; i < HPMLI_NUMBERS; i++) {
         snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
         meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
@@ -9863,9 +9880,9 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
                    (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
     if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)n[HPMLI_SEED];
-        t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
-        if (t->scale_steps >= 0 && n[HPMLI_SCALE_STEPS] >= 0 && n[HPMLI_SCALE] >= 1) /* both dynamic */
-            t->loss_scale = (float)n[HPMLI_SCALE], t->scale_steps = n[HPMLI_SCALE_STEPS];
+        t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro_batch = 0;
+        if (t->scale_age >= 0 && n[HPMLI_SCALE_STEPS] >= 0 && n[HPMLI_SCALE] >= 1) /* both dynamic */
+            t->loss_scale = (float)n[HPMLI_SCALE], t->scale_age = n[HPMLI_SCALE_STEPS];
     }
     hpml_safetensors_close(f);
     return ctx->status;
@@ -10979,7 +10996,7 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 /* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
    same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
+   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.found_nonfinite gets. */
 
 /* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
 typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
@@ -11057,18 +11074,19 @@ HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float
     HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
 }
 
-/* After an update with a non-finite result: HPML_BAD_GRADIENT if the gradient was not finite (LAMB has overwritten the
-   gradient), else HPML_BAD_STEP. Resets the state of these elements, because no later gradient would make it finite. */
+/* After an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if the gradient was not finite (LAMB has
+   overwritten the gradient), else HPML_NONFINITE_STEP. Resets the state of these elements, because no later gradient
+   would make it finite. */
 HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
                               int64_t n)
 {
-    int found = HPML_BAD_STEP;
+    int found = HPML_NONFINITE_STEP;
     for (int64_t i = 0; i < n; i++) {
         float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
         bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
-        if (g - g != 0) found = HPML_BAD_GRADIENT;
-        if (lost && m && o->u.bad) m[i] = 0;
-        if (lost && v && o->u.bad) v[i] = 0;
+        if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
+        if (lost && m && o->u.found_nonfinite) m[i] = 0;
+        if (lost && v && o->u.found_nonfinite) v[i] = 0;
     }
     return found;
 }
@@ -11101,7 +11119,8 @@ HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw
     const hpmli_opt_args own = *args, *o = &own;
     const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
     float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
-    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.bad ? 0 : NAN) }, *f = &all;
+    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
+    HV(found)           *f = &all;
     int64_t              i = 0;
     switch (o->u.opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, f, c))
@@ -11112,7 +11131,7 @@ HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw
     }
     if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
     int found = HV(opt_restart)(o, dw, more, m, v, n);
-    return HV(sum)(all.gradient) == 0 ? found : HPML_BAD_GRADIENT;
+    return HV(sum)(all.gradient) == 0 ? found : HPML_NONFINITE_GRADIENT;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

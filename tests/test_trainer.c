@@ -502,7 +502,7 @@ TEST(a_nan_inside_is_named)
 static hpml_status steps_later(void *user, hpml_trainer *t)
 {
     (void)user;
-    return hpml_trainer_update_local(t, 0, 100);
+    return hpml_trainer_apply(t, 0, 100);
 }
 
 TEST(a_gradient_without_an_end_stays_out)
@@ -545,13 +545,14 @@ TEST(steps_tell_of_what_is_not_finite)
                 w[i][j] = 1.0f / (float)(1 + j), g[i][j] = (float)(j % 5) - 2, m[i][j] = v[i][j] = 0.5f;
             u[i] = (hpml_update){ .opt = (hpml_opt)(k / 4 % 7), .n = 37, .w = w[i], .g = g[i], .m = m[i], .v = v[i],
                 .step = 2, .lr = 0.1f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f,
-                .grad_scale = 0.5f, .weight_decay = 0.01f, .bad = i ? &bad : NULL, .more = sum ? more : NULL };
+                .grad_scale = 0.5f, .weight_decay = 0.01f, .found_nonfinite = i ? &bad : NULL,
+                .more = sum ? more : NULL };
         }
         ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && !bad && memcmp(w[0], w[1], sizeof w[0]) == 0);
         for (int j = 0; j < 37; j++) g[0][j] = g[1][j] = (float)(j % 5) - 2; /* LAMB's direction was there */
         if (sum) more[36] = (float)NAN;
         else g[0][36] = g[1][36] = k / 28 ? -(float)INFINITY : (float)NAN;
-        ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && (bad & HPML_BAD_GRADIENT));
+        ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && (bad & HPML_NONFINITE_GRADIENT));
         ENSURE(!isfinite(w[0][36]));
         bool normed = u[0].opt == HPML_OPT_LARS || u[0].opt == HPML_OPT_LAMB; /* a length of all of it */
         for (int i = 0; i < 37; i++)
@@ -787,8 +788,8 @@ TEST(what_does_not_fit_is_refused)
         ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &wrong[i]), HPML_ERR_ARGUMENT,
                      i < 3 ? "trainer: .input is f32 4x" : "trainer: .target is i32 4x1");
     float out[6];
-    ENSURE_ERROR(ctx, hpml_trainer_update_local(t, -5, 1000) == HPML_ERR_ARGUMENT, HPML_ERR_ARGUMENT, "number -5");
-    ENSURE_ERROR(ctx, hpml_trainer_update_local(t, 0, -1) == HPML_ERR_ARGUMENT, HPML_ERR_ARGUMENT, "-1 parameters");
+    ENSURE_ERROR(ctx, hpml_trainer_apply(t, -5, 1000) == HPML_ERR_ARGUMENT, HPML_ERR_ARGUMENT, "number -5");
+    ENSURE_ERROR(ctx, hpml_trainer_apply(t, 0, -1) == HPML_ERR_ARGUMENT, HPML_ERR_ARGUMENT, "-1 parameters");
     ENSURE(hpml_trainer_predict(t, x, -1, out) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "-1 samples"));
     hpml_ctx_free(ctx);
 }
@@ -805,12 +806,12 @@ static hpml_status on_need(void *u, hpml_trainer *t, int p) { (void)t; (void)p; 
 static hpml_status on_update(void *u, hpml_trainer *t)
 {
     ((log_t *)u)->updates++;
-    return hpml_trainer_update_local(t, 0, 100);
+    return hpml_trainer_apply(t, 0, 100);
 }
 static hpml_status on_run(void *u, hpml_trainer *t, int64_t n, float *loss)
 {
     ((log_t *)u)->runs++;
-    return hpml_trainer_run_local(t, 0, n, 1, false, loss);
+    return hpml_trainer_forward_backward(t, 0, n, 1, false, loss);
 }
 
 /* With hooks that do what a serial trainer does, the bits are those of a serial trainer. */
