@@ -57,8 +57,9 @@
 //     api-tensor   tensors
 //     api-ops   recording a model: inputs, parameters, ops
 //     api-graph   planning and running a recorded graph
+//     api-optimizer   optimizers: a table of rows, your own rows too
 //     api-backend   the seam to devices: a table of functions
-//     api-trainer   optimizers, schedules, the trainer and its hooks
+//     api-trainer   schedules, the trainer and its hooks
 //     api-data   datasets, readers, the loader
 //     api-save   safetensors and checkpoints
 //     api-see   timeline, profile, summary
@@ -91,8 +92,9 @@
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
-//     backend   the CPU backend: memory, the table of ops, optimizer steps
+//     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
+//     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
 //     trainer   the trainer: settings, creation, one step
 //     step   one step, and the names of what is not finite in it
@@ -634,6 +636,81 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops use it: it gets a gradient */
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-optimizer   optimizers: a table of rows, your own rows too
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The built-in optimizers. Section >>optimizers has their table, section >>vupdate their formulas. */
+typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
+                        HPML_OPT_LARS, HPML_OPT_LAMB,
+                        HPML_OPT_CUSTOM /* the step of hpml_trainer_desc.custom_optimizer */ } hpml_opt;
+
+#define HPML_MAX_STATES 4 /* arrays that an optimizer may keep for each parameter */
+
+/* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new state was. */
+enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
+
+/* One optimizer step on one parameter. All arrays have n numbers and lie where the backend keeps its tensors. */
+typedef struct hpml_update {
+    hpml_opt opt;              /* the formula; HPML_OPT_CUSTOM: that of custom->step, on the CPU */
+    const struct hpml_optimizer *custom; /* the row, where opt is HPML_OPT_CUSTOM */
+    void    *user;             /* hpml_trainer_desc.optimizer_user */
+    const hpml_tensor *param;  /* the parameter, for its name and shape; NULL: not known */
+    int64_t  n;                /* 0: nothing to do */
+    float   *w;                /* weights */
+    float   *g;                /* gradient; rows with `direction` overwrite it */
+    const float *more;         /* CPU: added to g; NULL: nothing */
+    float   *state[HPML_MAX_STATES]; /* as the row lists them; NULL: not kept */
+    uint64_t step;             /* 1 for the first */
+    float    lr;               /* of this step and parameter: schedule and hpml_param_desc.lr_scale are in it */
+    float    momentum, beta1, beta2, eps;
+    float    weight_decay, trust;  /* both 0 where the parameter has no decay */
+    float    grad_scale;       /* multiplies g: 1 / loss scale */
+    float    clip;             /* largest norm of all gradients, before grad_scale ... */
+    const double *sumsq;       /* ... and their sum of squares, on the device; NULL: gradients are not clipped */
+    bool     nesterov;
+    int32_t *found_nonfinite;  /* not NULL: a gradient that is not finite counts as 0; a weight that would not be
+                                  finite stays, and its states start again from 0. The CPU sets HPML_NONFINITE_* bits
+                                  here; a device has an error when the host next waits for it. NULL: NaN and infinity
+                                  go into weights and states */
+} hpml_update;
+
+typedef struct hpml_optimizer_state {
+    const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints hold "opt.<name>.<parameter>".
+                                  NULL in a built-in row: this place is not used */
+    bool        nonnegative;   /* sums or means of squares: checkpoints with a number below 0 are refused */
+    bool        with_momentum; /* kept only where the trainer's momentum is not 0 */
+} hpml_optimizer_state;
+
+/* An optimizer. Write a row for your own (static const, or at least as long-lived as its trainers) and hand it in as
+   hpml_trainer_desc.custom_optimizer. Clipping, loss scaling, accumulation, weight decay by parameter, schedules,
+   checkpoints and the data parallelism of hpml_comm.h work as for built-in rows. Steps of your own run on the CPU
+   backend only: a trainer on another device refuses them.
+
+   step     computes new weights and states of n numbers of one parameter from g, their gradient (unscaled, clipped,
+            without weight decay): a copy, which step may change. Number i must depend on numbers i of w, g and state
+            alone, because a parameter comes in pieces, cut differently by threads and fused ops; several threads call
+            at once. Rates are in u; use the arguments, not the arrays in u. States are 0 before the first step.
+   prepare  optional; called once for each parameter before its pieces, with the Euclidean norms of its weights and of
+            its gradient (unscaled, clipped; NaN or infinite where that is): may change the rates in u (LARS). */
+typedef struct hpml_optimizer {
+    const char *name;          /* 1 to 31 characters, not those of a built-in row; checkpoints hold it */
+    hpml_opt    opt;           /* built-in rows: which one; HPML_OPT_CUSTOM or 0 in your own */
+    int         state_count;   /* 0 to HPML_MAX_STATES */
+    hpml_optimizer_state states[HPML_MAX_STATES];
+    float       lr, momentum, beta1, beta2, eps, trust; /* used where the trainer's desc has 0 (HPML_ZERO: a true 0) */
+    bool        nesterov;      /* knows Nesterov's momentum, and then needs a momentum */
+    bool        direction;     /* step leaves w alone and writes a direction r over g; w -= lr r follows */
+    bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB), lr r where one of them is 0 */
+    bool        whole;         /* with direction: step is called once with all n numbers, whose shape u->param has; a
+                                  number of r may then depend on all (Muon) */
+    void (*prepare)(hpml_update *u, double weight_norm, double grad_norm); /* optional */
+    void (*step)(const hpml_update *u, float *w, float *g, float *const *state, int64_t n); /* NULL: a built-in row */
+} hpml_optimizer;
+
+HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name); /* "sgd", "adamw", ...; NULL: no such row */
+HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-in rows from 0; NULL: no more */
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-backend   the seam to devices: a table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -710,31 +787,6 @@ typedef struct hpml_run {
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
 typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: no gradient */
 
-typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
-                        HPML_OPT_LARS, HPML_OPT_LAMB } hpml_opt;
-
-/* Where an optimizer step has found a NaN or infinity: in the gradient; in new weights or sums of squares. */
-enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
-
-/* One optimizer step on one parameter. State arrays have the parameter's shape. */
-typedef struct hpml_update {
-    hpml_opt opt;
-    int64_t  n;
-    float   *w;          /* (n) */
-    const float *g;      /* (n) */
-    const float *more;   /* (n) CPU: added to g; NULL: nothing */
-    float   *m, *v;      /* (n) first and second state, NULL where the optimizer has none */
-    uint64_t step;       /* 1 for the first */
-    float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* both 0 where the parameter has no decay */
-    float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
-    const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
-    bool     nesterov;
-    int32_t *found_nonfinite;  /* not NULL: a gradient that is not finite counts as 0; a weight that would not be
-                                  finite stays, and its states start again from 0. The CPU sets HPML_NONFINITE_* bits
-                                  here; a device has an error when the host next waits for it. NULL: NaN and infinity
-                                  go into weights and states */
-} hpml_update;
-
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
 typedef struct hpml_pass {
     const hpml_graph *graph;
@@ -783,7 +835,7 @@ HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
 HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* what the backend's open gave */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-trainer   optimizers, schedules, the trainer and its hooks
+// >>api-trainer   schedules, the trainer and its hooks
 // ---------------------------------------------------------------------------------------------------------------------
 
 typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_MSE, HPML_LOSS_HUBER } hpml_loss;
@@ -819,6 +871,8 @@ typedef struct hpml_trainer_desc {
     float         label_smoothing; /* CROSS_ENTROPY; 0..1 */
     float         huber_delta;     /* HUBER; 0: l1 */
     hpml_opt      optimizer;
+    const hpml_optimizer *custom_optimizer; /* not NULL: this row instead, your own or hpml_optimizer_find's */
+    void         *optimizer_user;  /* hpml_update.user of each step */
     float         lr;              /* 0: SGD, LARS 0.01; ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
     float         momentum;        /* SGD, RMSPROP, LARS; 0: none (LARS 0.9) */
     bool          nesterov;
@@ -1089,8 +1143,9 @@ HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtyp
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; what else it holds is ignored */
 
 /* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
-   step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
-   "state.<name>", metadata "hpml.step" ..., checksums as above. */
+   step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by their names,
+   "opt.<state>.<param>" for each state of the optimizer's row (hpml_optimizer_state.name), "state.<name>", metadata
+   "hpml.step", "hpml.optimizer" (the row's name) ..., checksums as above. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
 
@@ -1557,9 +1612,9 @@ typedef struct hpmli_kernels {
     /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
     void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
 
-    /* One optimizer step on n weights; dw: their gradients, m, v: the optimizer's state or NULL. Returns what
-       hpml_update.found_nonfinite is to receive: 0, or the bits of what was not finite. */
-    int (*opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n);
+    /* One step of a built-in optimizer on n weights; dw: their gradients, which LAMB overwrites with its direction; m,
+       v: first and second moments, or NULL. Returns HPML_NONFINITE_ bits. */
+    int (*opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n);
 
     /* Storage types. */
     void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
@@ -4575,37 +4630,9 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
         hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
 }
 
-/* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
-   cache when its step reads it. */
-typedef struct hpmli_update_job {
-    hpml_ctx              *ctx;
-    const hpmli_gemm_desc *d;
-    hpmli_opt_args         o;
-    int64_t                piece; /* elements of a task */
-} hpmli_update_job;
-
-HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
-{
-    const hpmli_update_job *j = (const hpmli_update_job *)arg;
-    const hpml_update      *u = &j->o.u;
-    int64_t                 i = task * j->piece, n = u->n - i < j->piece ? u->n - i : j->piece;
-    if (j->d) {
-        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
-        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
-        j->ctx->k->gemm_part(&p);
-    }
-    int bad = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
-    if (bad && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, bad, __ATOMIC_RELAXED);
-}
-
-HPMLI_FN void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
-{
-    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
-    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
-    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
-    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n;
-    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
-}
+/* Steps one parameter, and with d computes the product that makes its gradient; see >>optimizers. */
+static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d);
+static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* no number of the step depends on the whole gradient */
 
 /* dz, in the memory of dy; dbias = sums of columns, dx = dz w, and then, as w may take its step, dw = dz^T x. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
@@ -4621,8 +4648,12 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
        batch, which would be packed again for each block; nor where the step wants the norm of the whole */
     hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->update[1] : NULL;
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
-    if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_optimizer_step(run->ctx, u, &d), u->n = 0;
-    else hpmli_gemm(run->ctx, &d);
+    if (!large || !hpmli_optimizer_by_pieces(u) || HPMLI_BLAS) {
+        hpmli_gemm(run->ctx, &d);
+        return;
+    }
+    hpmli_optimizer_step(run->ctx, u, &d);
+    u->n = 0;
 }
 
 HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
@@ -6563,7 +6594,7 @@ HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>backend   the CPU backend: memory, the table of ops, optimizer steps
+// >>backend   the CPU backend: memory, sums of squares, the table of ops
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
@@ -6667,45 +6698,8 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
     return HPML_OK;
 }
 
-HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
-{
-    double sum;
-    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
-    return sqrt(sum);
-}
-
-/* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. The rate
-   goes into the momentum, so that a change of either takes hold from this step on. */
-HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
-{
-    double w = hpmli_l2_norm(ctx, u->w, u->n);
-    double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
-    if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
-    if (u->found_nonfinite && g - g != 0) u->lr = 0; /* what is not finite has no direction */
-    u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
-}
-
-/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r, a step of plain SGD. */
-HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, hpml_update u)
-{
-    double w = hpmli_l2_norm(ctx, u.w, u.n), r = hpmli_l2_norm(ctx, u.g, u.n);
-    u.opt = HPML_OPT_SGD, u.m = NULL, u.grad_scale = 1, u.weight_decay = 0;
-    u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
-    hpmli_optimizer_step(ctx, &u, NULL);
-}
-
-HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
-{
-    for (int i = 0; i < count; i++) {
-        hpml_update u    = updates[i];
-        float       norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
-        if (norm > u.clip) u.grad_scale *= u.clip / norm;
-        if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
-        hpmli_optimizer_step(ctx, &u, NULL);
-        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
-    }
-    return HPML_OK;
-}
+/* Steps parameters; see >>optimizers. */
+static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count);
 
 HPML_API const hpml_backend *hpml_backend_cpu(void)
 {
@@ -6723,6 +6717,307 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 // =====================================================================================================================
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 // =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>optimizers   the table of optimizers, the driver of their steps, schedules
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A step of parameter w at time t, with gradient G of the loss times its scale L, does in order
+
+       g = G / L                                                   micro-batches are added up in G already
+       g = g clip / |all g|    where the norm of all gradients is above clip
+       rates from |w|, |g|     prepare(): LARS
+       w, s = step(w, g, s)    states s of the row; weight decay is the formula's business
+       w = w - lr |w| / |r| r  where step gave a direction r instead: LAMB
+
+   Built-in rows have their formulas as vector kernels (>>vupdate) and on devices (hpml_cuda.cuh, >>gpu-update); a row
+   of your own has `step`. A parameter is cut into pieces that threads step at once, and a linear layer steps each block
+   of its weights where the product has just made the gradient, because the block is in the cache then. */
+
+#define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
+#define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
+
+HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm);
+
+/* Columns: name, hpml_opt, state_count, states { name, nonnegative, with_momentum }; lr, momentum, beta1, beta2, eps,
+   trust; nesterov, direction, layer_ratio, whole, prepare, step. In built-in rows state 0 is a first moment (a sum of
+   gradients), state 1 a second moment (of their squares). */
+static const hpml_optimizer hpmli_optimizers[] = {
+    { "sgd", HPML_OPT_SGD, 1, { { "momentum", false, true } },
+      0.01f, 0, 0, 0, 0, 0, true, false, false, false, NULL, NULL },
+    { "adagrad", HPML_OPT_ADAGRAD, 2, { { NULL, false, false }, { "square_sum", true, false } },
+      0.01f, 0, 0, 0, 1e-10f, 0, false, false, false, false, NULL, NULL },
+    { "rmsprop", HPML_OPT_RMSPROP, 2, { { "momentum", false, true }, { "square_mean", true, false } },
+      0.001f, 0, 0, 0.99f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "adam", HPML_OPT_ADAM, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "adamw", HPML_OPT_ADAMW, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "lars", HPML_OPT_LARS, 1, { { "momentum", false, true } },
+      0.01f, 0.9f, 0, 0, 0, 0.001f, true, false, false, false, hpmli_lars_prepare, NULL },
+    { "lamb", HPML_OPT_LAMB, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-6f, 0, false, true, true, false, NULL, NULL },
+};
+
+HPML_API const hpml_optimizer *hpml_optimizer_at(int index)
+{
+    int count = (int)(sizeof hpmli_optimizers / sizeof *hpmli_optimizers);
+    return index >= 0 && index < count ? &hpmli_optimizers[index] : NULL;
+}
+
+HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name)
+{
+    const hpml_optimizer *row = NULL;
+    for (int i = 0; name && (row = hpml_optimizer_at(i)) != NULL; i++)
+        if (strcmp(row->name, name) == 0) return row;
+    return NULL;
+}
+
+/* Returns `custom`, or the built-in row of opt where custom is NULL; NULL: there is no such row. */
+HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_optimizer *custom)
+{
+    const hpml_optimizer *row;
+    if (custom) return custom;
+    for (int i = 0; (row = hpml_optimizer_at(i)) != NULL; i++)
+        if (row->opt == opt) return row;
+    return NULL;
+}
+
+/* True if the optimizer keeps state array k when the trainer's momentum is `momentum`. */
+HPMLI_FN bool hpmli_optimizer_keeps(const hpml_optimizer *row, int k, float momentum)
+{
+    return k < row->state_count && row->states[k].name && (!row->states[k].with_momentum || momentum != 0);
+}
+
+/* Returns the value of a setting whose zero means `otherwise` and whose HPML_ZERO means zero. */
+HPMLI_FN float hpmli_default_if_zero(float value, float otherwise)
+{
+    if (value == 0) return otherwise;
+    return value == HPML_ZERO ? 0 : value;
+}
+
+/* True if `name` has 1 to 23 letters, digits and `_`, and no state before number k has the same. */
+HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
+{
+    static const char legal[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
+    const char       *name    = row->states[k].name;
+    size_t            length  = name ? strlen(name) : 0;
+    if (length < 1 || length > HPMLI_STATE_NAME || strspn(name, legal) != length) return false;
+    for (int i = 0; i < k; i++)
+        if (strcmp(row->states[i].name, name) == 0) return false;
+    return true;
+}
+
+/* Checks a row that is not built in; false: an error says what it lacks. */
+HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
+{
+    const char *name = row->name ? row->name : "";
+    if (hpml_optimizer_find(name) == row) return true;
+    if (!*name || strlen(name) > HPMLI_OPTIMIZER_NAME)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer has %s; set .name to 1 to %d "
+                           "characters, because checkpoints hold it", *name ? "too long a name" : "no name",
+                           HPMLI_OPTIMIZER_NAME);
+    if (hpml_optimizer_find(name))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has the name of a built-in row; "
+                           "take another name, because checkpoints go by it", name);
+    if (!row->step)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has no step; set .step to a "
+                           "function", name);
+    if (row->state_count < 0 || row->state_count > HPML_MAX_STATES)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has a state_count of %d, expected "
+                           "0 to %d (HPML_MAX_STATES)", name, row->state_count, HPML_MAX_STATES);
+    for (int k = 0; k < row->state_count; k++)
+        if (!hpmli_state_name_fits(row, k))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\": the name of state %d of %d "
+                               "is \"%.32s\", expected 1 to %d letters, digits or _, no two the same", name, k,
+                               row->state_count, row->states[k].name ? row->states[k].name : "", HPMLI_STATE_NAME);
+    if ((row->whole || row->layer_ratio) && !row->direction)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" sets %s without .direction; its "
+                           "step must write a direction over g", name, row->whole ? ".whole" : ".layer_ratio");
+    if (ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "trainer: custom_optimizer \"%s\" runs on the CPU backend only, "
+                           "this context's is \"%s\"; take a built-in row (hpml_optimizer_find)", name,
+                           ctx->backend->name);
+    return true;
+}
+
+/* Copies into g the gradient of numbers i .. i + n - 1, unscaled. Where u checks for non-finite numbers these become 0;
+   returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be their place in u->g. */
+HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, int64_t n)
+{
+    int found = 0;
+    for (int64_t j = 0; j < n; j++) {
+        float more = u->more ? u->more[i + j] : 0;
+        g[j] = (u->g[i + j] + more) * u->grad_scale;
+        if (!u->found_nonfinite || g[j] - g[j] == 0) continue;
+        g[j]  = 0;
+        found = HPML_NONFINITE_GRADIENT;
+    }
+    return found;
+}
+
+/* Restores those of n weights that are not finite from `was` (NULL: leaves all weights) and sets the states of a number
+   to 0 where one of them is not finite. Returns HPML_NONFINITE_STEP if there was one, else 0. */
+HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *state, int64_t n)
+{
+    int found = 0;
+    for (int64_t j = 0; j < n; j++) {
+        bool lost = false;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (state[k] && state[k][j] - state[k][j] != 0) lost = true;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (state[k] && lost) state[k][j] = 0;
+        if (lost) found = HPML_NONFINITE_STEP;
+        if (!was || w[j] - w[j] == 0) continue;
+        w[j]  = was[j];
+        found = HPML_NONFINITE_STEP;
+    }
+    return found;
+}
+
+/* Steps numbers i .. i + n - 1 by the row of u, where g is for their gradient. was: n floats, or NULL where the row
+   writes a direction. Returns HPML_NONFINITE_ bits. */
+HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
+{
+    float *state[HPML_MAX_STATES], *w = u->w + i;
+    int    found = hpmli_custom_gradient(u, g, i, n);
+    for (int k = 0; k < HPML_MAX_STATES; k++) state[k] = u->state[k] ? u->state[k] + i : NULL;
+    if (was) memcpy(was, w, (size_t)n * sizeof *w);
+    u->custom->step(u, w, g, state, n);
+    if (u->found_nonfinite) found |= hpmli_custom_restore(w, was, state, n);
+    return found;
+}
+
+/* Steps numbers i .. i + n - 1 of a parameter; returns HPML_NONFINITE_ bits. */
+HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64_t i, int64_t n)
+{
+    const hpml_update *u = &o->u;
+    if (u->opt != HPML_OPT_CUSTOM) {
+        float *first  = u->state[0] ? u->state[0] + i : NULL;
+        float *second = u->state[1] ? u->state[1] + i : NULL;
+        return ctx->k->opt_step(o, u->w + i, u->g + i, first, second, n);
+    }
+    if (u->custom->direction) return hpmli_custom_piece(u, u->g + i, NULL, i, n);
+    float g[HPMLI_PIECE], was[HPMLI_PIECE];
+    int   found = 0;
+    HPMLI_PIECES(at, c, n) found |= hpmli_custom_piece(u, g, was, i + at, c);
+    return found;
+}
+
+/* The step of a parameter, cut into pieces. With d, the product that makes the gradient, both go by the same blocks of
+   rows, because a block is still in the cache when its step reads it. */
+typedef struct hpmli_update_job {
+    hpml_ctx              *ctx;
+    const hpmli_gemm_desc *d;
+    hpmli_opt_args         o;
+    int64_t                piece; /* numbers of a task */
+} hpmli_update_job;
+
+HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_update_job *j = (const hpmli_update_job *)arg;
+    const hpml_update      *u = &j->o.u;
+    int64_t                 i = task * j->piece, n = hpmli_min(u->n - i, j->piece);
+    if (j->d) {
+        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
+        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+        j->ctx->k->gemm_part(&p);
+    }
+    int found = hpmli_optimizer_piece(j->ctx, &j->o, i, n);
+    if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
+}
+
+static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
+{
+    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
+    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by tiles, which have 6 or 12 */
+    if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
+    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
+}
+
+HPMLI_FN const hpml_optimizer *hpmli_update_row(const hpml_update *u)
+{
+    return hpmli_optimizer_row(u->opt, u->opt == HPML_OPT_CUSTOM ? u->custom : NULL);
+}
+
+static bool hpmli_optimizer_by_pieces(const hpml_update *u)
+{
+    const hpml_optimizer *row = hpmli_update_row(u);
+    return !row->prepare && !row->direction;
+}
+
+HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
+{
+    double sum;
+    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
+    return sqrt(sum);
+}
+
+/* LARS (You et al. 2017): lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the
+   paper's code. The rate goes into what the momentum adds up, so that a change of either has effect from this step on:
+   step then is SGD with lr 1. */
+HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm)
+{
+    double length = grad_norm + (double)u->weight_decay * weight_norm;
+    if (weight_norm > 0 && length > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * weight_norm / length);
+    if (u->found_nonfinite && length - length != 0) u->lr = 0; /* a non-finite gradient has no direction */
+    u->grad_scale *= u->lr;
+    u->weight_decay *= u->lr;
+    u->lr = 1;
+}
+
+/* Steps along the direction r that stands in the gradient's array: w -= lr r, a step of plain SGD; layer_ratio (LAMB,
+   You et al. 2020): w -= lr |w| / |r| r. */
+HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u)
+{
+    if (row->layer_ratio) {
+        double w = hpmli_l2_norm(ctx, u.w, u.n);
+        double r = hpmli_l2_norm(ctx, u.g, u.n);
+        u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
+    }
+    u.opt          = HPML_OPT_SGD;
+    u.state[0]     = NULL;
+    u.grad_scale   = 1;
+    u.weight_decay = 0;
+    hpmli_optimizer_step(ctx, &u, NULL);
+}
+
+static hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
+{
+    for (int i = 0; i < count; i++) {
+        hpml_update           u    = updates[i];
+        const hpml_optimizer *row  = hpmli_update_row(&u);
+        float                 norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
+        if (u.n == 0) continue;
+        if (norm > u.clip) u.grad_scale *= u.clip / norm;
+        if (row->prepare)
+            row->prepare(&u, hpmli_l2_norm(ctx, u.w, u.n), hpmli_l2_norm(ctx, u.g, u.n) * (double)u.grad_scale);
+        hpmli_optimizer_step(ctx, &u, NULL);
+        if (row->direction) hpmli_direction_apply(ctx, row, u);
+    }
+    return HPML_OK;
+}
+
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
+{
+    if (!s) return lr;
+    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
+    double span = (double)(s->total_steps - s->warmup_steps);
+    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
+    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
+        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
+    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
+    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
+    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
+}
+
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
+{
+    if (rule == HPML_LR_AS_GIVEN) return lr;
+    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>codec   gradients packed for the wire
@@ -6932,7 +7227,8 @@ struct hpml_trainer {
     hpml_trainer_desc   d;               /* resolved */
     hpml_graph         *graph;
     hpml_tensor        *target, *loss;
-    float              *m, *v;           /* on the device: optimizer state, laid out as graph->grads; NULL: none */
+    const hpml_optimizer *optimizer;     /* its row */
+    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not kept */
     hpml_update        *updates;         /* (param_count) */
     int32_t            *found_nonfinite; /* (param_count) of the last update, see hpml_update.found_nonfinite */
     float              *host_out;        /* host: a batch of the output */
@@ -6961,54 +7257,21 @@ struct hpml_trainer {
     bool                overflowed;      /* this step: a gradient is infinite or NaN because of the loss scale */
 };
 
-HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
-{
-    if (!s) return lr;
-    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
-    double span = (double)(s->total_steps - s->warmup_steps);
-    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
-    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
-        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
-    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
-    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
-    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
-}
-
-HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
-{
-    if (rule == HPML_LR_AS_GIVEN) return lr;
-    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
-}
-
-HPMLI_FN float hpmli_default_if_zero(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
-{
-    return value == 0 ? otherwise : value == HPML_ZERO ? 0 : value;
-}
-
 HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
 {
-    hpml_opt opt   = desc->optimizer;
-    bool     plain = opt == HPML_OPT_SGD || opt == HPML_OPT_LARS || opt == HPML_OPT_ADAGRAD;
-    float    eps   = opt == HPML_OPT_ADAGRAD ? 1e-10f : opt == HPML_OPT_LAMB ? 1e-6f : 1e-8f;
-    *out            = *desc;
-    out->lr         = hpmli_default_if_zero(desc->lr, plain ? 0.01f : 0.001f);
-    out->momentum   = hpmli_default_if_zero(desc->momentum, opt == HPML_OPT_LARS ? 0.9f : 0);
-    out->beta1      = hpmli_default_if_zero(desc->beta1, 0.9f);
-    out->beta2      = hpmli_default_if_zero(desc->beta2, opt == HPML_OPT_RMSPROP ? 0.99f : 0.999f);
-    out->eps        = hpmli_default_if_zero(desc->eps, eps);
-    out->trust      = hpmli_default_if_zero(desc->trust, 0.001f);
+    const hpml_optimizer *row = hpmli_optimizer_row(desc->optimizer, desc->custom_optimizer);
+    *out = *desc;
+    if (row) {
+        out->optimizer = row->step ? HPML_OPT_CUSTOM : row->opt;
+        out->lr        = hpmli_default_if_zero(desc->lr, row->lr);
+        out->momentum  = hpmli_default_if_zero(desc->momentum, row->momentum);
+        out->beta1     = hpmli_default_if_zero(desc->beta1, row->beta1);
+        out->beta2     = hpmli_default_if_zero(desc->beta2, row->beta2);
+        out->eps       = hpmli_default_if_zero(desc->eps, row->eps);
+        out->trust     = hpmli_default_if_zero(desc->trust, row->trust);
+    }
     out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
 }
-
-/* How many state arrays the optimizer keeps for each number: bit 0 is m, bit 1 is v. */
-HPMLI_FN int hpmli_opt_states(const hpml_trainer_desc *d)
-{
-    static const int states[] = { 0, 2, 2, 3, 3, 0, 3 }; /* by hpml_opt; of the first three some have a momentum */
-    return states[d->optimizer] | (d->optimizer != HPML_OPT_ADAGRAD && d->momentum != 0);
-}
-
-/* Its number in checkpoints. LARS has another one than in older files: the layers' rates are in its momentum now. */
-HPMLI_FN int64_t hpmli_opt_saved(hpml_opt opt) { return (int64_t)opt + (opt == HPML_OPT_LARS ? 100 : 0); }
 
 /* The loss node and the input for its targets, recorded when the desc does not give them. */
 HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t)
@@ -7049,7 +7312,7 @@ HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d
         { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
         { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
         { "beta1", (double)d->beta1, 0.999999 }, { "beta2", (double)d->beta2, 0.999999 },
-        { "label_smoothing", (double)d->label_smoothing, 1 }, { "optimizer", (double)d->optimizer, HPML_OPT_LAMB },
+        { "label_smoothing", (double)d->label_smoothing, 1 },
         { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
         { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
         { ends ? "schedule.warmup_steps, part of total_steps," : "schedule.warmup_steps",
@@ -7062,7 +7325,12 @@ HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d
                                in[i].most);
     if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
-    if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_default_if_zero(d->momentum, 0) == 0)
+    const hpml_optimizer *row = hpmli_optimizer_row(d->optimizer, d->custom_optimizer);
+    if (!row)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: optimizer %d is not a built-in one; set .optimizer to an "
+                           "HPML_OPT_ value, or .custom_optimizer", (int)d->optimizer);
+    if (!hpmli_optimizer_check(ctx, row)) return false;
+    if (d->nesterov && row->nesterov && hpmli_default_if_zero(d->momentum, row->momentum) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
     return true;
 }
@@ -7099,6 +7367,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->ctx   = ctx;
     t->ranks = 1, t->accumulate_weight = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
+    t->optimizer = hpmli_optimizer_row(t->d.optimizer, t->d.custom_optimizer);
     bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
     t->scale_age = dynamic ? 0 : -1, t->wants_norm = dynamic || t->d.clip_norm > 0;
@@ -7107,8 +7376,9 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->graph = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_check_inputs(t)) return NULL;
     t->graph->trainer = t, t->graph->hooks = &t->hooks;
-    int states                 = hpmli_opt_states(&t->d);
-    t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            t->graph->memory.optimizer += t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
     return t;
 }
@@ -7151,26 +7421,35 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (!t) return NULL;
-    hpml_graph *g      = t->graph;
-    int         states = hpmli_opt_states(&t->d);
+    hpml_graph *g = t->graph;
     if (hpml_graph_alloc(g) == HPML_OK) {
-        if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+                t->state[k] = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
         t->updates = hpmli_new(ctx, hpml_update, ctx->param_count);
         t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
         if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
         t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
         t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
     }
-    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) { /* the arrays of state lie as the gradients */
+    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) {
         hpml_tensor *p = ctx->params[i];
         hpml_update *u = &t->updates[i];
-        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
-        u->eps = t->d.eps, u->nesterov = t->d.nesterov;
+        u->opt      = t->d.optimizer;
+        u->custom   = t->optimizer;
+        u->user     = t->d.optimizer_user;
+        u->param    = p;
+        u->momentum = t->d.momentum;
+        u->beta1    = t->d.beta1;
+        u->beta2    = t->d.beta2;
+        u->eps      = t->d.eps;
+        u->nesterov = t->d.nesterov;
         if (!p->grad) continue;
-        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
-        u->m = t->m ? t->m + (p->grad - g->grads) : NULL;
-        u->v = t->v ? t->v + (p->grad - g->grads) : NULL;
+        u->n = hpml_tensor_count(p);
+        u->w = p->data;
+        u->g = p->grad;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            u->state[k] = t->state[k] ? t->state[k] + (p->grad - g->grads) : NULL;
     }
     if (ctx->status == HPML_OK) return t;
     if (!g->arena) hpmli_graph_leave(g);
@@ -7485,7 +7764,7 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (t->wants_norm || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
+    if (t->wants_norm || t->optimizer->prepare || t->optimizer->direction ||
         t->ctx->backend != hpml_backend_cpu())
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
                           "a dynamic loss scale, LARS and LAMB");
@@ -9591,6 +9870,7 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
            hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
 }
 
+#define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes for "opt.<state>." and the name of a parameter */
 #define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
 
 /* Writes everything before the data. Its size in bytes depends neither on the header's `length` nor on checksums. */
@@ -9606,7 +9886,7 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
         hpmli_write_json(w, ":", c->meta[i].value);
     }
     for (int i = 0; i < c->count && c->sums; i++, before = ",") {
-        char key[sizeof HPMLI_SUM + HPMLI_NAME];
+        char key[sizeof HPMLI_SUM + HPMLI_ARRAY_NAME];
         snprintf(key, sizeof key, HPMLI_SUM "%s", c->t[i].name);
         snprintf(sum, sizeof sum, "%08x", (unsigned)c->sums[i]);
         hpmli_write_json(w, before, key);
@@ -9665,51 +9945,72 @@ typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
     float           *host;  /* room for the largest */
     uint32_t        *sums;  /* (count) */
-    char            *names; /* (count, HPMLI_NAME) */
+    char            *names; /* (count, HPMLI_ARRAY_NAME) */
+    bool            *nonnegative; /* (count) holds sums or means of squares */
     int              count;
-    int              squares, after; /* [squares, after) are second moments */
     hpml_dtype       dtype; /* in the file */
 } hpmli_arrays;
 
-/* One more array, with a name in two parts; device NULL: there is none. */
-HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *name, const float *device, int ndim,
-                               const int64_t *shape)
+/* Adds an array on the device (NULL: does nothing), and returns the memory for its name. */
+HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, const float *device, int ndim, const int64_t *shape)
 {
     hpml_safetensor *t = &a->t[a->count];
-    if (!device) return;
-    snprintf(a->names + a->count * HPMLI_NAME, HPMLI_NAME, "%s%s", kind, name);
-    t->name = a->names + a->count++ * HPMLI_NAME, t->dtype = a->dtype, t->ndim = ndim, t->data = device;
+    if (!device) return NULL;
+    char *name = a->names + a->count++ * HPMLI_ARRAY_NAME;
+    t->name  = name;
+    t->dtype = a->dtype;
+    t->ndim  = ndim;
+    t->data  = device;
     t->bytes = (size_t)hpmli_shape_count(ndim, shape) * hpml_dtype_size(a->dtype);
     memcpy(t->shape, shape, (size_t)ndim * sizeof *shape);
+    return name;
 }
 
-/* The parameters; with a trainer also what its optimizer keeps for them, and named values. False and an error: no
+/* Adds the optimizer's state k of each parameter as "opt.<state>.<parameter>". */
+HPMLI_FN void hpmli_arrays_add_state(hpmli_arrays *a, const hpml_trainer *t, int k)
+{
+    const hpml_optimizer_state *state = &t->optimizer->states[k];
+    for (int i = 0; i < t->graph->param_count; i++) { /* parameters recorded after the trainer have none */
+        const hpml_tensor *p = t->ctx->params[i];
+        a->nonnegative[a->count] = state->nonnegative;
+        char *name = hpmli_arrays_add(a, t->updates[i].state[k], p->ndim, p->shape);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", state->name, p->name);
+    }
+}
+
+/* Lists the parameters; with a trainer also the states of its optimizer, and its named states. False and an error: no
    memory. */
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
-    static const char *const kinds[] = { "", "opt.m.", "opt.v." };
-    hpmli_named_array *states = t ? t->states : NULL;
-    int64_t      room   = 3 * (int64_t)ctx->param_count, most = 1;
-    for (int i = 0; i < ctx->param_count; i++) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
-    for (hpmli_named_array *v = states; v; v = v->next, room++) most = hpmli_max(most, v->count);
+    int64_t room = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
+    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_tensor_count(ctx->params[i]));
+    for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
+        largest = hpmli_max(largest, v->count);
+        room++;
+    }
     memset(a, 0, sizeof *a);
     a->dtype = dtype;
+    size_t each = sizeof *a->t + sizeof *a->sums + HPMLI_ARRAY_NAME + sizeof *a->nonnegative;
     if (hpml_param_init(ctx) == HPML_OK)
-        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + 4 + HPMLI_NAME) + (size_t)most * 4);
+        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * each + (size_t)largest * sizeof *a->host);
     if (!a->t) return false;
     a->host  = (float *)(void *)(a->t + room);
-    a->sums  = (uint32_t *)(void *)(a->host + most);
+    a->sums  = (uint32_t *)(void *)(a->host + largest);
     a->names = (char *)(a->sums + room);
-    for (int kind = 0; kind < (t ? 3 : 1); kind++) {
-        if (kind == 2) a->squares = a->count;
-        for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
-            const hpml_tensor *p = ctx->params[i];
-            hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
-                             : t->updates[i].v, p->ndim, p->shape);
-        }
+    a->nonnegative = (bool *)(void *)(a->names + room * HPMLI_ARRAY_NAME);
+    memset(a->nonnegative, 0, (size_t)room * sizeof *a->nonnegative);
+    for (int i = 0; i < ctx->param_count; i++) {
+        const hpml_tensor *p = ctx->params[i];
+        char *name = hpmli_arrays_add(a, p->data, p->ndim, p->shape);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "%s", p->name);
     }
-    if (t) a->after = a->count;
-    for (hpmli_named_array *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
+    if (!t) return true;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (t->state[k]) hpmli_arrays_add_state(a, t, k);
+    for (const hpmli_named_array *v = t->states; v; v = v->next) {
+        char *name = hpmli_arrays_add(a, v->values, 1, &v->count);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "state.%s", v->name);
+    }
     return true;
 }
 
@@ -9758,7 +10059,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     const hpml_safetensor *t = &a->t[i];
     hpml_safetensor        e;
     int64_t                n = (int64_t)(t->bytes / sizeof(float));
-    float                  least = i >= a->squares && i < a->after ? 0 : -FLT_MAX;
+    float                  least = a->nonnegative[i] ? 0 : -FLT_MAX;
     if (!hpml_safetensors_find(f, t->name, &e))
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
                            "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
@@ -9770,7 +10071,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
         if (!(values[at] >= least && values[at] <= FLT_MAX))
             return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
                                "numbers%s", path, (long long)at, t->name, (double)values[at],
-                               least == 0 ? " from 0, as means of squares are" : "");
+                               least == 0 ? " from 0, as sums and means of squares are" : "");
     return true;
 }
 
@@ -9806,83 +10107,112 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
     return hpml_ctx_status(ctx);
 }
 
-/* Numbers of a training that are not arrays, as text in the metadata. */
-enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_STEPS,
-       HPMLI_NUMBERS };
-static const char *const hpmli_numbers[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
+/* What a checkpoint says of a training in its metadata: the optimizer's name, and whole numbers as text. */
+enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_AGE,
+       HPMLI_ENTRIES };
+static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
-#define HPMLI_NUMBERS_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
+#define HPMLI_ENTRIES_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
 #define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
 
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    char      text[HPMLI_NUMBERS][24], sum[9];
-    hpml_meta meta[HPMLI_NUMBERS + 1];
+    char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9];
+    hpml_meta meta[HPMLI_ENTRIES + 1];
     uint32_t  crc = 0;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro_batch != 0)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
-                          "between updates", path, t->micro_batch, t->d.accumulate);
-    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step,
-                          hpmli_opt_saved(t->d.optimizer), (int64_t)t->loss_scale, t->scale_age };
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
-        meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d micro-batches of an update are done; "
+                          "save between updates", path, t->micro_batch, t->d.accumulate);
+    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step, 0, (int64_t)t->loss_scale,
+                          t->scale_age };
+    for (int i = 0; i < HPMLI_ENTRIES; i++) {
+        if (i == HPMLI_OPTIMIZER) snprintf(text[i], sizeof text[i], "%s", t->optimizer->name);
+        else snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
+        meta[i].key   = hpmli_entries[i];
+        meta[i].value = text[i];
         crc = t->ctx->k->crc32c(crc, text[i], strlen(text[i]));
     }
     snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
-    meta[HPMLI_NUMBERS].key = HPMLI_NUMBERS_SUM, meta[HPMLI_NUMBERS].value = sum;
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS + 1);
+    meta[HPMLI_ENTRIES].key   = HPMLI_ENTRIES_SUM;
+    meta[HPMLI_ENTRIES].value = sum;
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1);
 }
 
-/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_NUMBERS] and checks them; false: an error. */
-HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n)
+/* Reads entry i of a checkpoint's metadata as a whole number and checks its range; false: an error. */
+HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const char *text, int64_t *number)
 {
-    const char *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
-    char        is[9];
+    char *end = NULL;
+    errno   = 0;
+    *number = strtoll(text, &end, 10);
+    if (end == text || *end != 0 || errno == ERANGE)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits", path,
+                           hpmli_entries[i], text);
+    int least = i == HPMLI_SCALE_AGE ? -1 : 0; /* -1: a loss scale that is fixed */
+    if (i != HPMLI_SEED && i != HPMLI_SCALE && (*number < least || *number > HPMLI_COUNT_END))
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path, hpmli_entries[i],
+                           (long long)*number, least);
+    return true;
+}
+
+/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_ENTRIES] (0 for the optimizer, whose name goes to
+   *optimizer) and checks them; false: an error. */
+HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
+                                 const char **optimizer)
+{
+    const char *sum = hpml_safetensors_meta(f, HPMLI_ENTRIES_SUM);
+    char        actual[9];
     uint32_t    crc = 0;
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
-        char       *end  = NULL;
-        errno = 0;
-        n[i]  = text ? strtoll(text, &end, 10) : 0;
+    for (int i = 0; i < HPMLI_ENTRIES; i++) {
+        const char *text = hpml_safetensors_meta(f, hpmli_entries[i]);
         if (!text)
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no state of a training; load "
                                "them with hpml_params_load", path);
-        if (end == text || *end != 0 || errno == ERANGE)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
-                               path, hpmli_numbers[i], text);
-        int least = i == HPMLI_SCALE_STEPS ? -1 : 0; /* -1: a loss scale that is fixed */
-        if (i != HPMLI_SEED && i != HPMLI_OPTIMIZER && i != HPMLI_SCALE && (n[i] < least || n[i] > HPMLI_COUNT_END))
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path,
-                               hpmli_numbers[i], (long long)n[i], least);
+        n[i] = 0;
+        if (i == HPMLI_OPTIMIZER) *optimizer = text;
+        else if (!hpmli_entry_number(ctx, path, i, text, &n[i])) return false;
         crc = ctx->k->crc32c(crc, text, strlen(text));
     }
-    snprintf(is, sizeof is, "%08x", (unsigned)crc);
-    if (sum && strcmp(sum, is) != 0)
+    snprintf(actual, sizeof actual, "%08x", (unsigned)crc);
+    if (sum && strcmp(sum, actual) != 0)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the state of the training is damaged: its CRC-32C is "
-                           "%s, the file says %s; take an older file", path, is, sum);
+                           "%s, the file says %s; take an older file", path, actual, sum);
     return true;
+}
+
+/* True if the file was written by this trainer's optimizer, else an error. */
+HPMLI_FN bool hpmli_optimizer_matches(const hpml_trainer *t, const char *path, const char *name)
+{
+    if (strcmp(name, t->optimizer->name) == 0) return true;
+    if (*name && strspn(name, "0123456789") == strlen(name))
+        return hpmli_false(t->ctx, HPML_ERR_FORMAT, "\"%s\": names its optimizer by a number (%.20s), as files of "
+                           "older versions do, expected a name like \"%s\"; load only the parameters with "
+                           "hpml_params_load", path, name, t->optimizer->name);
+    return hpmli_false(t->ctx, HPML_ERR_FORMAT, "\"%s\": was written by optimizer \"%.*s\"%s, this trainer's is "
+                       "\"%s\"; make a trainer with that optimizer, or load only the parameters with hpml_params_load",
+                       path, HPMLI_OPTIMIZER_NAME, name, hpml_optimizer_find(name) ? "" : " (not a built-in one)",
+                       t->optimizer->name);
 }
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
-    int64_t n[HPMLI_NUMBERS];
+    int64_t     n[HPMLI_ENTRIES];
+    const char *optimizer = "";
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx         *ctx = t->ctx;
     hpml_safetensors *f   = hpmli_safe_open(ctx, path, false);
     if (!f) return ctx->status;
-    bool good = hpmli_numbers_read(ctx, f, path, n);
-    if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
-        (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; "
-                   "a LARS of 5 lacks the rates in its momentum); load only the parameters with hpml_params_load", path,
-                   (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
-    if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
-        ctx->seed = (uint64_t)n[HPMLI_SEED];
-        t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro_batch = 0;
-        if (t->scale_age >= 0 && n[HPMLI_SCALE_STEPS] >= 0 && n[HPMLI_SCALE] >= 1) /* both dynamic */
-            t->loss_scale = (float)n[HPMLI_SCALE], t->scale_age = n[HPMLI_SCALE_STEPS];
+    bool good = hpmli_entries_read(ctx, f, path, n, &optimizer) && hpmli_optimizer_matches(t, path, optimizer);
+    if (good && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
+        ctx->seed      = (uint64_t)n[HPMLI_SEED];
+        t->step        = n[HPMLI_STEP];
+        t->epoch       = n[HPMLI_EPOCH];
+        t->epoch_step  = n[HPMLI_EPOCH_STEP];
+        t->micro_batch = 0;
+        if (t->scale_age >= 0 && n[HPMLI_SCALE_AGE] >= 0 && n[HPMLI_SCALE] >= 1) { /* both dynamic */
+            t->loss_scale = (float)n[HPMLI_SCALE];
+            t->scale_age  = n[HPMLI_SCALE_AGE];
+        }
     }
     hpml_safetensors_close(f);
     return ctx->status;
@@ -11114,11 +11444,10 @@ HPMLI_VFN void HV(lamb)(const hpmli_opt_args *o, const float *w, hv g, float *r,
     HV(st)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(ld)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
 }
 
-HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
+HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
     const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
-    float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
     HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
     HV(found)           *f = &all;
     int64_t              i = 0;
@@ -11127,7 +11456,8 @@ HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw
     case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, f, c))
     case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
     case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
-    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, r + i, m + i, v + i, f, c))
+    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, dw + i, m + i, v + i, f, c))
+    case HPML_OPT_CUSTOM: break; /* see hpmli_optimizer_piece */
     }
     if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
     int found = HV(opt_restart)(o, dw, more, m, v, n);

@@ -4615,7 +4615,7 @@ HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, floa
     switch (u->opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS:
         step = g;
-        if (u->m) {
+        if (u->state[0]) {
             *m   = u->step == 1 ? g : fmaf(u->momentum, *m, g);
             step = u->nesterov ? fmaf(u->momentum, *m, g) : *m;
         }
@@ -4626,7 +4626,7 @@ HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, floa
         break;
     case HPML_OPT_RMSPROP:
         step = g / (sqrtf(hpmlg_moment(v, g * g, u->beta2)) + u->eps);
-        if (u->m) step = *m = fmaf(u->momentum, *m, step);
+        if (u->state[0]) step = *m = fmaf(u->momentum, *m, step);
         break;
     default: /* ADAM, ADAMW, LAMB */
         step = hpmlg_moment(m, g, u->beta1) / c1;
@@ -4665,8 +4665,8 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         const bool        look = lars && pass == 0, apply = lamb && pass == 1, direction = lamb && pass == 0;
         if (pass == 1 && !lars && !lamb) continue;
         u.grad_scale = hpmlg_step_scale(u);
-        hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
-        hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
+        hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { u.g, HPML_DTYPE_F32 }, m = { u.state[0], HPML_DTYPE_F32 };
+        hpmlg_array v = { u.state[1], HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
         bool        gradient = false, step = false; /* what is not finite */

@@ -626,7 +626,7 @@ static void optimizer_case(hpml_update u, bool m, bool v, results *r, bool gpu)
             int64_t skip = p == PARAMS - 1;
             all[p] = u, all[p].n = sizes[p], all[p].step = (uint64_t)step;
             all[p].w = at[p][0] + skip, all[p].g = at[p][1] + skip;
-            all[p].m = m ? at[p][2] + skip : NULL, all[p].v = v ? at[p][3] + skip : NULL;
+            all[p].state[0] = m ? at[p][2] + skip : NULL, all[p].state[1] = v ? at[p][3] + skip : NULL;
             if (p == 1) all[p].weight_decay = 0;
         }
         if (b->update(hpml_ctx_device(ctx), ctx, all, PARAMS) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx));

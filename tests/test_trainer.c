@@ -543,7 +543,7 @@ TEST(steps_tell_of_what_is_not_finite)
         for (int i = 0; i < 2; i++) {
             for (int j = 0; j < 37; j++)
                 w[i][j] = 1.0f / (float)(1 + j), g[i][j] = (float)(j % 5) - 2, m[i][j] = v[i][j] = 0.5f;
-            u[i] = (hpml_update){ .opt = (hpml_opt)(k / 4 % 7), .n = 37, .w = w[i], .g = g[i], .m = m[i], .v = v[i],
+            u[i] = (hpml_update){ .opt = (hpml_opt)(k / 4 % 7), .n = 37, .w = w[i], .g = g[i], .state = { m[i], v[i] },
                 .step = 2, .lr = 0.1f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f,
                 .grad_scale = 0.5f, .weight_decay = 0.01f, .found_nonfinite = i ? &bad : NULL,
                 .more = sum ? more : NULL };
@@ -1113,7 +1113,7 @@ TEST(moments_decay_to_zero)
         for (int i = 0; i < 37; i++) m[i] = v[i] = 1e-34f;
         m[36] = v[36] = (float)NAN;
         for (int step = 2; step < 400; step++) {
-            hpml_update u = { .opt = opt[k], .n = 37, .w = w, .g = g, .m = m, .v = v, .step = (uint64_t)step,
+            hpml_update u = { .opt = opt[k], .n = 37, .w = w, .g = g, .state = { m, v }, .step = (uint64_t)step,
                               .lr = 0.1f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f,
                               .grad_scale = 1 };
             hpml_backend_cpu()->update(NULL, ctx, &u, 1);
