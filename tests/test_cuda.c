@@ -670,6 +670,26 @@ TEST(optimizers)
         }
 }
 
+static void no_step(const hpml_update *u, float *w, float *g, float *const *state, int64_t n)
+{
+    (void)u, (void)w, (void)g, (void)state, (void)n;
+}
+
+/* A step of the user's own is a function of the host: a trainer on a device refuses it, and takes built-in rows. */
+TEST(optimizers_of_the_user_are_refused)
+{
+    static const hpml_optimizer own = { .name = "own", .step = no_step };
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx         *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor      *in = hpml_input_2d(ctx, 4, 3), *out = hpml_linear(in, 2, NULL);
+    hpml_trainer_desc d = { .input = in, .output = out, .custom_optimizer = &own };
+    ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &d), HPML_ERR_UNSUPPORTED,
+                 "custom_optimizer \"own\" runs on the CPU backend only, this context's is \"cuda\"");
+    d.custom_optimizer = hpml_optimizer_find("lamb");
+    ENSURE(hpml_trainer_create(ctx, &d) && hpml_ctx_status(ctx) == HPML_OK);
+    hpml_ctx_free(ctx);
+}
+
 /* Three steps of a codec on the device and on the CPU: the same bytes, residuals and decoded numbers. */
 static void codec_case(const hpml_codec_desc *c, int64_t rows, int64_t cols, bool hostile)
 {
