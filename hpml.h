@@ -843,82 +843,93 @@ typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_M
 typedef enum hpml_schedule_kind {
     HPML_SCHEDULE_CONSTANT = 0,
     HPML_SCHEDULE_STEP     = 1, /* lr gamma^(floor(step / period)) */
-    HPML_SCHEDULE_COSINE   = 2, /* from lr to min_lr over total_steps, Loshchilov & Hutter 2017 */
-    HPML_SCHEDULE_LINEAR   = 3  /* from lr to min_lr over total_steps, straight */
+    HPML_SCHEDULE_COSINE   = 2, /* half a cosine from lr to min_lr over total_steps (Loshchilov & Hutter 2017) */
+    HPML_SCHEDULE_LINEAR   = 3  /* a straight line from lr to min_lr over total_steps */
 } hpml_schedule_kind;
 
+/* How the learning rate changes with the updates. All zero: it stays. */
 typedef struct hpml_schedule {
     hpml_schedule_kind kind;
-    int64_t warmup_steps; /* first lr (step + 1) / warmup_steps, then the schedule (Goyal et al. 2017) */
-    int64_t total_steps;  /* COSINE, LINEAR: end of the schedule, warm-up included */
-    int64_t period;       /* STEP */
-    float   gamma;        /* STEP; 0: 0.1 */
-    float   min_lr;       /* COSINE, LINEAR */
+    int64_t warmup_steps; /* updates of warm-up: lr (step + 1) / warmup_steps (Goyal et al. 2017); 0: none */
+    int64_t total_steps;  /* COSINE, LINEAR, required: updates until min_lr, warm-up included */
+    int64_t period;       /* STEP, required: updates from one change to the next */
+    float   gamma;        /* STEP: factor of a change; 0: 0.1 */
+    float   min_lr;       /* COSINE, LINEAR: learning rate at the end and afterwards */
 } hpml_schedule;
-HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step); /* step counts from 0 */
+/* The learning rate of update `step`, the first of which is 0, where lr is that without a schedule. s NULL: lr. */
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step);
 
-/* Learning rate for a batch `factor` times the one that `lr` was tuned for. */
-typedef enum hpml_lr_rule { HPML_LR_AS_GIVEN = 0, HPML_LR_LINEAR = 1, HPML_LR_SQRT = 2 } hpml_lr_rule;
-HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor); /* lr, lr * factor, lr * sqrt(factor) */
+/* How the learning rate follows the batch size. factor: batch / the batch that lr was tuned for. */
+typedef enum hpml_lr_rule {
+    HPML_LR_AS_GIVEN = 0, /* lr */
+    HPML_LR_LINEAR   = 1, /* lr factor */
+    HPML_LR_SQRT     = 2  /* lr sqrt(factor) */
+} hpml_lr_rule;
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor);
 
+/* What is trained, and how. Numbers are finite and not negative; an error names a field that is out of its range. */
 typedef struct hpml_trainer_desc {
     uint32_t      _begin;
-    hpml_tensor  *input;           /* required; others that the loss depends on: hpml_tensor_set before a step */
-    hpml_tensor  *output;          /* what predict and accuracy read; required */
-    hpml_loss     loss;            /* made by the trainer from output and a target input of its own ... */
-    hpml_tensor  *loss_tensor;     /* ... or given: a scalar; then */
-    hpml_tensor  *target;          /*     the input the targets go to; without targets: .input itself, and y = x */
-    float         label_smoothing; /* CROSS_ENTROPY; 0..1 */
-    float         huber_delta;     /* HUBER; 0: l1 */
+    hpml_tensor  *input;           /* required: receives x of each batch. Set other inputs that the loss depends on with
+                                      hpml_tensor_set before a step */
+    hpml_tensor  *output;          /* required, (B, ..): read by hpml_trainer_predict and for the accuracy */
+    hpml_loss     loss;            /* recorded by the trainer, from output and a target input that it adds ... */
+    hpml_tensor  *loss_tensor;     /* ... unless you give a scalar here; then `target` is required */
+    hpml_tensor  *target;          /* with loss_tensor: the input that receives y; without targets: .input, and y = x */
+    float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
+    float         huber_delta;     /* HUBER: where the square ends and the line begins; 0: l1 */
     hpml_opt      optimizer;
     const hpml_optimizer *custom_optimizer; /* not NULL: this row instead, your own or hpml_optimizer_find's */
     void         *optimizer_user;  /* hpml_update.user of each step */
-    float         lr;              /* 0: SGD, LARS 0.01; ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
-    float         momentum;        /* SGD, RMSPROP, LARS; 0: none (LARS 0.9) */
-    bool          nesterov;
-    float         beta1, beta2;    /* ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2 0: 0.99 */
-    float         eps;             /* 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
-    float         weight_decay;    /* L2 added to the gradient; ADAMW, LAMB: decoupled */
-    bool          decay_all;       /* decay biases and norms as well */
-    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001.
-                                      LAMB: lr |w| / |r| for biases and norms as well (You et al. 2020, algorithm 2) */
+    float         lr;              /* learning rate; 0: SGD, LARS, ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
+    float         momentum;        /* 0 to 1; SGD, RMSPROP, LARS; 0: none (LARS: 0.9) */
+    bool          nesterov;        /* SGD, LARS: Nesterov's momentum; needs a momentum */
+    float         beta1, beta2;    /* below 1; ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2, 0: 0.99 */
+    float         eps;             /* added to a square root before it divides; 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
+    float         weight_decay;    /* L2: weight_decay w is added to the gradient; ADAMW, LAMB: decoupled from it */
+    bool          decay_all;       /* biases and norms decay as well */
+    float         trust;           /* LARS: a parameter's rate is lr trust |w| / (|g| + weight_decay |w|), but lr for
+                                      biases and norms unless decay_all; 0: 0.001. LAMB's rate is lr |w| / |r| for
+                                      all parameters (You et al. 2020, algorithm 2) */
     hpml_schedule schedule;
-    hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
-    int64_t       lr_base_batch;   /* 0: no scaling */
-    float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
-    int32_t       accumulate;      /* batches that make one update, each weighs as many as it has samples; 0: 1 */
-    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
-                                      small ones survive in halves; 0: 1, but dynamic where results are stored as F16:
-                                      from 65536, halved, and the update left out, when a gradient overflows; doubled
-                                      after 2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check, which names step and layer, of the loss, gradients and new
-                                      parameters: a device's step without info then need not wait. With the check, what
-                                      is not finite stays out of parameters; the rest of the step is in. Without
-                                      clip_norm a device finds it in the update: the next step, the end of fit or
-                                      reading a tensor has the error */
+    hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
+    int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
+    float         clip_norm;       /* scales gradients so that their norm, over all parameters, is at most this; 0: no */
+    int32_t       accumulate;      /* micro-batches of an update; each weighs as many as it has samples; 0: 1 */
+    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, because
+                                      small ones would be 0 in halves; 0: 1, but dynamic where results are stored as
+                                      F16: it begins with 65,536, is halved, and the update skipped, when a gradient
+                                      overflows, and doubles after 2,000 updates without (Micikevicius et al. 2018) */
+    bool          no_finite_check; /* skips the check of loss, gradients and new parameters for NaN and infinity. The
+                                      check fails with the step and the layer and keeps such numbers out of
+                                      parameters, but the rest of the step is in them. It makes the host wait for a
+                                      device in each step. Without clip_norm a device finds a non-finite gradient in
+                                      the update: the next step, the end of fit or reading a tensor returns the error */
     uint32_t      _end;
 } hpml_trainer_desc;
 
-/* Plans, takes all memory, starts the parameters. After that a training step does not allocate.
-   Batch, stochastic and minibatch gradient descent are one setting: the first dimension of the input.
+/* Plans the graph, allocates all memory, initializes the parameters. After that no training step allocates.
+   Batch, minibatch and stochastic gradient descent are one setting: the first dimension of the input.
    A context may have several trainers, of the same parameters as well; each updates those that its loss depends on. A
-   parameter's `grad` is that of the trainer or graph that went backward last. */
+   parameter's `grad` is that of the trainer or graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
-HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out); /* fills zeros */
-/* What hpml_trainer_create with this desc will take; takes nothing. */
+/* Copies the desc to *out, zeros replaced by the defaults that they mean. */
+HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
+/* Computes the bytes that hpml_trainer_create with this desc will allocate, without allocating tensors. */
 HPML_API hpml_status   hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out);
 HPML_API hpml_graph   *hpml_trainer_graph(hpml_trainer *t);
-HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* resolved */
+HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* the resolved desc */
 
-/* One step as it ended. */
+/* What a step reports. */
 typedef struct hpml_step_info {
-    int64_t  step;               /* updates done so far, this one included */
+    int64_t  step;               /* updates until now, this one included */
     int64_t  epoch;              /* from 0 */
-    int64_t  epoch_step, epoch_steps;
+    int64_t  epoch_step, epoch_steps; /* of fit: batches of this epoch done, this one included; batches of an epoch */
     float    loss;               /* mean over the samples of this step */
-    float    accuracy;           /* of this step, in training mode; -1 when the loss is not CROSS_ENTROPY */
-    float    lr;
-    float    grad_norm;          /* global, before clipping; -1 unless clip_norm is set or the loss scale is dynamic */
+    float    accuracy;           /* 0 to 1, of this step, in training mode; -1 if the loss is not CROSS_ENTROPY */
+    float    lr;                 /* learning rate of this update */
+    float    grad_norm;          /* of all gradients, before clipping; -1 unless clip_norm is set or the loss scale is
+                                    dynamic */
     bool     skipped;            /* a gradient overflowed: no update, and the loss scale is halved */
     int64_t  samples;            /* of this step */
     double   seconds;            /* since the start of fit; without fit, of this step */
@@ -926,16 +937,16 @@ typedef struct hpml_step_info {
 } hpml_step_info;
 typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
 
-/* One batch from host memory: x and y hold `samples` samples (1 to batch) in the dtypes of input and target (i32 labels
-   for cross-entropy). With `accumulate` k, every k-th call updates. info may be NULL. */
+/* Trains on one micro-batch in host memory. x and y hold `samples` samples (1 to the input's batch) in the dtypes of
+   input and target (I32 labels for cross-entropy). Every accumulate-th call updates. info may be NULL. */
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info);
 
 typedef struct hpml_metrics {
-    double   loss;      /* mean over samples */
-    double   accuracy;  /* 0..1; -1 when not classification */
+    double   loss;      /* mean over the samples */
+    double   accuracy;  /* 0 to 1; -1 if the loss is not CROSS_ENTROPY */
     int64_t  samples;
-    int64_t *confusion; /* in: NULL or (classes, classes) counts to add to, row = label, column = prediction */
+    int64_t *confusion; /* in: NULL, or (classes, classes) counts to add to; row: label, column: prediction */
     double   seconds;
 } hpml_metrics;
 
@@ -947,56 +958,66 @@ typedef struct hpml_fit_desc {
     uint32_t      _begin;
     int32_t       epochs;                  /* 0: 1 */
     const struct hpml_loader_desc *loader; /* batch, shuffling, augmentation; NULL: shuffled with the context's seed */
-    hpml_step_fn *on_step;
-    void         *user;
-    int64_t       max_steps;               /* 0: no limit; counts updates of this call */
+    hpml_step_fn *on_step;                 /* callback after each batch, or NULL */
+    void         *user;                    /* its argument */
+    int64_t       max_steps;               /* updates of this call, at most; 0: no limit */
     uint32_t      _end;
 } hpml_fit_desc;
-HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
-/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a loss or an
-   output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the sample. */
+/* Trains on whole epochs of a data set. After an earlier fit that stopped inside an epoch, or a checkpoint of one, it
+   continues there. d NULL: one epoch. */
+HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
+/* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a
+   loss or an output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the
+   sample. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
-/* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
+/* Computes `output` for any number of samples of x (laid out as in step): out holds samples x (numbers of a sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
-/* The only seam to distributed training. All NULL in a serial trainer. A strategy fills them in.
-   run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_forward_backward for
-           its part
-   need    before the values of parameter p are read in a pass: pull, gather, wait
-   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch; of a pass
-           that is replayed, an eighth later), in reverse order of recording: communication starts here, beside the rest
-   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_apply for
-           the parameters it wants updated here. Returns HPML_OK.
-   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
-           and backward; called in the same order on all ranks, also on one that runs 0 samples
-   data    before the first batch of a fit that takes this rank's share itself; `mark` is a hash of data, order, place
-           and passes, which must be the same on all ranks: then the shares are disjoint and complete */
+/* Callbacks around a step, through which distributed training is attached (hpml_comm.h, or your own strategy). A serial
+   trainer has none: all NULL. Each returns HPML_OK, or a status that ends the step.
+   run     instead of forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward
+           for the parts that this rank computes, and returns the loss in *loss
+   need    before an op reads the value of parameter `param` (its index in the context), forward and backward: to fetch
+           the parameter, or to wait for it
+   grad    when the gradient of parameter `param` is final for this update (in the last micro-batch), in reverse order
+           of recording: to start its communication, which then overlaps the rest of the backward pass. A device that
+           replays passes runs them in up to 8 pieces, and the callback comes at the end of its piece
+   update  instead of hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
+           hpml_trainer_apply for the parameters that are stepped on this rank
+   free    destructor of `user`: called by hpml_ctx_free and when the hooks are replaced
+   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
+           passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
+   data    before the first batch of a fit that takes this rank's share of the data; `mark` is a hash of the data, their
+           order and the epochs to come: if it is the same on all ranks, their shares are disjoint and complete */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
     hpml_status (*need)(void *user, hpml_trainer *t, int param);
     hpml_status (*grad)(void *user, hpml_trainer *t, int param);
     hpml_status (*update)(void *user, hpml_trainer *t);
-    void (*free)(void *user); /* called by hpml_ctx_free and when replaced */
+    void (*free)(void *user);
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
 } hpml_hooks;
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
-/* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. 0
-   samples: gradients are zero, hooks are called as by the others. */
+/* Runs forward and backward on samples [first, first + samples) of the micro-batch that is in the inputs; gradients are
+   multiplied by grad_scale, and added to the present ones if `accumulate`. loss, if not NULL, receives the mean loss. 0
+   samples: gradients are zero, and the hooks are called as on other ranks. */
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
-                                            bool accumulate, float *loss);
-HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
-/* All of them, with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last. On the
-   CPU, without clip_norm, a dynamic loss scale, LARS and LAMB, which want the norm. */
+                                                   bool accumulate, float *loss);
+/* Clips the gradients and steps parameters first_param .. first_param + param_count - 1 (fewer if there are fewer). */
+HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
+/* Steps all parameters with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last.
+   On the CPU, without clip_norm, a dynamic loss scale and optimizers that need norms (LARS, LAMB). */
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
-/* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
+/* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule takes: see
+   hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Names an array in the backend's memory that checkpoints shall hold (residuals, strategy state), or another one for
-   that name; values NULL: none any more. It must live as long as it is named. */
+/* Adds an array of `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a
+   strategy), in place of an earlier one of that name; values NULL: removes that one. It must live until then. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
-HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
-HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
+HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
+HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-data   datasets, readers, the loader
