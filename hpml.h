@@ -57,8 +57,9 @@
 //     api-tensor   tensors
 //     api-ops   recording a model: inputs, parameters, ops
 //     api-graph   planning and running a recorded graph
+//     api-optimizer   optimizers: a table of rows, your own rows too
 //     api-backend   the seam to devices: a table of functions
-//     api-trainer   optimizers, schedules, the trainer and its hooks
+//     api-trainer   schedules, the trainer and its hooks
 //     api-data   datasets, readers, the loader
 //     api-save   safetensors and checkpoints
 //     api-see   timeline, profile, summary
@@ -91,8 +92,9 @@
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
-//     backend   the CPU backend: memory, the table of ops, optimizer steps
+//     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
+//     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
 //     trainer   the trainer: settings, creation, one step
 //     step   one step, and the names of what is not finite in it
@@ -634,6 +636,81 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops use it: it gets a gradient */
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-optimizer   optimizers: a table of rows, your own rows too
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The built-in optimizers. Section >>optimizers has their table, section >>vupdate their formulas. */
+typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
+                        HPML_OPT_LARS, HPML_OPT_LAMB,
+                        HPML_OPT_CUSTOM /* the step of hpml_trainer_desc.custom_optimizer */ } hpml_opt;
+
+#define HPML_MAX_STATES 4 /* arrays that an optimizer may keep for each parameter */
+
+/* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new state was. */
+enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
+
+/* One optimizer step on one parameter. All arrays have n numbers and lie where the backend keeps its tensors. */
+typedef struct hpml_update {
+    hpml_opt opt;              /* the formula; HPML_OPT_CUSTOM: that of custom->step, on the CPU */
+    const struct hpml_optimizer *custom; /* the row, where opt is HPML_OPT_CUSTOM */
+    void    *user;             /* hpml_trainer_desc.optimizer_user */
+    const hpml_tensor *param;  /* the parameter, for its name and shape; NULL: not known */
+    int64_t  n;                /* 0: nothing to do */
+    float   *w;                /* weights */
+    float   *g;                /* gradient; rows with `direction` overwrite it */
+    const float *more;         /* CPU: added to g; NULL: nothing */
+    float   *state[HPML_MAX_STATES]; /* as the row lists them; NULL: not kept */
+    uint64_t step;             /* 1 for the first */
+    float    lr;               /* of this step and parameter: schedule and hpml_param_desc.lr_scale are in it */
+    float    momentum, beta1, beta2, eps;
+    float    weight_decay, trust;  /* both 0 where the parameter has no decay */
+    float    grad_scale;       /* multiplies g: 1 / loss scale */
+    float    clip;             /* largest norm of all gradients, before grad_scale ... */
+    const double *sumsq;       /* ... and their sum of squares, on the device; NULL: gradients are not clipped */
+    bool     nesterov;
+    int32_t *found_nonfinite;  /* not NULL: a gradient that is not finite counts as 0; a weight that would not be
+                                  finite stays, and its states start again from 0. The CPU sets HPML_NONFINITE_* bits
+                                  here; a device has an error when the host next waits for it. NULL: NaN and infinity
+                                  go into weights and states */
+} hpml_update;
+
+typedef struct hpml_optimizer_state {
+    const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints hold "opt.<name>.<parameter>".
+                                  NULL in a built-in row: this place is not used */
+    bool        nonnegative;   /* sums or means of squares: checkpoints with a number below 0 are refused */
+    bool        with_momentum; /* kept only where the trainer's momentum is not 0 */
+} hpml_optimizer_state;
+
+/* An optimizer. Write a row for your own (static const, or at least as long-lived as its trainers) and hand it in as
+   hpml_trainer_desc.custom_optimizer. Clipping, loss scaling, accumulation, weight decay by parameter, schedules,
+   checkpoints and the data parallelism of hpml_comm.h work as for built-in rows. Steps of your own run on the CPU
+   backend only: a trainer on another device refuses them.
+
+   step     computes new weights and states of n numbers of one parameter from g, their gradient (unscaled, clipped,
+            without weight decay): a copy, which step may change. Number i must depend on numbers i of w, g and state
+            alone, because a parameter comes in pieces, cut differently by threads and fused ops; several threads call
+            at once. Rates are in u; use the arguments, not the arrays in u. States are 0 before the first step.
+   prepare  optional; called once for each parameter before its pieces, with the Euclidean norms of its weights and of
+            its gradient (unscaled, clipped; NaN or infinite where that is): may change the rates in u (LARS). */
+typedef struct hpml_optimizer {
+    const char *name;          /* 1 to 31 characters, not those of a built-in row; checkpoints hold it */
+    hpml_opt    opt;           /* built-in rows: which one; HPML_OPT_CUSTOM or 0 in your own */
+    int         state_count;   /* 0 to HPML_MAX_STATES */
+    hpml_optimizer_state states[HPML_MAX_STATES];
+    float       lr, momentum, beta1, beta2, eps, trust; /* used where the trainer's desc has 0 (HPML_ZERO: a true 0) */
+    bool        nesterov;      /* knows Nesterov's momentum, and then needs a momentum */
+    bool        direction;     /* step leaves w alone and writes a direction r over g; w -= lr r follows */
+    bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB), lr r where one of them is 0 */
+    bool        whole;         /* with direction: step is called once with all n numbers, whose shape u->param has; a
+                                  number of r may then depend on all (Muon) */
+    void (*prepare)(hpml_update *u, double weight_norm, double grad_norm); /* optional */
+    void (*step)(const hpml_update *u, float *w, float *g, float *const *state, int64_t n); /* NULL: a built-in row */
+} hpml_optimizer;
+
+HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name); /* "sgd", "adamw", ...; NULL: no such row */
+HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-in rows from 0; NULL: no more */
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-backend   the seam to devices: a table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -710,30 +787,6 @@ typedef struct hpml_run {
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
 typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: no gradient */
 
-typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
-                        HPML_OPT_LARS, HPML_OPT_LAMB } hpml_opt;
-
-/* Where an optimizer step has found a NaN or infinity: in the gradient; in new weights or sums of squares. */
-enum { HPML_BAD_GRADIENT = 1, HPML_BAD_STEP = 2 };
-
-/* One optimizer step on one parameter. State arrays have the parameter's shape. */
-typedef struct hpml_update {
-    hpml_opt opt;
-    int64_t  n;
-    float   *w;          /* (n) */
-    const float *g;      /* (n) */
-    const float *more;   /* (n) CPU: added to g; NULL: nothing */
-    float   *m, *v;      /* (n) first and second state, NULL where the optimizer has none */
-    uint64_t step;       /* 1 for the first */
-    float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* both 0 where the parameter has no decay */
-    float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
-    const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
-    bool     nesterov;
-    int32_t *bad;              /* not NULL: a gradient that is not finite counts as 0; a weight that would not be finite
-                                  stays, and its states start again. The CPU sets these bits; a device has an error when
-                                  the host next waits. NULL: all of them become NaN */
-} hpml_update;
-
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
 typedef struct hpml_pass {
     const hpml_graph *graph;
@@ -783,7 +836,7 @@ HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
 HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* what the backend's open gave */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-trainer   optimizers, schedules, the trainer and its hooks
+// >>api-trainer   schedules, the trainer and its hooks
 // ---------------------------------------------------------------------------------------------------------------------
 
 typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_MSE, HPML_LOSS_HUBER } hpml_loss;
@@ -791,80 +844,93 @@ typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_M
 typedef enum hpml_schedule_kind {
     HPML_SCHEDULE_CONSTANT = 0,
     HPML_SCHEDULE_STEP     = 1, /* lr gamma^(floor(step / period)) */
-    HPML_SCHEDULE_COSINE   = 2, /* from lr to min_lr over total_steps, Loshchilov & Hutter 2017 */
-    HPML_SCHEDULE_LINEAR   = 3  /* from lr to min_lr over total_steps, straight */
+    HPML_SCHEDULE_COSINE   = 2, /* half a cosine from lr to min_lr over total_steps (Loshchilov & Hutter 2017) */
+    HPML_SCHEDULE_LINEAR   = 3  /* a straight line from lr to min_lr over total_steps */
 } hpml_schedule_kind;
 
+/* How the learning rate changes with the updates. All zero: it stays. */
 typedef struct hpml_schedule {
     hpml_schedule_kind kind;
-    int64_t warmup_steps; /* first lr (step + 1) / warmup_steps, then the schedule (Goyal et al. 2017) */
-    int64_t total_steps;  /* COSINE, LINEAR: end of the schedule, warm-up included */
-    int64_t period;       /* STEP */
-    float   gamma;        /* STEP; 0: 0.1 */
-    float   min_lr;       /* COSINE, LINEAR */
+    int64_t warmup_steps; /* updates of warm-up: lr (step + 1) / warmup_steps (Goyal et al. 2017); 0: none */
+    int64_t total_steps;  /* COSINE, LINEAR, required: updates until min_lr, warm-up included */
+    int64_t period;       /* STEP, required: updates from one change to the next */
+    float   gamma;        /* STEP: factor of a change; 0: 0.1 */
+    float   min_lr;       /* COSINE, LINEAR: learning rate at the end and afterwards */
 } hpml_schedule;
-HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step); /* step counts from 0 */
+/* The learning rate of update `step`, the first of which is 0, where lr is that without a schedule. s NULL: lr. */
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step);
 
-/* Learning rate for a batch `factor` times the one that `lr` was tuned for. */
-typedef enum hpml_lr_rule { HPML_LR_AS_GIVEN = 0, HPML_LR_LINEAR = 1, HPML_LR_SQRT = 2 } hpml_lr_rule;
-HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor); /* lr, lr * factor, lr * sqrt(factor) */
+/* How the learning rate follows the batch size. factor: batch / the batch that lr was tuned for. */
+typedef enum hpml_lr_rule {
+    HPML_LR_AS_GIVEN = 0, /* lr */
+    HPML_LR_LINEAR   = 1, /* lr factor */
+    HPML_LR_SQRT     = 2  /* lr sqrt(factor) */
+} hpml_lr_rule;
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor);
 
+/* What is trained, and how. Numbers are finite and not negative; an error names a field that is out of its range. */
 typedef struct hpml_trainer_desc {
     uint32_t      _begin;
-    hpml_tensor  *input;           /* required; others that the loss depends on: hpml_tensor_set before a step */
-    hpml_tensor  *output;          /* what predict and accuracy read; required */
-    hpml_loss     loss;            /* made by the trainer from output and a target input of its own ... */
-    hpml_tensor  *loss_tensor;     /* ... or given: a scalar; then */
-    hpml_tensor  *target;          /*     the input the targets go to; without targets: .input itself, and y = x */
-    float         label_smoothing; /* CROSS_ENTROPY; 0..1 */
-    float         huber_delta;     /* HUBER; 0: l1 */
+    hpml_tensor  *input;           /* required: receives x of each batch. Set other inputs that the loss depends on with
+                                      hpml_tensor_set before a step */
+    hpml_tensor  *output;          /* required, (B, ..): read by hpml_trainer_predict and for the accuracy */
+    hpml_loss     loss;            /* recorded by the trainer, from output and a target input that it adds ... */
+    hpml_tensor  *loss_tensor;     /* ... unless you give a scalar here; then `target` is required */
+    hpml_tensor  *target;          /* with loss_tensor: the input that receives y; without targets: .input, and y = x */
+    float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
+    float         huber_delta;     /* HUBER: where the square ends and the line begins; 0: l1 */
     hpml_opt      optimizer;
-    float         lr;              /* 0: SGD, LARS 0.01; ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
-    float         momentum;        /* SGD, RMSPROP, LARS; 0: none (LARS 0.9) */
-    bool          nesterov;
-    float         beta1, beta2;    /* ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2 0: 0.99 */
-    float         eps;             /* 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
-    float         weight_decay;    /* L2 added to the gradient; ADAMW, LAMB: decoupled */
-    bool          decay_all;       /* decay biases and norms as well */
-    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001.
-                                      LAMB: lr |w| / |r| for biases and norms as well (You et al. 2020, algorithm 2) */
+    const hpml_optimizer *custom_optimizer; /* not NULL: this row instead, your own or hpml_optimizer_find's */
+    void         *optimizer_user;  /* hpml_update.user of each step */
+    float         lr;              /* learning rate; 0: SGD, LARS, ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
+    float         momentum;        /* 0 to 1; SGD, RMSPROP, LARS; 0: none (LARS: 0.9) */
+    bool          nesterov;        /* SGD, LARS: Nesterov's momentum; needs a momentum */
+    float         beta1, beta2;    /* below 1; ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2, 0: 0.99 */
+    float         eps;             /* added to a square root before it divides; 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
+    float         weight_decay;    /* L2: weight_decay w is added to the gradient; ADAMW, LAMB: decoupled from it */
+    bool          decay_all;       /* biases and norms decay as well */
+    float         trust;           /* LARS: a parameter's rate is lr trust |w| / (|g| + weight_decay |w|), but lr for
+                                      biases and norms unless decay_all; 0: 0.001. LAMB's rate is lr |w| / |r| for
+                                      all parameters (You et al. 2020, algorithm 2) */
     hpml_schedule schedule;
-    hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
-    int64_t       lr_base_batch;   /* 0: no scaling */
-    float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
-    int32_t       accumulate;      /* batches that make one update, each weighs as many as it has samples; 0: 1 */
-    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
-                                      small ones survive in halves; 0: 1, but dynamic where results are stored as F16:
-                                      from 65536, halved, and the update left out, when a gradient overflows; doubled
-                                      after 2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check, which names step and layer, of the loss, gradients and new
-                                      parameters: a device's step without info then need not wait. With the check, what
-                                      is not finite stays out of parameters; the rest of the step is in. Without
-                                      clip_norm a device finds it in the update: the next step, the end of fit or
-                                      reading a tensor has the error */
+    hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
+    int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
+    float         clip_norm;       /* scales gradients so that their norm, over all parameters, is at most this; 0: no */
+    int32_t       accumulate;      /* micro-batches of an update; each weighs as many as it has samples; 0: 1 */
+    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, because
+                                      small ones would be 0 in halves; 0: 1, but dynamic where results are stored as
+                                      F16: it begins with 65,536, is halved, and the update skipped, when a gradient
+                                      overflows, and doubles after 2,000 updates without (Micikevicius et al. 2018) */
+    bool          no_finite_check; /* skips the check of loss, gradients and new parameters for NaN and infinity. The
+                                      check fails with the step and the layer and keeps such numbers out of
+                                      parameters, but the rest of the step is in them. It makes the host wait for a
+                                      device in each step. Without clip_norm a device finds a non-finite gradient in
+                                      the update: the next step, the end of fit or reading a tensor returns the error */
     uint32_t      _end;
 } hpml_trainer_desc;
 
-/* Plans, takes all memory, starts the parameters. After that a training step does not allocate.
-   Batch, stochastic and minibatch gradient descent are one setting: the first dimension of the input.
+/* Plans the graph, allocates all memory, initializes the parameters. After that no training step allocates.
+   Batch, minibatch and stochastic gradient descent are one setting: the first dimension of the input.
    A context may have several trainers, of the same parameters as well; each updates those that its loss depends on. A
-   parameter's `grad` is that of the trainer or graph that went backward last. */
+   parameter's `grad` is that of the trainer or graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
-HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out); /* fills zeros */
-/* What hpml_trainer_create with this desc will take; takes nothing. */
+/* Copies the desc to *out, zeros replaced by the defaults that they mean. */
+HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
+/* Computes the bytes that hpml_trainer_create with this desc will allocate, without allocating tensors. */
 HPML_API hpml_status   hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out);
 HPML_API hpml_graph   *hpml_trainer_graph(hpml_trainer *t);
-HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* resolved */
+HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* the resolved desc */
 
-/* One step as it ended. */
+/* What a step reports. */
 typedef struct hpml_step_info {
-    int64_t  step;               /* updates done so far, this one included */
+    int64_t  step;               /* updates until now, this one included */
     int64_t  epoch;              /* from 0 */
-    int64_t  epoch_step, epoch_steps;
+    int64_t  epoch_step, epoch_steps; /* of fit: batches of this epoch done, this one included; batches of an epoch */
     float    loss;               /* mean over the samples of this step */
-    float    accuracy;           /* of this step, in training mode; -1 when the loss is not CROSS_ENTROPY */
-    float    lr;
-    float    grad_norm;          /* global, before clipping; -1 unless clip_norm is set or the loss scale is dynamic */
+    float    accuracy;           /* 0 to 1, of this step, in training mode; -1 if the loss is not CROSS_ENTROPY */
+    float    lr;                 /* learning rate of this update */
+    float    grad_norm;          /* of all gradients, before clipping; -1 unless clip_norm is set or the loss scale is
+                                    dynamic */
     bool     skipped;            /* a gradient overflowed: no update, and the loss scale is halved */
     int64_t  samples;            /* of this step */
     double   seconds;            /* since the start of fit; without fit, of this step */
@@ -872,16 +938,16 @@ typedef struct hpml_step_info {
 } hpml_step_info;
 typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
 
-/* One batch from host memory: x and y hold `samples` samples (1 to batch) in the dtypes of input and target (i32 labels
-   for cross-entropy). With `accumulate` k, every k-th call updates. info may be NULL. */
+/* Trains on one micro-batch in host memory. x and y hold `samples` samples (1 to the input's batch) in the dtypes of
+   input and target (I32 labels for cross-entropy). Every accumulate-th call updates. info may be NULL. */
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info);
 
 typedef struct hpml_metrics {
-    double   loss;      /* mean over samples */
-    double   accuracy;  /* 0..1; -1 when not classification */
+    double   loss;      /* mean over the samples */
+    double   accuracy;  /* 0 to 1; -1 if the loss is not CROSS_ENTROPY */
     int64_t  samples;
-    int64_t *confusion; /* in: NULL or (classes, classes) counts to add to, row = label, column = prediction */
+    int64_t *confusion; /* in: NULL, or (classes, classes) counts to add to; row: label, column: prediction */
     double   seconds;
 } hpml_metrics;
 
@@ -893,55 +959,66 @@ typedef struct hpml_fit_desc {
     uint32_t      _begin;
     int32_t       epochs;                  /* 0: 1 */
     const struct hpml_loader_desc *loader; /* batch, shuffling, augmentation; NULL: shuffled with the context's seed */
-    hpml_step_fn *on_step;
-    void         *user;
-    int64_t       max_steps;               /* 0: no limit; counts updates of this call */
+    hpml_step_fn *on_step;                 /* callback after each batch, or NULL */
+    void         *user;                    /* its argument */
+    int64_t       max_steps;               /* updates of this call, at most; 0: no limit */
     uint32_t      _end;
 } hpml_fit_desc;
-HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
-/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a loss or an
-   output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the sample. */
+/* Trains on whole epochs of a data set. After an earlier fit that stopped inside an epoch, or a checkpoint of one, it
+   continues there. d NULL: one epoch. */
+HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
+/* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a
+   loss or an output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the
+   sample. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
-/* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
+/* Computes `output` for any number of samples of x (laid out as in step): out holds samples x (numbers of a sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
-/* The only seam to distributed training. All NULL in a serial trainer. A strategy fills them in.
-   run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_run_local for its part
-   need    before the values of parameter p are read in a pass: pull, gather, wait
-   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch; of a pass
-           that is replayed, an eighth later), in reverse order of recording: communication starts here, beside the rest
-   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
-           the parameters it wants updated here. Returns HPML_OK.
-   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
-           and backward; called in the same order on all ranks, also on one that runs 0 samples
-   data    before the first batch of a fit that takes this rank's share itself; `mark` is a hash of data, order, place
-           and passes, which must be the same on all ranks: then the shares are disjoint and complete */
+/* Callbacks around a step, through which distributed training is attached (hpml_comm.h, or your own strategy). A serial
+   trainer has none: all NULL. Each returns HPML_OK, or a status that ends the step.
+   run     instead of forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward
+           for the parts that this rank computes, and returns the loss in *loss
+   need    before an op reads the value of parameter `param` (its index in the context), forward and backward: to fetch
+           the parameter, or to wait for it
+   grad    when the gradient of parameter `param` is final for this update (in the last micro-batch), in reverse order
+           of recording: to start its communication, which then overlaps the rest of the backward pass. A device that
+           replays passes runs them in up to 8 pieces, and the callback comes at the end of its piece
+   update  instead of hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
+           hpml_trainer_apply for the parameters that are stepped on this rank
+   free    destructor of `user`: called by hpml_ctx_free and when the hooks are replaced
+   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
+           passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
+   data    before the first batch of a fit that takes this rank's share of the data; `mark` is a hash of the data, their
+           order and the epochs to come: if it is the same on all ranks, their shares are disjoint and complete */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
     hpml_status (*need)(void *user, hpml_trainer *t, int param);
     hpml_status (*grad)(void *user, hpml_trainer *t, int param);
     hpml_status (*update)(void *user, hpml_trainer *t);
-    void (*free)(void *user); /* called by hpml_ctx_free and when replaced */
+    void (*free)(void *user);
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
 } hpml_hooks;
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
-/* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. 0
-   samples: gradients are zero, hooks are called as by the others. */
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
-                                            bool accumulate, float *loss);
-HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
-/* All of them, with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last. On the
-   CPU, without clip_norm, a dynamic loss scale, LARS and LAMB, which want the norm. */
+/* Runs forward and backward on samples [first, first + samples) of the micro-batch that is in the inputs; gradients are
+   multiplied by grad_scale, and added to the present ones if `accumulate`. loss, if not NULL, receives the mean loss. 0
+   samples: gradients are zero, and the hooks are called as on other ranks. */
+HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+                                                   bool accumulate, float *loss);
+/* Clips the gradients and steps parameters first_param .. first_param + param_count - 1 (fewer if there are fewer). */
+HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
+/* Steps all parameters with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last.
+   On the CPU, without clip_norm, a dynamic loss scale and optimizers that need norms (LARS, LAMB). */
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
-/* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
+/* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule takes: see
+   hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Names an array in the backend's memory that checkpoints shall hold (residuals, strategy state), or another one for
-   that name; values NULL: none any more. It must live as long as it is named. */
+/* Adds an array of `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a
+   strategy), in place of an earlier one of that name; values NULL: removes that one. It must live until then. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
-HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
-HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
+HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
+HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-data   datasets, readers, the loader
@@ -1094,8 +1171,9 @@ HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtyp
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; other tensors are ignored */
 
 /* Saves everything that a training needs to continue with the same bits: parameters, optimizer state, named states
-   (such as residuals), step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>",
-   "opt.v.<param>", "state.<name>", metadata "hpml.step" ..., checksums as above. */
+   (such as residuals), step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
+   their names, "opt.<state>.<param>" for each state of the optimizer's row (hpml_optimizer_state.name), "state.<name>",
+   metadata "hpml.step", "hpml.optimizer" (the row's name) ..., checksums as above. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error nothing changes */
 
@@ -1564,9 +1642,9 @@ typedef struct hpmli_kernels {
     /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
     void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
 
-    /* One optimizer step on n weights; dw: their gradients, m, v: the optimizer's state or NULL. Returns what
-       hpml_update.bad is to receive: 0, or the bits of what was not finite. */
-    int (*opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n);
+    /* One step of a built-in optimizer on n weights; dw: their gradients, which LAMB overwrites with its direction; m,
+       v: first and second moments, or NULL. Returns HPML_NONFINITE_ bits. */
+    int (*opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n);
 
     /* Storage types. */
     void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
@@ -3571,7 +3649,7 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
         hpml_node *n    = g->nodes[i];
         hpmli_use *u    = &uses[n->index];
         bool       back = g->loss && n->out->needs_grad;
-        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: others write beside it, see hpmli_told */
+        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: see hpmli_step_scalars */
         if (n->out_root == n->out)
             hpmli_slot_add(g, hpmli_tensor_bytes(n->out), from, u->last, (void **)(void *)&n->out->data);
         if (back && n->grad_root == n->out && (n->out == g->loss || u->grad_written))
@@ -4687,37 +4765,9 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
-   cache when its step reads it. */
-typedef struct hpmli_update_job {
-    hpml_ctx              *ctx;
-    const hpmli_gemm_desc *d;
-    hpmli_opt_args         o;
-    int64_t                piece; /* elements of a task */
-} hpmli_update_job;
-
-HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
-{
-    const hpmli_update_job *j = (const hpmli_update_job *)arg;
-    const hpml_update      *u = &j->o.u;
-    int64_t                 i = task * j->piece, n = u->n - i < j->piece ? u->n - i : j->piece;
-    if (j->d) {
-        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
-        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
-        j->ctx->k->gemm_part(&p);
-    }
-    int bad = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
-    if (bad && u->bad) __atomic_fetch_or(u->bad, bad, __ATOMIC_RELAXED);
-}
-
-HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
-{
-    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
-    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
-    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
-    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n;
-    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
-}
+/* Steps one parameter, and with d computes the product that makes its gradient; see >>optimizers. */
+static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d);
+static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* no number of the step depends on the whole gradient */
 
 /* dz, in the memory of dy; dbias = sums of columns, dx = dz w, and then, as w may take its step, dw = dz^T x. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
@@ -4734,8 +4784,12 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
        batch, which would be packed again for each block; nor where the step wants the norm of the whole */
     hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->update[1] : NULL;
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
-    if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_update_by(run->ctx, u, &d), u->n = 0;
-    else hpmli_gemm(run->ctx, &d);
+    if (!large || !hpmli_optimizer_by_pieces(u) || HPMLI_BLAS) {
+        hpmli_gemm(run->ctx, &d);
+        return;
+    }
+    hpmli_optimizer_step(run->ctx, u, &d);
+    u->n = 0;
 }
 
 HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
@@ -6709,7 +6763,7 @@ HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>backend   the CPU backend: memory, the table of ops, optimizer steps
+// >>backend   the CPU backend: memory, sums of squares, the table of ops
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
@@ -6816,45 +6870,8 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
     return HPML_OK;
 }
 
-HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
-{
-    double sum;
-    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
-    return sqrt(sum);
-}
-
-/* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. The rate
-   goes into the momentum, so that a change of either takes hold from this step on. */
-HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
-{
-    double w = hpmli_l2_norm(ctx, u->w, u->n);
-    double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
-    if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
-    if (u->bad && g - g != 0) u->lr = 0; /* what is not finite has no direction */
-    u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
-}
-
-/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r, a step of plain SGD. */
-HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, hpml_update u)
-{
-    double w = hpmli_l2_norm(ctx, u.w, u.n), r = hpmli_l2_norm(ctx, u.g, u.n);
-    u.opt = HPML_OPT_SGD, u.m = NULL, u.grad_scale = 1, u.weight_decay = 0;
-    u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
-    hpmli_update_by(ctx, &u, NULL);
-}
-
-HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
-{
-    for (int i = 0; i < count; i++) {
-        hpml_update u    = updates[i];
-        float       norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
-        if (norm > u.clip) u.grad_scale *= u.clip / norm;
-        if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
-        hpmli_update_by(ctx, &u, NULL);
-        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
-    }
-    return HPML_OK;
-}
+/* Steps parameters; see >>optimizers. */
+static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count);
 
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
 {
@@ -6882,6 +6899,307 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 // =====================================================================================================================
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 // =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>optimizers   the table of optimizers, the driver of their steps, schedules
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A step of parameter w at time t, with gradient G of the loss times its scale L, does in order
+
+       g = G / L                                                   micro-batches are added up in G already
+       g = g clip / |all g|    where the norm of all gradients is above clip
+       rates from |w|, |g|     prepare(): LARS
+       w, s = step(w, g, s)    states s of the row; weight decay is the formula's business
+       w = w - lr |w| / |r| r  where step gave a direction r instead: LAMB
+
+   Built-in rows have their formulas as vector kernels (>>vupdate) and on devices (hpml_cuda.cuh, >>gpu-update); a row
+   of your own has `step`. A parameter is cut into pieces that threads step at once, and a linear layer steps each block
+   of its weights where the product has just made the gradient, because the block is in the cache then. */
+
+#define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
+#define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
+
+HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm);
+
+/* Columns: name, hpml_opt, state_count, states { name, nonnegative, with_momentum }; lr, momentum, beta1, beta2, eps,
+   trust; nesterov, direction, layer_ratio, whole, prepare, step. In built-in rows state 0 is a first moment (a sum of
+   gradients), state 1 a second moment (of their squares). */
+static const hpml_optimizer hpmli_optimizers[] = {
+    { "sgd", HPML_OPT_SGD, 1, { { "momentum", false, true } },
+      0.01f, 0, 0, 0, 0, 0, true, false, false, false, NULL, NULL },
+    { "adagrad", HPML_OPT_ADAGRAD, 2, { { NULL, false, false }, { "square_sum", true, false } },
+      0.01f, 0, 0, 0, 1e-10f, 0, false, false, false, false, NULL, NULL },
+    { "rmsprop", HPML_OPT_RMSPROP, 2, { { "momentum", false, true }, { "square_mean", true, false } },
+      0.001f, 0, 0, 0.99f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "adam", HPML_OPT_ADAM, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "adamw", HPML_OPT_ADAMW, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "lars", HPML_OPT_LARS, 1, { { "momentum", false, true } },
+      0.01f, 0.9f, 0, 0, 0, 0.001f, true, false, false, false, hpmli_lars_prepare, NULL },
+    { "lamb", HPML_OPT_LAMB, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-6f, 0, false, true, true, false, NULL, NULL },
+};
+
+HPML_API const hpml_optimizer *hpml_optimizer_at(int index)
+{
+    int count = (int)(sizeof hpmli_optimizers / sizeof *hpmli_optimizers);
+    return index >= 0 && index < count ? &hpmli_optimizers[index] : NULL;
+}
+
+HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name)
+{
+    const hpml_optimizer *row = NULL;
+    for (int i = 0; name && (row = hpml_optimizer_at(i)) != NULL; i++)
+        if (strcmp(row->name, name) == 0) return row;
+    return NULL;
+}
+
+/* Returns `custom`, or the built-in row of opt where custom is NULL; NULL: there is no such row. */
+HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_optimizer *custom)
+{
+    const hpml_optimizer *row;
+    if (custom) return custom;
+    for (int i = 0; (row = hpml_optimizer_at(i)) != NULL; i++)
+        if (row->opt == opt) return row;
+    return NULL;
+}
+
+/* True if the optimizer keeps state array k when the trainer's momentum is `momentum`. */
+HPMLI_FN bool hpmli_optimizer_keeps(const hpml_optimizer *row, int k, float momentum)
+{
+    return k < row->state_count && row->states[k].name && (!row->states[k].with_momentum || momentum != 0);
+}
+
+/* Returns the value of a setting whose zero means `otherwise` and whose HPML_ZERO means zero. */
+HPMLI_FN float hpmli_default_if_zero(float value, float otherwise)
+{
+    if (value == 0) return otherwise;
+    return value == HPML_ZERO ? 0 : value;
+}
+
+/* True if `name` has 1 to 23 letters, digits and `_`, and no state before number k has the same. */
+HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
+{
+    static const char legal[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
+    const char       *name    = row->states[k].name;
+    size_t            length  = name ? strlen(name) : 0;
+    if (length < 1 || length > HPMLI_STATE_NAME || strspn(name, legal) != length) return false;
+    for (int i = 0; i < k; i++)
+        if (strcmp(row->states[i].name, name) == 0) return false;
+    return true;
+}
+
+/* Checks a row that is not built in; false: an error says what it lacks. */
+HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
+{
+    const char *name = row->name ? row->name : "";
+    if (hpml_optimizer_find(name) == row) return true;
+    if (!*name || strlen(name) > HPMLI_OPTIMIZER_NAME)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer has %s; set .name to 1 to %d "
+                           "characters, because checkpoints hold it", *name ? "too long a name" : "no name",
+                           HPMLI_OPTIMIZER_NAME);
+    if (hpml_optimizer_find(name))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has the name of a built-in row; "
+                           "take another name, because checkpoints go by it", name);
+    if (!row->step)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has no step; set .step to a "
+                           "function", name);
+    if (row->state_count < 0 || row->state_count > HPML_MAX_STATES)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has a state_count of %d, expected "
+                           "0 to %d (HPML_MAX_STATES)", name, row->state_count, HPML_MAX_STATES);
+    for (int k = 0; k < row->state_count; k++)
+        if (!hpmli_state_name_fits(row, k))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\": the name of state %d of %d "
+                               "is \"%.32s\", expected 1 to %d letters, digits or _, no two the same", name, k,
+                               row->state_count, row->states[k].name ? row->states[k].name : "", HPMLI_STATE_NAME);
+    if ((row->whole || row->layer_ratio) && !row->direction)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" sets %s without .direction; its "
+                           "step must write a direction over g", name, row->whole ? ".whole" : ".layer_ratio");
+    if (ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "trainer: custom_optimizer \"%s\" runs on the CPU backend only, "
+                           "this context's is \"%s\"; take a built-in row (hpml_optimizer_find)", name,
+                           ctx->backend->name);
+    return true;
+}
+
+/* Copies into g the gradient of numbers i .. i + n - 1, unscaled. Where u checks for non-finite numbers these become 0;
+   returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be their place in u->g. */
+HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, int64_t n)
+{
+    int found = 0;
+    for (int64_t j = 0; j < n; j++) {
+        float more = u->more ? u->more[i + j] : 0;
+        g[j] = (u->g[i + j] + more) * u->grad_scale;
+        if (!u->found_nonfinite || g[j] - g[j] == 0) continue;
+        g[j]  = 0;
+        found = HPML_NONFINITE_GRADIENT;
+    }
+    return found;
+}
+
+/* Restores those of n weights that are not finite from `was` (NULL: leaves all weights) and sets the states of a number
+   to 0 where one of them is not finite. Returns HPML_NONFINITE_STEP if there was one, else 0. */
+HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *state, int64_t n)
+{
+    int found = 0;
+    for (int64_t j = 0; j < n; j++) {
+        bool lost = false;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (state[k] && state[k][j] - state[k][j] != 0) lost = true;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (state[k] && lost) state[k][j] = 0;
+        if (lost) found = HPML_NONFINITE_STEP;
+        if (!was || w[j] - w[j] == 0) continue;
+        w[j]  = was[j];
+        found = HPML_NONFINITE_STEP;
+    }
+    return found;
+}
+
+/* Steps numbers i .. i + n - 1 by the row of u, where g is for their gradient. was: n floats, or NULL where the row
+   writes a direction. Returns HPML_NONFINITE_ bits. */
+HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
+{
+    float *state[HPML_MAX_STATES], *w = u->w + i;
+    int    found = hpmli_custom_gradient(u, g, i, n);
+    for (int k = 0; k < HPML_MAX_STATES; k++) state[k] = u->state[k] ? u->state[k] + i : NULL;
+    if (was) memcpy(was, w, (size_t)n * sizeof *w);
+    u->custom->step(u, w, g, state, n);
+    if (u->found_nonfinite) found |= hpmli_custom_restore(w, was, state, n);
+    return found;
+}
+
+/* Steps numbers i .. i + n - 1 of a parameter; returns HPML_NONFINITE_ bits. */
+HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64_t i, int64_t n)
+{
+    const hpml_update *u = &o->u;
+    if (u->opt != HPML_OPT_CUSTOM) {
+        float *first  = u->state[0] ? u->state[0] + i : NULL;
+        float *second = u->state[1] ? u->state[1] + i : NULL;
+        return ctx->k->opt_step(o, u->w + i, u->g + i, first, second, n);
+    }
+    if (u->custom->direction) return hpmli_custom_piece(u, u->g + i, NULL, i, n);
+    float g[HPMLI_PIECE], was[HPMLI_PIECE];
+    int   found = 0;
+    HPMLI_PIECES(at, c, n) found |= hpmli_custom_piece(u, g, was, i + at, c);
+    return found;
+}
+
+/* The step of a parameter, cut into pieces. With d, the product that makes the gradient, both go by the same blocks of
+   rows, because a block is still in the cache when its step reads it. */
+typedef struct hpmli_update_job {
+    hpml_ctx              *ctx;
+    const hpmli_gemm_desc *d;
+    hpmli_opt_args         o;
+    int64_t                piece; /* numbers of a task */
+} hpmli_update_job;
+
+HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_update_job *j = (const hpmli_update_job *)arg;
+    const hpml_update      *u = &j->o.u;
+    int64_t                 i = task * j->piece, n = hpmli_min(u->n - i, j->piece);
+    if (j->d) {
+        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
+        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+        j->ctx->k->gemm_part(&p);
+    }
+    int found = hpmli_optimizer_piece(j->ctx, &j->o, i, n);
+    if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
+}
+
+static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
+{
+    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
+    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by tiles, which have 6 or 12 */
+    if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
+    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
+}
+
+HPMLI_FN const hpml_optimizer *hpmli_update_row(const hpml_update *u)
+{
+    return hpmli_optimizer_row(u->opt, u->opt == HPML_OPT_CUSTOM ? u->custom : NULL);
+}
+
+static bool hpmli_optimizer_by_pieces(const hpml_update *u)
+{
+    const hpml_optimizer *row = hpmli_update_row(u);
+    return !row->prepare && !row->direction;
+}
+
+HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
+{
+    double sum;
+    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
+    return sqrt(sum);
+}
+
+/* LARS (You et al. 2017): lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the
+   paper's code. The rate goes into what the momentum adds up, so that a change of either has effect from this step on:
+   step then is SGD with lr 1. */
+HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm)
+{
+    double length = grad_norm + (double)u->weight_decay * weight_norm;
+    if (weight_norm > 0 && length > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * weight_norm / length);
+    if (u->found_nonfinite && length - length != 0) u->lr = 0; /* a non-finite gradient has no direction */
+    u->grad_scale *= u->lr;
+    u->weight_decay *= u->lr;
+    u->lr = 1;
+}
+
+/* Steps along the direction r that stands in the gradient's array: w -= lr r, a step of plain SGD; layer_ratio (LAMB,
+   You et al. 2020): w -= lr |w| / |r| r. */
+HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u)
+{
+    if (row->layer_ratio) {
+        double w = hpmli_l2_norm(ctx, u.w, u.n);
+        double r = hpmli_l2_norm(ctx, u.g, u.n);
+        u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
+    }
+    u.opt          = HPML_OPT_SGD;
+    u.state[0]     = NULL;
+    u.grad_scale   = 1;
+    u.weight_decay = 0;
+    hpmli_optimizer_step(ctx, &u, NULL);
+}
+
+static hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
+{
+    for (int i = 0; i < count; i++) {
+        hpml_update           u    = updates[i];
+        const hpml_optimizer *row  = hpmli_update_row(&u);
+        float                 norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
+        if (u.n == 0) continue;
+        if (norm > u.clip) u.grad_scale *= u.clip / norm;
+        if (row->prepare)
+            row->prepare(&u, hpmli_l2_norm(ctx, u.w, u.n), hpmli_l2_norm(ctx, u.g, u.n) * (double)u.grad_scale);
+        hpmli_optimizer_step(ctx, &u, NULL);
+        if (row->direction) hpmli_direction_apply(ctx, row, u);
+    }
+    return HPML_OK;
+}
+
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
+{
+    if (!s) return lr;
+    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
+    double span = (double)(s->total_steps - s->warmup_steps);
+    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
+    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
+        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
+    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
+    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
+    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
+}
+
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
+{
+    if (rule == HPML_LR_AS_GIVEN) return lr;
+    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>codec   gradients packed for the wire
@@ -7076,96 +7394,69 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 /* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer.
    The hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
 
-typedef struct hpmli_named { /* an array that checkpoints hold */
+typedef struct hpmli_named_array { /* an array that checkpoints hold */
     const char         *name;
     float              *values; /* on the device */
     int64_t             count;
-    struct hpmli_named *next;
-} hpmli_named;
+    struct hpmli_named_array *next;
+} hpmli_named_array;
 
 /* What a step tells: the loss, hits and rows that count, the gradients' sum of squares. */
-typedef struct hpmli_told { float loss, none; int64_t counts[2]; double sumsq; } hpmli_told;
+typedef struct hpmli_step_scalars { float loss, none; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
 
 struct hpml_trainer {
-    hpml_ctx         *ctx;
-    hpml_trainer_desc d;       /* resolved */
-    hpml_graph       *graph;
-    hpml_tensor      *target, *loss;
-    float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
-    hpml_update      *updates; /* (param_count) */
-    int32_t          *bad;     /* (param_count) what its last step found, see hpml_update.bad */
-    float            *host_out; /* host: a batch of the output */
-    int32_t          *host_y;  /* host: a batch of labels */
-    hpmli_named      *states;
-    hpml_hooks        hooks;
-    int               rank, ranks;
-    int64_t           global_batch, grain;
-    int64_t           fed;     /* samples in the inputs */
-    const int32_t    *labels;  /* host: of the step that is running, when its accuracy is wanted */
-    int64_t           correct, counted;
-    int64_t           step, epoch, epoch_step;
-    int32_t           micro;   /* batches since the last update */
-    int64_t           first, gathered; /* samples of the first of them, and of all; share: */
-    float             share, loss_scale; /* gathered / (accumulate first), 1 unless one is short */
-    const float      *more;    /* hpml_trainer_update_sum: NULL outside */
-    float             more_scale;
-    hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
-    int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
-    bool              looks, looked, seen; /* the update wants the gradients' norm; has it; the host has it, too */
-    bool              whole, overflowed;   /* no hook comes between backward pass and update; an infinity was there */
+    hpml_ctx           *ctx;
+    hpml_trainer_desc   d;               /* resolved */
+    hpml_graph         *graph;
+    hpml_tensor        *target, *loss;
+    const hpml_optimizer *optimizer;     /* its row */
+    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not kept */
+    hpml_update        *updates;         /* (param_count) */
+    int32_t            *found_nonfinite; /* (param_count) of the last update, see hpml_update.found_nonfinite */
+    float              *host_out;        /* host: a batch of the output */
+    int32_t            *host_y;          /* host: a batch of labels */
+    hpmli_named_array  *states;          /* list: what hpml_trainer_add_state has named */
+    hpml_hooks          hooks;
+    int                 rank, ranks;
+    int64_t             global_batch, grain; /* samples */
+    int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
+    const int32_t      *labels;          /* host: labels of this micro-batch; NULL: nobody asked for its accuracy */
+    int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
+    int64_t             step, epoch, epoch_step;
+    int32_t             micro_batch;     /* micro-batches since the last update */
+    int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
+    float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): 1 if all are full */
+    float               loss_scale;
+    int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
+    const float        *more;            /* hpml_trainer_update_sum: NULL outside */
+    float               more_scale;
+    hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
+    hpmli_step_scalars *device_scalars;  /* in the loss's place in memory, which has room for them */
+    bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
+    bool                norm_ready;      /* this step: the norm is in device_scalars ... */
+    bool                norm_fetched;    /* ... and in scalars */
+    bool                whole;           /* no hook comes between backward pass and update */
+    bool                overflowed;      /* this step: a gradient is infinite or NaN because of the loss scale */
 };
-
-HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
-{
-    if (!s) return lr;
-    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
-    double span = (double)(s->total_steps - s->warmup_steps);
-    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
-    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
-        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
-    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
-    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
-    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
-}
-
-HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
-{
-    if (rule == HPML_LR_AS_GIVEN) return lr;
-    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
-}
-
-HPMLI_FN float hpmli_or(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
-{
-    return value == 0 ? otherwise : value == HPML_ZERO ? 0 : value;
-}
 
 HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
 {
-    hpml_opt opt   = desc->optimizer;
-    bool     plain = opt == HPML_OPT_SGD || opt == HPML_OPT_LARS || opt == HPML_OPT_ADAGRAD;
-    float    eps   = opt == HPML_OPT_ADAGRAD ? 1e-10f : opt == HPML_OPT_LAMB ? 1e-6f : 1e-8f;
-    *out            = *desc;
-    out->lr         = hpmli_or(desc->lr, plain ? 0.01f : 0.001f);
-    out->momentum   = hpmli_or(desc->momentum, opt == HPML_OPT_LARS ? 0.9f : 0);
-    out->beta1      = hpmli_or(desc->beta1, 0.9f);
-    out->beta2      = hpmli_or(desc->beta2, opt == HPML_OPT_RMSPROP ? 0.99f : 0.999f);
-    out->eps        = hpmli_or(desc->eps, eps);
-    out->trust      = hpmli_or(desc->trust, 0.001f);
+    const hpml_optimizer *row = hpmli_optimizer_row(desc->optimizer, desc->custom_optimizer);
+    *out = *desc;
+    if (row) {
+        out->optimizer = row->step ? HPML_OPT_CUSTOM : row->opt;
+        out->lr        = hpmli_default_if_zero(desc->lr, row->lr);
+        out->momentum  = hpmli_default_if_zero(desc->momentum, row->momentum);
+        out->beta1     = hpmli_default_if_zero(desc->beta1, row->beta1);
+        out->beta2     = hpmli_default_if_zero(desc->beta2, row->beta2);
+        out->eps       = hpmli_default_if_zero(desc->eps, row->eps);
+        out->trust     = hpmli_default_if_zero(desc->trust, row->trust);
+    }
     out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
 }
 
-/* How many state arrays the optimizer keeps for each number: bit 0 is m, bit 1 is v. */
-HPMLI_FN int hpmli_opt_states(const hpml_trainer_desc *d)
-{
-    static const int states[] = { 0, 2, 2, 3, 3, 0, 3 }; /* by hpml_opt; of the first three some have a momentum */
-    return states[d->optimizer] | (d->optimizer != HPML_OPT_ADAGRAD && d->momentum != 0);
-}
-
-/* Its number in checkpoints. LARS has another one than in older files: the layers' rates are in its momentum now. */
-HPMLI_FN int64_t hpmli_opt_saved(hpml_opt opt) { return (int64_t)opt + (opt == HPML_OPT_LARS ? 100 : 0); }
-
 /* The loss node and the input for its targets, recorded when the desc does not give them. */
-HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
+HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t)
 {
     const hpml_trainer_desc *d      = &t->d;
     bool                     labels = d->loss == HPML_LOSS_CROSS_ENTROPY;
@@ -7191,7 +7482,7 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
     return t->loss != NULL;
 }
 
-HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
+HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     if (hpmli_failed(ctx)) return false;
     if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
@@ -7203,7 +7494,7 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
         { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
         { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
         { "beta1", (double)d->beta1, 0.999999 }, { "beta2", (double)d->beta2, 0.999999 },
-        { "label_smoothing", (double)d->label_smoothing, 1 }, { "optimizer", (double)d->optimizer, HPML_OPT_LAMB },
+        { "label_smoothing", (double)d->label_smoothing, 1 },
         { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
         { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
         { ends ? "schedule.warmup_steps, part of total_steps," : "schedule.warmup_steps",
@@ -7216,19 +7507,24 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
                                in[i].most);
     if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
-    if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
+    const hpml_optimizer *row = hpmli_optimizer_row(d->optimizer, d->custom_optimizer);
+    if (!row)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: optimizer %d is not a built-in one; set .optimizer to an "
+                           "HPML_OPT_ value, or .custom_optimizer", (int)d->optimizer);
+    if (!hpmli_optimizer_check(ctx, row)) return false;
+    if (d->nesterov && row->nesterov && hpmli_default_if_zero(d->momentum, row->momentum) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
     return true;
 }
 
-HPMLI_FN void hpmli_trainer_drop(void *object)
+HPMLI_FN void hpmli_trainer_destroy(void *object)
 {
     hpml_trainer *t = (hpml_trainer *)object;
     if (t->hooks.free) t->hooks.free(t->hooks.user);
 }
 
 /* True when the loss depends on what the trainer feeds and trains. */
-HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
+HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 {
     const hpml_tensor *missing[2] = { t->d.input, t->target };
     for (int i = 0; i < 2 * t->graph->leaf_count; i++)
@@ -7247,22 +7543,24 @@ HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_graph_desc gd = HPMLI_ZEROED;
-    if (!hpmli_trainer_check(ctx, desc)) return NULL;
-    hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop);
+    if (!hpmli_trainer_desc_check(ctx, desc)) return NULL;
+    hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_destroy);
     if (!t) return NULL;
     t->ctx   = ctx;
-    t->ranks = 1, t->share = 1;
+    t->ranks = 1, t->accumulate_weight = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
+    t->optimizer = hpmli_optimizer_row(t->d.optimizer, t->d.custom_optimizer);
     bool dynamic   = desc->loss_scale == 0 && hpmli_activation_dtype(ctx) == HPML_DTYPE_F16;
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
-    t->scale_steps = dynamic ? 0 : -1, t->looks = dynamic || t->d.clip_norm > 0;
-    if (!hpmli_trainer_loss(t)) return NULL;
+    t->scale_age = dynamic ? 0 : -1, t->wants_norm = dynamic || t->d.clip_norm > 0;
+    if (!hpmli_trainer_record_loss(t)) return NULL;
     gd.output_count = 1, gd.outputs = &t->d.output, gd.loss = t->loss;
     t->graph = hpml_graph_create(ctx, &gd);
-    if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
+    if (!t->graph || !hpmli_trainer_check_inputs(t)) return NULL;
     t->graph->trainer = t, t->graph->hooks = &t->hooks;
-    int states                 = hpmli_opt_states(&t->d);
-    t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            t->graph->memory.optimizer += t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
     return t;
 }
@@ -7281,14 +7579,14 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    hpmli_trainer_drop(t);
+    hpmli_trainer_destroy(t);
     memset(&t->hooks, 0, sizeof t->hooks);
     if (hooks) t->hooks = *hooks;
     hpmli_graph_place_grads(t->graph);
     return HPML_OK;
 }
 
-HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
+HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t)
 {
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
@@ -7305,24 +7603,35 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (!t) return NULL;
-    hpml_graph *g      = t->graph;
-    int         states = hpmli_opt_states(&t->d);
+    hpml_graph *g = t->graph;
     if (hpml_graph_alloc(g) == HPML_OK) {
-        if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, int32_t, ctx->param_count);
-        if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+                t->state[k] = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count);
+        t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
+        if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
+        t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
     }
-    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) { /* the arrays of state lie as the gradients */
+    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) {
         hpml_tensor *p = ctx->params[i];
         hpml_update *u = &t->updates[i];
-        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
-        u->eps = t->d.eps, u->nesterov = t->d.nesterov;
+        u->opt      = t->d.optimizer;
+        u->custom   = t->optimizer;
+        u->user     = t->d.optimizer_user;
+        u->param    = p;
+        u->momentum = t->d.momentum;
+        u->beta1    = t->d.beta1;
+        u->beta2    = t->d.beta2;
+        u->eps      = t->d.eps;
+        u->nesterov = t->d.nesterov;
         if (!p->grad) continue;
-        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
-        u->m = t->m ? t->m + (p->grad - g->grads) : NULL;
-        u->v = t->v ? t->v + (p->grad - g->grads) : NULL;
+        u->n = hpml_tensor_count(p);
+        u->w = p->data;
+        u->g = p->grad;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            u->state[k] = t->state[k] ? t->state[k] + (p->grad - g->grads) : NULL;
     }
     if (ctx->status == HPML_OK) return t;
     if (!g->arena) hpmli_graph_leave(g);
@@ -7353,14 +7662,14 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
-    hpmli_named **at, *s;
+    hpmli_named_array **at, *s;
     size_t        length = name ? strlen(name) + 1 : 0;
     if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
     s = *at;
     if (s) *at = s->next;
     hpmli_free(t->ctx, s); /* which was called so */
-    s = values ? (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
+    s = values ? (hpmli_named_array *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
     if (!s) return t->ctx->status;
     s->name = (const char *)memcpy(s + 1, name, length), s->values = values, s->count = count, s->next = t->states;
     t->states = s;
@@ -7368,14 +7677,14 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
 }
 
 /* Puts samples into an input. */
-HPMLI_FN void hpmli_put(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
+HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
 {
     int64_t n = hpml_tensor_count(to) / to->shape[0] * to->batch_rows * samples;
     t->ctx->backend->write(t->ctx->device, to->data, from, (size_t)n * hpml_dtype_size(to->dtype));
 }
 
 /* Sets the batch and fills inputs. A graph that cannot run fewer rows gets the rest as labels that do not count. */
-HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const void *y, int64_t samples)
+HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const void *y, int64_t samples)
 {
     hpml_graph *g    = t->graph;
     int64_t     rows = samples;
@@ -7391,11 +7700,11 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
         rows = g->batch;
     }
     if (hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
-    hpmli_put(t, t->d.input, x, samples);
+    hpmli_write_samples(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
     for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; rows > samples && i < n; i++)
         t->host_y[i] = i < real ? ((const int32_t *)y)[i] : HPML_IGNORE;
-    hpmli_put(t, t->target, rows > samples ? t->host_y : y, rows);
+    hpmli_write_samples(t, t->target, rows > samples ? t->host_y : y, rows);
     return HPML_OK;
 }
 
@@ -7404,7 +7713,7 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
-HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
+HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
     const hpml_tensor  *out = t->d.output;
@@ -7412,43 +7721,47 @@ HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t
     bool                there = labels && b->correct && !confusion; /* where the outputs are */
     if (there)
         b->correct(t->ctx->device, t->ctx, out->dtype, out->data, (const int32_t *)(const void *)t->target->data,
-                   n / classes, classes, t->at->counts);
-    b->read(t->ctx->device, &t->told, t->at, sizeof t->told);
-    t->seen = t->looked;
+                   n / classes, classes, t->device_scalars->counts);
+    b->read(t->ctx->device, &t->scalars, t->device_scalars, sizeof t->scalars);
+    t->norm_fetched = t->norm_ready;
     const float *y = labels && !there ? hpmli_trainer_host_out(t) : NULL;
     if (y && y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
-    if (y) t->told.counts[0] = t->told.counts[1] = 0;
+    if (y) t->scalars.counts[0] = t->scalars.counts[1] = 0;
     for (int64_t r = 0; y && r < n / classes; r++, y += classes) {
         if (labels[r] < 0 || labels[r] >= classes) continue;
         best = 0;
         for (int64_t c = 1; c < classes; c++)
             if (y[c] > y[best]) best = c;
-        t->told.counts[0] += best == labels[r], t->told.counts[1] += 1;
+        t->scalars.counts[0] += best == labels[r], t->scalars.counts[1] += 1;
         if (confusion) confusion[labels[r] * classes + best]++;
     }
 }
 
-/* Moves the inputs, and what is a reshape of an input, by `first` samples. */
-HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
+/* Adds `samples` (negative: subtracts) to the offset of every input, and of every reshape of an input, in its array. */
+HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
-    if (first == 0) return;
-    g->first_sample += first;
-    g->shift += first;
+    if (samples == 0) return;
+    g->first_sample += samples;
+    g->shift += samples;
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
         hpml_tensor *root = x->node ? x->node->out_root : x;
         if (root->node || !root->batch_rows) continue;
-        int64_t sample = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
-        x->data = (float *)(void *)((char *)x->data + first * sample);
+        int64_t sample_bytes = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
+        x->data = (float *)(void *)((char *)x->data + samples * sample_bytes);
     }
 }
 
-/* What the steps of all parameters have found; see hpml_update.bad. */
-HPMLI_FN int32_t hpmli_trainer_bad(const hpml_trainer *t)
+/* The next pass begins with sample `first` of the batch in the inputs, until hpmli_inputs_rewind by as many. */
+HPMLI_FN void hpmli_inputs_advance(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, first); }
+HPMLI_FN void hpmli_inputs_rewind(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, -first); }
+
+/* What the steps of all parameters have found; see hpml_update.found_nonfinite. */
+HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t)
 {
     int32_t bad = 0;
-    for (int i = 0; i < t->graph->param_count; i++) bad |= t->bad[i];
+    for (int i = 0; i < t->graph->param_count; i++) bad |= t->found_nonfinite[i];
     return bad;
 }
 
@@ -7464,15 +7777,15 @@ HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
 
 /* True when one of the numbers x of tensor y is not finite. Where the backend's sum of squares is not finite, which may
    be an overflow, each number is looked at. */
-HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
+HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
 {
     int64_t     count = hpml_tensor_count(y), c;
     size_t      size  = hpml_dtype_size(y->dtype);
     hpml_tensor piece = *y;
     float       host[HPMLI_PIECE];
-    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->at->sumsq);
-    hpmli_trainer_tell(t, NULL, NULL);
-    if (t->told.sumsq - t->told.sumsq == 0) return false;
+    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->device_scalars->sumsq);
+    hpmli_read_step_scalars(t, NULL, NULL);
+    if (t->scalars.sumsq - t->scalars.sumsq == 0) return false;
     for (int64_t i = 0; i < count; i += c) {
         c = hpmli_min(count - i, HPMLI_PIECE);
         piece.data = (float *)(void *)((char *)(uintptr_t)x + (size_t)i * size);
@@ -7483,19 +7796,19 @@ HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float
 }
 
 /* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
-HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
-                          const float *x, bool known)
+HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double value, const char *where,
+                                     const hpml_tensor *y, const float *x, bool known)
 {
-    if (!known && (!x || !hpmli_nonfinite(t, y, x))) return false;
+    if (!known && (!x || !hpmli_has_nonfinite(t, y, x))) return false;
     hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
                "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what,
-               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_trainer_bad(t) ? ""
+               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_updates_found(t) ? ""
                : ". The rest of this step is in the parameters: go on from a checkpoint");
     return true;
 }
 
 /* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
-HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, double value)
+HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, double value)
 {
     hpml_ctx           *ctx = t->ctx;
     hpml_graph         *g   = t->graph;
@@ -7503,111 +7816,114 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     hpml_run            run = hpmli_run_of(g, true, g->step, 1);
     run.sum = NULL; /* the others are elsewhere */
     for (int i = 0; i < ctx->param_count; i++)
-        if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
+        if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
     for (int i = -g->leaf_count; i < g->count; i++) {
         const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
         const char *where = i < 0 ? "the data of" : "the result of";
-        if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->data, false)) return ctx->status;
+        if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, where, y, y->data, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
+        if (hpmli_report_nonfinite(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
                       hpmli_plain_nan(value));
 }
 
-HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* reports non-finite gradients and parameters */
+HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* reports non-finite gradients and parameters */
 {
-    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_trainer_bad(t) : 0;
-    bool    grad = bad & HPML_BAD_GRADIENT;
+    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_updates_found(t) : 0;
+    bool    grad = bad & HPML_NONFINITE_GRADIENT;
     for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_blame(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
+        if (hpmli_report_nonfinite(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
                         grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
-                        t->bad[i] & (grad ? HPML_BAD_GRADIENT : HPML_BAD_STEP)))
+                        t->found_nonfinite[i] & (grad ? HPML_NONFINITE_GRADIENT : HPML_NONFINITE_STEP)))
             break;
     return t->ctx->status;
 }
 
 /* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
-HPMLI_FN void hpmli_trainer_look(hpml_trainer *t)
+HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
 {
-    if (!t->looked && t->looks)
+    if (!t->norm_ready && t->wants_norm)
         t->ctx->backend->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
-                               &t->at->sumsq);
-    t->looked = t->looks;
+                               &t->device_scalars->sumsq);
+    t->norm_ready = t->wants_norm;
 }
 
 /* The host looks at it, too. */
-HPMLI_FN hpml_status hpmli_trainer_see(hpml_trainer *t)
+HPMLI_FN hpml_status hpmli_grad_norm_on_host(hpml_trainer *t)
 {
-    if (!t->seen) hpmli_trainer_tell(t, NULL, NULL);
-    double sum = t->told.sumsq;
-    t->overflowed = t->scale_steps >= 0 && sum - sum != 0 && t->loss_scale > 1;
+    if (!t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
+    double sum = t->scalars.sumsq;
+    t->overflowed = t->scale_age >= 0 && sum - sum != 0 && t->loss_scale > 1;
     if (t->d.no_finite_check || t->overflowed || sum - sum == 0) return t->ctx->status;
-    return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
+    return hpmli_find_nonfinite(t, "the gradient norm", sqrt(sum));
 }
 
-#define HPMLI_SCALE_MOST 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
+#define HPMLI_LOSS_SCALE_MAX 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
 
 /* Halves a dynamic loss scale after an overflow and doubles it after 2,000 updates without one. */
 HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
 {
-    if (t->scale_steps < 0) return;
-    t->scale_steps = t->overflowed ? 0 : t->scale_steps + 1;
+    if (t->scale_age < 0) return;
+    t->scale_age = t->overflowed ? 0 : t->scale_age + 1;
     if (t->overflowed) t->loss_scale /= 2;
-    if (t->scale_steps < 2000) return;
-    t->scale_steps = 0;
-    if (t->loss_scale < HPMLI_SCALE_MOST) t->loss_scale *= 2;
+    if (t->scale_age < 2000) return;
+    t->scale_age = 0;
+    if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                             bool accumulate, float *loss)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_graph *g = t->graph;
-    bool        part = samples > 0 && (first != 0 || samples != t->fed);
-    if (first < 0 || samples < 0 || first + samples > t->fed)
+    bool        part = samples > 0 && (first != 0 || samples != t->batch_samples);
+    if (first < 0 || samples < 0 || first + samples > t->batch_samples)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
-                          (long long)first, (long long)(first + samples), (long long)t->fed);
+                          (long long)first, (long long)(first + samples), (long long)t->batch_samples);
     if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
-    hpmli_trainer_shift(t, first);
-    g->idle = samples == 0, g->last = t->micro + 1 == t->d.accumulate;
-    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
+    hpmli_inputs_advance(t, first);
+    g->idle = samples == 0, g->last = t->micro_batch + 1 == t->d.accumulate;
+    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
     if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
-        hpmli_trainer_tell(t, NULL, NULL);
-        if (t->told.loss - t->told.loss != 0) status = hpmli_name_nonfinite(t, "the loss", (double)t->told.loss);
+        hpmli_read_step_scalars(t, NULL, NULL);
+        if (t->scalars.loss - t->scalars.loss != 0)
+            status = hpmli_find_nonfinite(t, "the loss", (double)t->scalars.loss);
     }
     if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
     g->idle = false;
-    if (status == HPML_OK && t->whole) hpmli_trainer_look(t); /* so that the host waits once */
+    if (status == HPML_OK && t->whole) hpmli_grad_norm_on_device(t); /* so that the host waits once */
     if (status == HPML_OK && samples > 0 && (loss || t->labels)) {
-        hpmli_trainer_tell(t, t->labels ? t->labels + first * hpml_tensor_count(t->target) / g->batch_now : NULL, NULL);
-        if (t->labels) t->correct += t->told.counts[0], t->counted += t->told.counts[1];
+        const int32_t *labels = t->labels;
+        if (labels) labels += first * hpml_tensor_count(t->target) / g->batch_now;
+        hpmli_read_step_scalars(t, labels, NULL);
+        if (t->labels) t->correct += t->scalars.counts[0], t->counted += t->scalars.counts[1];
     }
-    if (status == HPML_OK && loss) *loss = samples > 0 ? t->told.loss : 0;
-    hpmli_trainer_shift(t, -first);
+    if (status == HPML_OK && loss) *loss = samples > 0 ? t->scalars.loss : 0;
+    hpmli_inputs_rewind(t, first);
     return status;
 }
 
 /* The steps of parameters, ready to be taken. */
-HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_count)
+HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_count)
 {
-    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
+    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
     for (int i = first_param; i < first_param + param_count; i++) {
         const hpml_param *p = t->ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
         u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
         u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
-        u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
-        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = 0;
+        u->sumsq = t->d.clip_norm > 0 ? &t->device_scalars->sumsq : NULL;
+        u->found_nonfinite   = t->d.no_finite_check ? NULL : &t->found_nonfinite[i], t->found_nonfinite[i] = 0;
         u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
     }
 }
 
-HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
+HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
@@ -7615,38 +7931,38 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     if (first_param < 0 || param_count < 0)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
                           "more of both", param_count, first_param);
-    hpmli_trainer_look(t);
-    bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
-    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
+    hpmli_grad_norm_on_device(t);
+    bool sees = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
+    if (sees && (hpmli_grad_norm_on_host(t) != HPML_OK || t->overflowed)) return ctx->status;
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
-    hpmli_trainer_updates(t, first_param, param_count);
+    hpmli_updates_prepare(t, first_param, param_count);
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
-    return hpmli_trainer_updated(t);
+    return hpmli_updates_check(t);
 }
 
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (t->looks || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
+    if (t->wants_norm || t->optimizer->prepare || t->optimizer->direction ||
         t->ctx->backend != hpml_backend_cpu())
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
                           "a dynamic loss scale, LARS and LAMB");
     t->more = more, t->more_scale = scale;
-    hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
+    hpml_status status = hpml_trainer_apply(t, 0, t->graph->param_count);
     return t->more = NULL, status;
 }
 
 /* What a batch's gradients are multiplied by, to add up to `share` times the mean over all samples of the update. */
-HPMLI_FN float hpmli_trainer_weigh(hpml_trainer *t, int64_t samples)
+HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
 {
-    if (t->hooks.run || t->d.accumulate == 1) return t->share = 1;
-    if (t->micro == 0) t->first = samples, t->gathered = 0;
-    t->gathered += samples;
-    t->share = (float)((double)t->gathered / ((double)t->first * t->d.accumulate));
-    return (float)((double)samples / (double)t->first) / (float)t->d.accumulate;
+    if (t->hooks.run || t->d.accumulate == 1) return t->accumulate_weight = 1;
+    if (t->micro_batch == 0) t->first_batch_samples = samples, t->samples_so_far = 0;
+    t->samples_so_far += samples;
+    t->accumulate_weight = (float)((double)t->samples_so_far / ((double)t->first_batch_samples * t->d.accumulate));
+    return (float)((double)samples / (double)t->first_batch_samples) / (float)t->d.accumulate;
 }
 
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
@@ -7657,33 +7973,34 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
     if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
-        hpml_status fed = hpmli_trainer_feed(t, x, y, samples);
+        hpml_status fed = hpmli_write_batch(t, x, y, samples);
         if (fed != HPML_OK) return fed;
     }
-    t->fed     = samples;
-    t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
-    t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
+    t->batch_samples     = samples;
+    t->correct = t->counted = 0, t->norm_ready = t->norm_fetched = t->overflowed = false;
+    t->labels  = NULL;
+    if (info && hpmli_is_classifier(t)) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     const int64_t number = t->step;
     const double  since  = hpmli_trace_time(t->ctx, start);
-    weight = hpmli_trainer_weigh(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
+    weight = hpmli_batch_weight(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
     /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
        the op that makes its gradient final: it is still in the cache. */
-    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
-    bool early = t->whole && !t->looks && !t->ctx->backend->sync && !t->ctx->backend->begin;
-    if (early) hpmli_trainer_updates(t, 0, t->graph->param_count), t->graph->updates = t->updates;
+    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro_batch + 1 == t->d.accumulate;
+    bool early = t->whole && !t->wants_norm && !t->ctx->backend->sync && !t->ctx->backend->begin;
+    if (early) hpmli_updates_prepare(t, 0, t->graph->param_count), t->graph->updates = t->updates;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                     : hpml_trainer_run_local(t, 0, samples, weight, t->micro > 0,
+                     : hpml_trainer_forward_backward(t, 0, samples, weight, t->micro_batch > 0,
                                               info || !t->d.no_finite_check ? &loss : NULL);
     t->graph->updates = NULL, t->whole = false;
     if (status != HPML_OK) return status;
-    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
-    if (++t->micro == t->d.accumulate) {
-        status = early             ? hpmli_trainer_updated(t)
+    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)loss);
+    if (++t->micro_batch == t->d.accumulate) {
+        status = early             ? hpmli_updates_check(t)
                  : t->hooks.update ? t->hooks.update(t->hooks.user, t)
-                                   : hpml_trainer_update_local(t, 0, t->graph->param_count);
-        t->micro = 0;
+                                   : hpml_trainer_apply(t, 0, t->graph->param_count);
+        t->micro_batch = 0;
         t->step += status == HPML_OK && !t->overflowed;
         hpmli_trainer_rescale(t);
     }
@@ -7693,8 +8010,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     memset(info, 0, sizeof *info);
     info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
     info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
-    if (t->looked && !t->seen) hpmli_trainer_tell(t, NULL, NULL);
-    info->grad_norm = t->looked ? (float)sqrt(t->told.sumsq) / scale : -1;
+    if (t->norm_ready && !t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
+    info->grad_norm = t->norm_ready ? (float)sqrt(t->scalars.sumsq) / scale : -1;
     info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
     return HPML_OK;
 }
@@ -7795,20 +8112,20 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
 }
 
 /* Names the sample whose loss is not finite, of a batch that begins with sample `first`, by running one at a time. */
-HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_t samples)
+HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64_t samples)
 {
     hpml_graph *g    = t->graph;
-    double      loss = (double)t->told.loss;
+    double      loss = (double)t->scalars.loss;
     bool        found = false;
     for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
         if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
-        hpmli_trainer_shift(t, i);
+        hpmli_inputs_advance(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
-        hpmli_trainer_shift(t, -i);
+        hpmli_inputs_rewind(t, i);
         if (status != HPML_OK) return status;
-        hpmli_trainer_tell(t, NULL, NULL);
-        found = t->told.loss - t->told.loss != 0;
-        if (found) loss = (double)t->told.loss, first += i, samples = 1;
+        hpmli_read_step_scalars(t, NULL, NULL);
+        found = t->scalars.loss - t->scalars.loss != 0;
+        if (found) loss = (double)t->scalars.loss, first += i, samples = 1;
     }
     return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "evaluate: the loss of sample %lld%s is %g: look at the data, and "
                       "whether training has left the parameters finite", (long long)first,
@@ -7828,17 +8145,17 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     out->confusion = confusion;
     while (hpml_loader_next(l, &b)) {
         if (!b.y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
-        if (hpmli_failed(t->ctx) || hpmli_trainer_feed(t, b.x, b.y, b.samples) != HPML_OK ||
+        if (hpmli_failed(t->ctx) || hpmli_write_batch(t, b.x, b.y, b.samples) != HPML_OK ||
             hpml_graph_forward(t->graph, false, 0) != HPML_OK)
             break;
-        hpmli_trainer_tell(t, hpmli_classifies(t) ? (const int32_t *)b.y : NULL, confusion);
-        if (!t->d.no_finite_check && t->told.loss - t->told.loss != 0) {
-            hpmli_evaluate_blame(t, out->samples, b.samples);
+        hpmli_read_step_scalars(t, hpmli_is_classifier(t) ? (const int32_t *)b.y : NULL, confusion);
+        if (!t->d.no_finite_check && t->scalars.loss - t->scalars.loss != 0) {
+            hpmli_evaluate_report(t, out->samples, b.samples);
             break;
         }
-        out->loss += (double)t->told.loss * (double)b.samples;
+        out->loss += (double)t->scalars.loss * (double)b.samples;
         out->samples += b.samples;
-        if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
+        if (hpmli_is_classifier(t)) correct += t->scalars.counts[0], counted += t->scalars.counts[1];
     }
     hpml_loader_free(l);
     hpmli_graph_whole(t->graph);
@@ -7860,7 +8177,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
         if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
-        hpmli_put(t, t->d.input, (const char *)x + i * each, n);
+        hpmli_write_samples(t, t->d.input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
             hpml_run run = hpmli_run_of(g, false, 0, 1);
             if (g->nodes[p]->out == t->loss) continue;
@@ -9839,6 +10156,7 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
            hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
 }
 
+#define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes for "opt.<state>." and the name of a parameter */
 #define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
 
 /* Appends everything that stands before the data. The number of bytes depends neither on `length`, the header's length
@@ -9855,7 +10173,7 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
         hpmli_write_json(w, ":", c->meta[i].value);
     }
     for (int i = 0; i < c->count && c->sums; i++, before = ",") {
-        char key[sizeof HPMLI_SUM + HPMLI_NAME];
+        char key[sizeof HPMLI_SUM + HPMLI_ARRAY_NAME];
         snprintf(key, sizeof key, HPMLI_SUM "%s", c->t[i].name);
         snprintf(sum, sizeof sum, "%08x", (unsigned)c->sums[i]);
         hpmli_write_json(w, before, key);
@@ -9915,51 +10233,72 @@ typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: f32 on the device. Start of the block that holds the other arrays, too */
     float           *host;  /* host memory for the largest array */
     uint32_t        *sums;  /* (count) CRC-32C */
-    char            *names; /* (count, HPMLI_NAME) */
+    char            *names; /* (count, HPMLI_ARRAY_NAME) */
+    bool            *nonnegative; /* (count) holds sums or means of squares */
     int              count;
-    int              squares, after; /* [squares, after) are second moments */
     hpml_dtype       dtype; /* of the data in the file */
 } hpmli_arrays;
 
-/* One more array, with a name in two parts; device NULL: there is none. */
-HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *name, const float *device, int ndim,
-                               const int64_t *shape)
+/* Adds an array on the device (NULL: does nothing), and returns the memory for its name. */
+HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, const float *device, int ndim, const int64_t *shape)
 {
     hpml_safetensor *t = &a->t[a->count];
-    if (!device) return;
-    snprintf(a->names + a->count * HPMLI_NAME, HPMLI_NAME, "%s%s", kind, name);
-    t->name = a->names + a->count++ * HPMLI_NAME, t->dtype = a->dtype, t->ndim = ndim, t->data = device;
+    if (!device) return NULL;
+    char *name = a->names + a->count++ * HPMLI_ARRAY_NAME;
+    t->name  = name;
+    t->dtype = a->dtype;
+    t->ndim  = ndim;
+    t->data  = device;
     t->bytes = (size_t)hpmli_shape_count(ndim, shape) * hpml_dtype_size(a->dtype);
     memcpy(t->shape, shape, (size_t)ndim * sizeof *shape);
+    return name;
 }
 
-/* The parameters; with a trainer also what its optimizer keeps for them, and named values. False and an error: no
+/* Adds the optimizer's state k of each parameter as "opt.<state>.<parameter>". */
+HPMLI_FN void hpmli_arrays_add_state(hpmli_arrays *a, const hpml_trainer *t, int k)
+{
+    const hpml_optimizer_state *state = &t->optimizer->states[k];
+    for (int i = 0; i < t->graph->param_count; i++) { /* parameters recorded after the trainer have none */
+        const hpml_tensor *p = t->ctx->params[i];
+        a->nonnegative[a->count] = state->nonnegative;
+        char *name = hpmli_arrays_add(a, t->updates[i].state[k], p->ndim, p->shape);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", state->name, p->name);
+    }
+}
+
+/* Lists the parameters; with a trainer also the states of its optimizer, and its named states. False and an error: no
    memory. */
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
-    static const char *const kinds[] = { "", "opt.m.", "opt.v." };
-    hpmli_named *states = t ? t->states : NULL;
-    int64_t      room   = 3 * (int64_t)ctx->param_count, most = 1;
-    for (int i = 0; i < ctx->param_count; i++) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
-    for (hpmli_named *v = states; v; v = v->next, room++) most = hpmli_max(most, v->count);
+    int64_t room = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
+    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_tensor_count(ctx->params[i]));
+    for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
+        largest = hpmli_max(largest, v->count);
+        room++;
+    }
     memset(a, 0, sizeof *a);
     a->dtype = dtype;
+    size_t each = sizeof *a->t + sizeof *a->sums + HPMLI_ARRAY_NAME + sizeof *a->nonnegative;
     if (hpml_param_init(ctx) == HPML_OK)
-        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + 4 + HPMLI_NAME) + (size_t)most * 4);
+        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * each + (size_t)largest * sizeof *a->host);
     if (!a->t) return false;
     a->host  = (float *)(void *)(a->t + room);
-    a->sums  = (uint32_t *)(void *)(a->host + most);
+    a->sums  = (uint32_t *)(void *)(a->host + largest);
     a->names = (char *)(a->sums + room);
-    for (int kind = 0; kind < (t ? 3 : 1); kind++) {
-        if (kind == 2) a->squares = a->count;
-        for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
-            const hpml_tensor *p = ctx->params[i];
-            hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
-                             : t->updates[i].v, p->ndim, p->shape);
-        }
+    a->nonnegative = (bool *)(void *)(a->names + room * HPMLI_ARRAY_NAME);
+    memset(a->nonnegative, 0, (size_t)room * sizeof *a->nonnegative);
+    for (int i = 0; i < ctx->param_count; i++) {
+        const hpml_tensor *p = ctx->params[i];
+        char *name = hpmli_arrays_add(a, p->data, p->ndim, p->shape);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "%s", p->name);
     }
-    if (t) a->after = a->count;
-    for (hpmli_named *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
+    if (!t) return true;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (t->state[k]) hpmli_arrays_add_state(a, t, k);
+    for (const hpmli_named_array *v = t->states; v; v = v->next) {
+        char *name = hpmli_arrays_add(a, v->values, 1, &v->count);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "state.%s", v->name);
+    }
     return true;
 }
 
@@ -10009,7 +10348,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     const hpml_safetensor *t = &a->t[i];
     hpml_safetensor        e;
     int64_t                n = (int64_t)(t->bytes / sizeof(float));
-    float                  least = i >= a->squares && i < a->after ? 0 : -FLT_MAX;
+    float                  least = a->nonnegative[i] ? 0 : -FLT_MAX;
     if (!hpml_safetensors_find(f, t->name, &e))
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
                            "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
@@ -10021,7 +10360,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
         if (!(values[at] >= least && values[at] <= FLT_MAX))
             return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
                                "numbers%s", path, (long long)at, t->name, (double)values[at],
-                               least == 0 ? " from 0, as means of squares are" : "");
+                               least == 0 ? " from 0, as sums and means of squares are" : "");
     return true;
 }
 
@@ -10057,83 +10396,112 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
     return hpml_ctx_status(ctx);
 }
 
-/* Numbers of a training that are not arrays, as text in the metadata. */
-enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_STEPS,
-       HPMLI_NUMBERS };
-static const char *const hpmli_numbers[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
+/* What a checkpoint says of a training in its metadata: the optimizer's name, and whole numbers as text. */
+enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_AGE,
+       HPMLI_ENTRIES };
+static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
-#define HPMLI_NUMBERS_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
+#define HPMLI_ENTRIES_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
 #define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
 
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    char      text[HPMLI_NUMBERS][24], sum[9];
-    hpml_meta meta[HPMLI_NUMBERS + 1];
+    char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9];
+    hpml_meta meta[HPMLI_ENTRIES + 1];
     uint32_t  crc = 0;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (t->micro != 0)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
-                          "between updates", path, t->micro, t->d.accumulate);
-    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step,
-                          hpmli_opt_saved(t->d.optimizer), (int64_t)t->loss_scale, t->scale_steps };
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
-        meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
+    if (t->micro_batch != 0)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d micro-batches of an update are done; "
+                          "save between updates", path, t->micro_batch, t->d.accumulate);
+    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step, 0, (int64_t)t->loss_scale,
+                          t->scale_age };
+    for (int i = 0; i < HPMLI_ENTRIES; i++) {
+        if (i == HPMLI_OPTIMIZER) snprintf(text[i], sizeof text[i], "%s", t->optimizer->name);
+        else snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
+        meta[i].key   = hpmli_entries[i];
+        meta[i].value = text[i];
         crc = t->ctx->k->crc32c(crc, text[i], strlen(text[i]));
     }
     snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
-    meta[HPMLI_NUMBERS].key = HPMLI_NUMBERS_SUM, meta[HPMLI_NUMBERS].value = sum;
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS + 1);
+    meta[HPMLI_ENTRIES].key   = HPMLI_ENTRIES_SUM;
+    meta[HPMLI_ENTRIES].value = sum;
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1);
 }
 
-/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_NUMBERS] and checks them; false: an error. */
-HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n)
+/* Reads entry i of a checkpoint's metadata as a whole number and checks its range; false: an error. */
+HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const char *text, int64_t *number)
 {
-    const char *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
-    char        is[9];
+    char *end = NULL;
+    errno   = 0;
+    *number = strtoll(text, &end, 10);
+    if (end == text || *end != 0 || errno == ERANGE)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits", path,
+                           hpmli_entries[i], text);
+    int least = i == HPMLI_SCALE_AGE ? -1 : 0; /* -1: a loss scale that is fixed */
+    if (i != HPMLI_SEED && i != HPMLI_SCALE && (*number < least || *number > HPMLI_COUNT_END))
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path, hpmli_entries[i],
+                           (long long)*number, least);
+    return true;
+}
+
+/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_ENTRIES] (0 for the optimizer, whose name goes to
+   *optimizer) and checks them; false: an error. */
+HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
+                                 const char **optimizer)
+{
+    const char *sum = hpml_safetensors_meta(f, HPMLI_ENTRIES_SUM);
+    char        actual[9];
     uint32_t    crc = 0;
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
-        char       *end  = NULL;
-        errno = 0;
-        n[i]  = text ? strtoll(text, &end, 10) : 0;
+    for (int i = 0; i < HPMLI_ENTRIES; i++) {
+        const char *text = hpml_safetensors_meta(f, hpmli_entries[i]);
         if (!text)
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no state of a training; load "
                                "them with hpml_params_load", path);
-        if (end == text || *end != 0 || errno == ERANGE)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
-                               path, hpmli_numbers[i], text);
-        int least = i == HPMLI_SCALE_STEPS ? -1 : 0; /* -1: a loss scale that is fixed */
-        if (i != HPMLI_SEED && i != HPMLI_OPTIMIZER && i != HPMLI_SCALE && (n[i] < least || n[i] > HPMLI_COUNT_END))
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path,
-                               hpmli_numbers[i], (long long)n[i], least);
+        n[i] = 0;
+        if (i == HPMLI_OPTIMIZER) *optimizer = text;
+        else if (!hpmli_entry_number(ctx, path, i, text, &n[i])) return false;
         crc = ctx->k->crc32c(crc, text, strlen(text));
     }
-    snprintf(is, sizeof is, "%08x", (unsigned)crc);
-    if (sum && strcmp(sum, is) != 0)
+    snprintf(actual, sizeof actual, "%08x", (unsigned)crc);
+    if (sum && strcmp(sum, actual) != 0)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the state of the training is damaged: its CRC-32C is "
-                           "%s, the file says %s; take an older file", path, is, sum);
+                           "%s, the file says %s; take an older file", path, actual, sum);
     return true;
+}
+
+/* True if the file was written by this trainer's optimizer, else an error. */
+HPMLI_FN bool hpmli_optimizer_matches(const hpml_trainer *t, const char *path, const char *name)
+{
+    if (strcmp(name, t->optimizer->name) == 0) return true;
+    if (*name && strspn(name, "0123456789") == strlen(name))
+        return hpmli_false(t->ctx, HPML_ERR_FORMAT, "\"%s\": names its optimizer by a number (%.20s), as files of "
+                           "older versions do, expected a name like \"%s\"; load only the parameters with "
+                           "hpml_params_load", path, name, t->optimizer->name);
+    return hpmli_false(t->ctx, HPML_ERR_FORMAT, "\"%s\": was written by optimizer \"%.*s\"%s, this trainer's is "
+                       "\"%s\"; make a trainer with that optimizer, or load only the parameters with hpml_params_load",
+                       path, HPMLI_OPTIMIZER_NAME, name, hpml_optimizer_find(name) ? "" : " (not a built-in one)",
+                       t->optimizer->name);
 }
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
-    int64_t n[HPMLI_NUMBERS];
+    int64_t     n[HPMLI_ENTRIES];
+    const char *optimizer = "";
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx         *ctx = t->ctx;
     hpml_safetensors *f   = hpmli_safe_open(ctx, path, false);
     if (!f) return ctx->status;
-    bool good = hpmli_numbers_read(ctx, f, path, n);
-    if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
-        (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; "
-                   "a LARS of 5 lacks the rates in its momentum); load only the parameters with hpml_params_load", path,
-                   (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
-    if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
-        ctx->seed = (uint64_t)n[HPMLI_SEED];
-        t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
-        if (t->scale_steps >= 0 && n[HPMLI_SCALE_STEPS] >= 0 && n[HPMLI_SCALE] >= 1) /* both dynamic */
-            t->loss_scale = (float)n[HPMLI_SCALE], t->scale_steps = n[HPMLI_SCALE_STEPS];
+    bool good = hpmli_entries_read(ctx, f, path, n, &optimizer) && hpmli_optimizer_matches(t, path, optimizer);
+    if (good && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
+        ctx->seed      = (uint64_t)n[HPMLI_SEED];
+        t->step        = n[HPMLI_STEP];
+        t->epoch       = n[HPMLI_EPOCH];
+        t->epoch_step  = n[HPMLI_EPOCH_STEP];
+        t->micro_batch = 0;
+        if (t->scale_age >= 0 && n[HPMLI_SCALE_AGE] >= 0 && n[HPMLI_SCALE] >= 1) { /* both dynamic */
+            t->loss_scale = (float)n[HPMLI_SCALE];
+            t->scale_age  = n[HPMLI_SCALE_AGE];
+        }
     }
     hpml_safetensors_close(f);
     return ctx->status;
@@ -11240,7 +11608,7 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 /* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
    same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
+   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.found_nonfinite gets. */
 
 /* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
 typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
@@ -11318,18 +11686,19 @@ HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float
     HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
 }
 
-/* After an update with a non-finite result: HPML_BAD_GRADIENT if the gradient was not finite (LAMB has overwritten the
-   gradient), else HPML_BAD_STEP. Resets the state of these elements, because no later gradient would make it finite. */
+/* After an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if the gradient was not finite (LAMB has
+   overwritten the gradient), else HPML_NONFINITE_STEP. Resets the state of these elements, because no later gradient
+   would make it finite. */
 HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
                               int64_t n)
 {
-    int found = HPML_BAD_STEP;
+    int found = HPML_NONFINITE_STEP;
     for (int64_t i = 0; i < n; i++) {
         float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
         bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
-        if (g - g != 0) found = HPML_BAD_GRADIENT;
-        if (lost && m && o->u.bad) m[i] = 0;
-        if (lost && v && o->u.bad) v[i] = 0;
+        if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
+        if (lost && m && o->u.found_nonfinite) m[i] = 0;
+        if (lost && v && o->u.found_nonfinite) v[i] = 0;
     }
     return found;
 }
@@ -11357,23 +11726,24 @@ HPMLI_VFN void HV(lamb)(const hpmli_opt_args *o, const float *w, hv g, float *r,
     HV(st)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(ld)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
 }
 
-HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
+HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
     const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
-    float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
-    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.bad ? 0 : NAN) }, *f = &all;
+    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
+    HV(found)           *f = &all;
     int64_t              i = 0;
     switch (o->u.opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, f, c))
     case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, f, c))
     case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
     case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
-    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, r + i, m + i, v + i, f, c))
+    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, dw + i, m + i, v + i, f, c))
+    case HPML_OPT_CUSTOM: break; /* see hpmli_optimizer_piece */
     }
     if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
     int found = HV(opt_restart)(o, dw, more, m, v, n);
-    return HV(sum)(all.gradient) == 0 ? found : HPML_BAD_GRADIENT;
+    return HV(sum)(all.gradient) == 0 ? found : HPML_NONFINITE_GRADIENT;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -5221,7 +5221,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
         if (d->d.delayed) hpmlc_buffers_copy(d, d->before, false);
     }
     *loss = 0;
-    status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
+    status = hpml_trainer_forward_backward(t, 0, samples, scale, d->micro > 0, loss);
     d->samples += (double)samples;
     d->loss_sum += (double)*loss * (double)samples;
     if (d->trial) *loss = 0; /* the trainer need not look for a NaN */
@@ -5411,7 +5411,7 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
     if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
     if (!d->d.exact) hpmlc_dist_rescale(d, samples, full);
     if (d->mirror) d->reach.device->write(d->reach.at, d->first, d->mirror, (size_t)d->span * sizeof(float));
-    s = hpml_trainer_update_local(t, 0, d->params); /* whose norm somebody may wait for without a deadline */
+    s = hpml_trainer_apply(t, 0, d->params); /* whose norm somebody may wait for without a deadline */
     return s == HPML_OK && d->link && d->clips ? d->link->check(d->link->user) : s;
 }
 
@@ -5460,7 +5460,7 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     memset(d->largest, 0, (size_t)d->params * sizeof(float));
     for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
         int64_t n = hpmlc_min(samples - at, d->d.leaf);
-        status    = hpml_trainer_run_local(d->t, at, n, (float)n, false, &part);
+        status    = hpml_trainer_forward_backward(d->t, at, n, (float)n, false, &part);
         hpmlc_leaf_store(d, d->leaf + l * d->leaf_total, (double)n);
         d->loss_sum += (double)part * (double)n;
     }

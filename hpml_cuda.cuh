@@ -4564,7 +4564,8 @@ HPMLG_OP(huber) { return hpmlg_term_pass(d, n, back); }
 /* The parameters of a model, some of a few numbers and some of millions, are cut into chunks; a block finds the
    parameter of its chunk in a table that is uploaded for each step. LARS and LAMB need the norms of whole parameters:
    every chunk leaves its sums of squares, and one block for a parameter adds them in order. A weight that would not be
-   finite stays, moments that are not finite start again from 0, as on the CPU, and both are noted (hpml_update.bad). */
+   finite stays, moments that are not finite start again from 0, as on the CPU, and both are noted: see
+   hpml_update.found_nonfinite. */
 
 #define HPMLG_CHUNK ((int64_t)4096) /* two turns of a block */
 
@@ -4618,7 +4619,7 @@ HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, floa
     switch (u->opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS:
         step = g;
-        if (u->m) {
+        if (u->state[0]) {
             *m   = u->step == 1 ? g : fmaf(u->momentum, *m, g);
             step = u->nesterov ? fmaf(u->momentum, *m, g) : *m;
         }
@@ -4629,7 +4630,7 @@ HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, floa
         break;
     case HPML_OPT_RMSPROP:
         step = g / (sqrtf(hpmlg_moment(v, g * g, u->beta2)) + u->eps);
-        if (u->m) step = *m = fmaf(u->momentum, *m, step);
+        if (u->state[0]) step = *m = fmaf(u->momentum, *m, step);
         break;
     default: /* ADAM, ADAMW, LAMB */
         step = hpmlg_moment(m, g, u->beta1) / c1;
@@ -4668,8 +4669,8 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         const bool        look = lars && pass == 0, apply = lamb && pass == 1, direction = lamb && pass == 0;
         if (pass == 1 && !lars && !lamb) continue;
         u.grad_scale = hpmlg_step_scale(u);
-        hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
-        hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
+        hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { u.g, HPML_DTYPE_F32 }, m = { u.state[0], HPML_DTYPE_F32 };
+        hpmlg_array v = { u.state[1], HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
         bool        gradient = false, step = false; /* what is not finite */
@@ -4681,7 +4682,7 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
             for (int j = 0; j < 8; j++) {
                 float y = d.v[j];
                 if (apply) y = fmaf(-u.lr, y, x.v[j]);
-                else if (!look && !u.bad) y = hpmlg_step_one(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j]);
+                else if (!look && !u.found_nonfinite) y = hpmlg_step_one(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j]);
                 else if (!look)
                     y = hpmlg_step_checked(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j], &gradient, &step);
                 ww += x.v[j] * x.v[j], gg += y * y;
@@ -4721,7 +4722,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
     ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
     if (!lamb) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
     if (ww > 0 && gg > 0 && (lamb || s->u.trust > 0)) s->u.lr *= (float)((lamb ? 1 : (double)s->u.trust) * ww / gg);
-    if (s->u.bad && !lamb && !isfinite(gg)) s->u.lr = 0; /* a non-finite gradient has no direction: no step */
+    if (s->u.found_nonfinite && !lamb && !isfinite(gg)) s->u.lr = 0; /* a non-finite gradient has no direction */
     if (lamb) return;
     s->u.grad_scale *= s->u.lr, s->u.weight_decay *= s->u.lr, s->u.lr = 1;
 }
@@ -4754,7 +4755,7 @@ HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t
 {
     hpmlg_step s = {};
     s.u           = *u;
-    s.param       = u->bad && u->n > 0 ? hpmlg_param_number(d->ctx, u->w, before) : before;
+    s.param       = u->found_nonfinite && u->n > 0 ? hpmlg_param_number(d->ctx, u->w, before) : before;
     s.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
     s.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
     s.half        = u->n > 0 ? hpmlg_update_half(d, u->w, u->n) : NULL;
