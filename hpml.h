@@ -921,6 +921,13 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
 /* All of them, with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last. On the
    CPU, without clip_norm, a dynamic loss scale, LARS and LAMB, which want the norm. */
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
+/* All gradients of the trainer as one array, in the backend's memory, and its floats: those of the trained parameters
+   in the order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats. The padding is 0 and stays 0
+   under a sum over ranks, which may hence be one sum of the array. Parameter i begins at float
+   hpml_trainer_gradient_at; -1: it is not trained. */
+#define HPML_GRADIENT_ALIGN 16
+HPML_API float  *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats);
+HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param);
 /* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
 /* Names an array in the backend's memory that checkpoints shall hold (residuals, strategy state), or another one for
@@ -8587,6 +8594,13 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
     }
 }
 
+/* Floats of a parameter's gradient in the array of all gradients, padding included. */
+HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
+{
+    const int64_t align = HPML_GRADIENT_ALIGN;
+    return (hpml_tensor_count(p) + align - 1) / align * align;
+}
+
 /* Lives of the gradients; who writes first and who adds, in the order of the backward pass: what nobody has written
    when its own op's turn comes does not lead to the loss. */
 HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
@@ -8695,7 +8709,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     hpmli_plan_slots(g, uses);
     for (int i = 0; i < g->param_count; i++) {
         g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
-        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(ctx->params[i]) + 15) / 16 * 16;
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_gradient_floats(ctx->params[i]);
     }
     g->memory.gradients = (size_t)g->grad_count * sizeof(float);
     hpmli_free(ctx, uses);
@@ -8762,7 +8776,7 @@ HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
         p->grad = mine ? g->grads + at : NULL;
-        if (mine) at += (hpml_tensor_count(p) + 15) / 16 * 16;
+        if (mine) at += hpmli_gradient_floats(p);
     }
 }
 
@@ -9287,6 +9301,18 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
                           rank, ranks, (long long)global_batch, (long long)grain);
     t->rank = rank, t->ranks = ranks, t->global_batch = global_batch, t->grain = grain;
     return HPML_OK;
+}
+
+HPML_API float *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats)
+{
+    if (floats) *floats = t ? t->graph->grad_count : 0;
+    return t ? t->graph->grads : NULL;
+}
+
+HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param)
+{
+    if (!t || param < 0 || param >= t->graph->param_count || t->graph->param_last[param] < 0) return -1;
+    return t->ctx->params[param]->grad - t->graph->grads;
 }
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
