@@ -722,7 +722,6 @@ typedef struct hpml_update {
     int64_t  n;
     float   *w;          /* (n) */
     const float *g;      /* (n) */
-    const float *more;   /* (n) CPU: added to g; NULL: nothing */
     float   *m, *v;      /* (n) first and second state, NULL where the optimizer has none */
     uint64_t step;       /* 1 for the first */
     float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* both 0 where the parameter has no decay */
@@ -931,9 +930,6 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
 HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                             bool accumulate, float *loss);
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
-/* All of them, with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last. On the
-   CPU, without clip_norm, a dynamic loss scale, LARS and LAMB, which want the norm. */
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
 /* All gradients of the trainer as one array, in the backend's memory, and its floats: those of the trained parameters
    in the order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats. The padding is 0 and stays 0
    under a sum over ranks, which may hence be one sum of the array. Parameter i begins at float
@@ -6968,8 +6964,6 @@ struct hpml_trainer {
     int32_t           micro;   /* batches since the last update */
     int64_t           first, gathered; /* samples of the first of them, and of all; share: */
     float             share, loss_scale; /* gathered / (accumulate first), 1 unless one is short */
-    const float      *more;    /* hpml_trainer_update_sum: NULL outside */
-    float             more_scale;
     hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
     int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
     bool              looks, looked, seen; /* the update wants the gradients' norm; has it; the host has it, too */
@@ -7471,10 +7465,9 @@ HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_
         hpml_update      *u = &t->updates[i];
         u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
-        u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
+        u->grad_scale = 1 / scale, u->clip = t->d.clip_norm * scale;
         u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
         u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = 0;
-        u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
     }
@@ -7498,18 +7491,6 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
     return hpmli_trainer_updated(t);
-}
-
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (t->looks || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
-        t->ctx->backend != hpml_backend_cpu())
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
-                          "a dynamic loss scale, LARS and LAMB");
-    t->more = more, t->more_scale = scale;
-    hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
-    return t->more = NULL, status;
 }
 
 /* What a batch's gradients are multiplied by, to add up to `share` times the mean over all samples of the update. */
@@ -11224,12 +11205,11 @@ HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float
 
 /* After an update with a non-finite result: HPML_BAD_GRADIENT if the gradient was not finite (LAMB has overwritten the
    gradient), else HPML_BAD_STEP. Resets the state of these elements, because no later gradient would make it finite. */
-HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
-                              int64_t n)
+HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_BAD_STEP;
     for (int64_t i = 0; i < n; i++) {
-        float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
+        float g = dw[i] * o->u.grad_scale;
         bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
         if (g - g != 0) found = HPML_BAD_GRADIENT;
         if (lost && m && o->u.bad) m[i] = 0;
@@ -11244,7 +11224,6 @@ HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const fl
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         hv g = HV(ld)(dw + i, c);                                                                                      \
-        if (more) g = g + HV(ld)(more + i, c);                                                                         \
         g = g * HV(set1)(o->u.grad_scale);                                                                             \
         step;                                                                                                          \
     }
@@ -11264,7 +11243,6 @@ HPMLI_VFN void HV(lamb)(const hpmli_opt_args *o, const float *w, hv g, float *r,
 HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
-    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
     float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
     HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.bad ? 0 : NAN) }, *f = &all;
     int64_t              i = 0;
@@ -11276,7 +11254,7 @@ HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw
     case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, r + i, m + i, v + i, f, c))
     }
     if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
-    int found = HV(opt_restart)(o, dw, more, m, v, n);
+    int found = HV(opt_restart)(o, dw, m, v, n);
     return HV(sum)(all.gradient) == 0 ? found : HPML_BAD_GRADIENT;
 }
 
