@@ -7295,21 +7295,25 @@ HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t
     }
 }
 
-/* Moves the inputs, and what is a reshape of an input, by `first` samples. */
-HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
+/* Moves the inputs, and reshapes of inputs, by `samples`. */
+HPMLI_FN void hpmli_trainer_move(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
-    if (first == 0) return;
-    g->first_sample += first;
-    g->shift += first;
+    if (samples == 0) return;
+    g->first_sample += samples;
+    g->shift += samples;
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
         hpml_tensor *root = x->node ? x->node->out_root : x;
         if (root->node || !root->batch_rows) continue;
         int64_t sample = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
-        x->data = (float *)(void *)((char *)x->data + first * sample);
+        x->data = (float *)(void *)((char *)x->data + samples * sample);
     }
 }
+
+/* Lets a pass begin at sample `first` of what is in the inputs; hpmli_trainer_unshift ends that. */
+HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)   { hpmli_trainer_move(t, first); }
+HPMLI_FN void hpmli_trainer_unshift(hpml_trainer *t, int64_t first) { hpmli_trainer_move(t, -first); }
 
 /* What the steps of all parameters have found; see hpml_update.bad. */
 HPMLI_FN int32_t hpmli_trainer_bad(const hpml_trainer *t)
@@ -7452,7 +7456,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
         if (t->labels) t->correct += t->told.counts[0], t->counted += t->told.counts[1];
     }
     if (status == HPML_OK && loss) *loss = samples > 0 ? t->told.loss : 0;
-    hpmli_trainer_shift(t, -first);
+    hpmli_trainer_unshift(t, first);
     return status;
 }
 
@@ -7658,7 +7662,7 @@ HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_
         if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
         hpmli_trainer_shift(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
-        hpmli_trainer_shift(t, -i);
+        hpmli_trainer_unshift(t, i);
         if (status != HPML_OK) return status;
         hpmli_trainer_tell(t, NULL, NULL);
         found = t->told.loss - t->told.loss != 0;

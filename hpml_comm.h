@@ -6646,33 +6646,40 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
 
+/* A step's time is compute_s, exposed_s (waiting for the exchange) and the rest: data and update. Of the exchange's
+   time comm_s the part behind computation is hidden; efficiency is 1 - exposed_s / step_s. */
+
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
     hpml_counters now;
     if (!d) return;
+    hpmlc_reporting *r = &d->report;
     hpml_comm_counters(d->c, &now);
     if (out) {
-        double n = d->report.r.steps > 0 ? (double)d->report.r.steps : 1;
-        *out = d->report.r;
-        out->step_s      = (hpml_comm_now(d->c) - d->report.began) / n;
-        out->compute_s   = d->report.r.compute_s / n, out->exposed_s = d->report.r.exposed_s / n;
+        double n = r->r.steps > 0 ? (double)r->r.steps : 1;
+        *out = r->r;
+        out->step_s      = (hpml_comm_now(d->c) - r->began) / n;
+        out->compute_s   = r->r.compute_s / n;
+        out->exposed_s   = r->r.exposed_s / n;
         out->efficiency  = out->step_s > 0 ? 1 - out->exposed_s / out->step_s : 1;
-        out->comm_s      = (now.seconds - d->report.at_reset.seconds) / n;
+        out->comm_s      = (now.seconds - r->at_reset.seconds) / n;
         out->hidden      = out->comm_s > 0 ? fmax(0, 1 - out->exposed_s / out->comm_s) : 0;
-        out->bytes       = (double)(now.bytes - d->report.at_reset.bytes) / n;
+        out->bytes       = (double)(now.bytes - r->at_reset.bytes) / n;
         out->plain_bytes = 8.0 * (double)d->layout.grad_total * (d->c->size - 1) / d->c->size;
         out->buckets     = d->buckets.count;
     }
     if (!reset) return;
-    double  loss    = d->report.r.loss;
-    int64_t samples = d->report.r.samples;
-    memset(&d->report.r, 0, sizeof d->report.r);
-    d->report.r.loss = loss, d->report.r.samples = samples;
+    double  loss    = r->r.loss;
+    int64_t samples = r->r.samples;
+    memset(&r->r, 0, sizeof r->r);
+    r->r.loss    = loss;
+    r->r.samples = samples;
     hpmlc_steps_mark(d);
-    d->report.began = d->report.row_time, d->report.at_reset = now;
+    r->began    = r->row_time;
+    r->at_reset = now;
 }
 
-/* Everybody's rows to everybody, rank by rank; then step by step. */
+/* Gathers the rows of all ranks, and sorts them by step, then rank. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
@@ -6710,14 +6717,19 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
                                "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s, ms * r->compute_s,
                                ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s, one * r->bytes);
         if (i == count) break;
-        sum.step_s += r->step_s, sum.compute_s += r->compute_s, sum.overlap_s += r->overlap_s;
-        sum.exposed_s += r->exposed_s, sum.bubble_s += r->bubble_s, sum.bytes += r->bytes;
+        sum.step_s += r->step_s;
+        sum.compute_s += r->compute_s;
+        sum.overlap_s += r->overlap_s;
+        sum.exposed_s += r->exposed_s;
+        sum.bubble_s += r->bubble_s;
+        sum.bytes += r->bytes;
     }
     return (int)at;
 }
 
-/* Waiting stays or shrinks when there is more to compute: batches 1 / efficiency - 1 times as large make it a half. */
-HPMLC_FN const char *hpmlc_low(double efficiency, char text[128])
+/* Text that warns of an efficiency below one half, else "". The time of waiting does not grow with the batch, hence
+   batches 1 / efficiency - 1 times as large bring the efficiency to one half. */
+HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
 {
     text[0] = 0;
     if (efficiency < 0.5)
@@ -6737,7 +6749,7 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
                     "efficiency %.0f %%%s",
                     d->c->size, d->c->t->name, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s, 1e3 * r.exposed_s,
                     1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1,
-                    100 * r.efficiency, hpmlc_low(r.efficiency, low));
+                    100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6977,31 +6989,39 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 // >>batch-search   the largest batch that does not hurt
 // ---------------------------------------------------------------------------------------------------------------------
 
+/* Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm later in
+   training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
+
 HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (d->micro != 0) return 0; /* the update is still to come */
+    if (d->micro != 0) return 0; /* a micro-batch: no update yet */
     d->trial.loss += d->report.r.loss * (double)d->report.r.samples;
     d->trial.samples += (double)d->report.r.samples;
     return 0;
 }
 
-/* Trains with one size; its mean loss, infinite if it diverged. */
+/* Trains with one batch size and returns the mean loss, infinite if training diverged. */
 HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples,
                                      double *loss)
 {
     HPMLC_ZERO(hpml_fit_desc, fit);
     HPMLC_ZERO(hpml_loader_desc, loader);
     loader.samples_per_epoch = samples;
-    fit.loader = &loader, fit.on_step = hpmlc_trial_step, fit.user = d;
+    fit.loader  = &loader;
+    fit.on_step = hpmlc_trial_step;
+    fit.user    = d;
     hpml_status status = hpml_distribute_set_batch(d, batch);
-    d->trial.loss = d->trial.samples = 0, d->trial.on = true;
+    memset(&d->trial, 0, sizeof d->trial);
+    d->trial.on = true;
     if (status == HPML_OK) status = hpml_trainer_fit(d->t, data, &fit);
     d->trial.on = false;
-    *loss    = status == HPML_OK && d->trial.samples > 0 ? d->trial.loss / d->trial.samples : (double)INFINITY;
+    *loss       = (double)INFINITY;
+    if (status == HPML_OK && d->trial.samples > 0) *loss = d->trial.loss / d->trial.samples;
     if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
-    if (status == HPML_ERR_NONFINITE) hpml_ctx_clear_error(d->ctx), status = HPML_OK; /* the checkpoint comes next */
-    return status;
+    if (status != HPML_ERR_NONFINITE) return status;
+    hpml_ctx_clear_error(d->ctx); /* because the checkpoint is loaded next */
+    return HPML_OK;
 }
 
 HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset *data, hpml_batch_search_desc *s)
@@ -7013,8 +7033,9 @@ HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset 
     if (s->samples == 0) s->samples = data ? (data->count + 9) / 10 : 0;
     if (s->slack == 0) s->slack = 0.01;
     s->min = (s->min + s->multiple - 1) / s->multiple * s->multiple;
-    if (d->d.exact)
-        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "batch search: exact sums cut the batch into leaves once");
+    if (d->strategy->fixed_batch)
+        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "batch search: the global batch stays %lld, because %s",
+                          (long long)d->d.global_batch, d->strategy->fixed_batch);
     if (!data || !s->path || s->_begin || s->_end || s->min < 1 || s->max < s->min || !(s->factor > 1) ||
         s->multiple < 1 || s->samples < 1 || !(s->slack > 0))
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "batch search: needs data, a path, sizes %lld to %lld in multiples "
@@ -7023,41 +7044,65 @@ HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset 
     return HPML_OK;
 }
 
-HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
-                                        hpml_batch_trial *trials, int capacity)
+/* An error if the checkpoint was made within a pass over the data, because a trial would then go on in that pass. */
+HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
 {
-    double  first = 0, loss = 0;
-    int64_t was, best = -1;
-    HPMLC_DESC(hpml_batch_search_desc, s, desc);
-    if (!d || hpmlc_failed(d->c) || hpmlc_search_check(d, data, &s) != HPML_OK) return -1;
-    was = d->d.global_batch;
-    hpml_status       status = hpml_distribute_save(d, s.path);
-    hpml_safetensors *f      = status == HPML_OK ? hpml_safetensors_open(d->ctx, s.path) : NULL;
+    hpml_safetensors *f      = hpml_safetensors_open(d->ctx, path);
     const char       *place  = f ? hpml_safetensors_meta(f, "hpml.epoch_step") : NULL;
+    hpml_status       status = f ? HPML_OK : hpml_ctx_status(d->ctx);
     if (place && strcmp(place, "0") != 0)
         status = hpmlc_fail(d->c, HPML_ERR_STATE, "batch search: %s batches into a pass; search between passes", place);
     hpml_safetensors_close(f);
-    for (int i = 0; i < capacity && trials; i++) trials[i].batch = 0, trials[i].loss = 0;
-    int64_t next = 0, n = 0;
-    double  size = (double)s.min; /* before rounding, whose errors would add up */
-    for (int64_t batch = s.min; batch <= s.max && status == HPML_OK; batch = next, n++) {
-        status = hpmlc_trial_fit(d, data, batch, s.samples, &loss);
+    return status;
+}
+
+/* Tries the sizes. Returns the largest whose loss is within s->slack of the first one's, -1 if there is none. */
+HPMLC_FN int64_t hpmlc_search_sizes(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *s,
+                                    hpml_batch_trial *trials, int capacity, hpml_status *status)
+{
+    double  first = 0, loss = 0;
+    double  size = (double)s->min; /* before rounding, because errors of rounding would add up */
+    int64_t next = 0, best = -1;
+    int     n = 0;
+    for (int64_t batch = s->min; batch <= s->max && *status == HPML_OK; batch = next, n++) {
+        *status = hpmlc_trial_fit(d, data, batch, s->samples, &loss);
         if (n == 0) first = loss;
-        if (n < capacity && trials) trials[n].batch = batch, trials[n].loss = loss;
-        if (status == HPML_OK) status = hpml_distribute_load(d, s.path);
-        if (!(loss <= first + s.slack * fabs(first)) || !(loss - loss == 0)) break;
+        if (n < capacity && trials) {
+            trials[n].batch = batch;
+            trials[n].loss  = loss;
+        }
+        if (*status == HPML_OK) *status = hpml_distribute_load(d, s->path);
+        if (!(loss <= first + s->slack * fabs(first)) || !(loss - loss == 0)) break;
         best = batch;
-        size = fmin(size * s.factor, 1e15);
-        next = (int64_t)(size / (double)s.multiple + 0.5) * s.multiple;
-        if (next <= batch) size = (double)(next = batch + s.multiple);
+        size = fmin(size * s->factor, 1e15);
+        next = (int64_t)(size / (double)s->multiple + 0.5) * s->multiple;
+        if (next > batch) continue;
+        next = batch + s->multiple;
+        size = (double)next;
     }
+    return best;
+}
+
+HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
+                                        hpml_batch_trial *trials, int capacity)
+{
+    HPMLC_DESC(hpml_batch_search_desc, s, desc);
+    if (!d || hpmlc_failed(d->c) || hpmlc_search_check(d, data, &s) != HPML_OK) return -1;
+    const int64_t before = d->d.global_batch;
+    hpml_status   status = hpml_distribute_save(d, s.path);
+    if (status == HPML_OK) status = hpmlc_search_place(d, s.path);
+    for (int i = 0; i < capacity && trials; i++) {
+        trials[i].batch = 0;
+        trials[i].loss  = 0;
+    }
+    int64_t best = hpmlc_search_sizes(d, data, &s, trials, capacity, &status);
     d->report.rows = 0;
     hpml_distribute_get(d, NULL, true);
     if (status == HPML_OK && best < 0)
         status = hpmlc_fail(d->c, HPML_ERR_NONFINITE, "batch search: %lld samples a step diverge already; lower the "
                             "learning rate", (long long)s.min);
     if (status == HPML_OK) status = hpml_distribute_set_batch(d, best);
-    else d->d.global_batch = was;
+    else d->d.global_batch = before;
     return status == HPML_OK ? best : -1;
 }
 
@@ -7065,7 +7110,13 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // >>mix   averaging with neighbours
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Random pairs: ranks in a random order, the first with the second, and so on; an odd one stays alone. */
+/* Rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those of
+   Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - the others: symmetric, rows add up to 1, hence
+   repeated mixing brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for Distributed
+   Averaging"). */
+
+/* The rank's partner of this step in a random pairing: ranks in a random order, the first with the second, and so on;
+   with an odd number the last is its own partner. */
 HPMLC_FN int hpmlc_partner(int p, uint64_t seed, int64_t step, int rank)
 {
     int64_t place = 0;
@@ -7091,7 +7142,10 @@ HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, i
 {
     for (int i = 0; i < p; i++) { /* at first 1 for neighbours, and each rank's degree in the diagonal */
         double degree = 0;
-        for (int j = 0; j < p; j++) degree += w[i * p + j] = hpmlc_neighbours(topology, p, seed, step, i, j);
+        for (int j = 0; j < p; j++) {
+            w[i * p + j] = hpmlc_neighbours(topology, p, seed, step, i, j);
+            degree += w[i * p + j];
+        }
         w[i * p + i] = degree;
     }
     for (int i = 0; i < p; i++)
@@ -7099,34 +7153,54 @@ HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, i
             if (i != j && w[i * p + j] > 0) w[i * p + j] = 1 / (1 + fmax(w[i * p + i], w[j * p + j]));
     for (int i = 0; i < p; i++) {
         double rest = 1;
-        for (int j = 0; j < p; j++) rest -= i != j ? w[i * p + j] : 0;
+        for (int j = 0; j < p; j++)
+            if (i != j) rest -= w[i * p + j];
         w[i * p + i] = rest;
     }
 }
 
-/* Everybody sends what it had before; neighbours are added in the order of their distance. */
+HPMLC_FN double hpmlc_degree(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank)
+{
+    double degree = 0;
+    for (int j = 0; j < p; j++) degree += hpmlc_neighbours(topology, p, seed, step, rank, j);
+    return degree;
+}
+
+/* Row `rank` of the mixing matrix: (p). */
+HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank, double *w)
+{
+    double mine = hpmlc_degree(topology, p, seed, step, rank), rest = 1;
+    for (int j = 0; j < p; j++) {
+        w[j] = 0;
+        if (!hpmlc_neighbours(topology, p, seed, step, rank, j)) continue;
+        w[j] = 1 / (1 + fmax(mine, hpmlc_degree(topology, p, seed, step, j)));
+        rest -= w[j];
+    }
+    w[rank] = rest;
+}
+
+/* All ranks send the array as it was before; neighbours' arrays are added in the order of their distance. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step)
 {
     if (c && ((unsigned)topology > HPML_TOPOLOGY_ALL || (n > 0 && !data)))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
     int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, "topology", (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    int     p = c->size, me = c->rank;
-    size_t  bytes = (size_t)n * sizeof(float);
-    double *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)p * (size_t)p, NULL);
-    float  *mine = (float *)hpmlc_scratch(c, 2 * bytes + 8), *theirs = mine + n;
+    const int    p = c->size, me = c->rank;
+    const size_t bytes = (size_t)n * sizeof(float);
+    hpml_status  status = HPML_OK;
+    double      *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)p, NULL);
+    float       *mine = (float *)hpmlc_scratch(c, 2 * bytes + 8), *theirs = mine + n;
     if (!w || !mine) return hpml_ctx_status(c->ctx);
-    hpml_mixing_matrix(topology, p, seed, step, w);
+    hpmlc_mixing_row(topology, p, seed, step, me, w);
     if (n > 0) memcpy(mine, data, bytes);
-    for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me * p + me];
-    hpml_status status = HPML_OK;
+    for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me];
     for (int k = 1; k < p && status == HPML_OK; k++) {
-        int  to = (me + k) % p, from = (me - k + p) % p;
-        bool sends = w[me * p + to] > 0, takes = w[me * p + from] > 0;
+        int to = (me + k) % p, from = (me - k + p) % p;
+        int dest = w[to] > 0 ? to : -1, source = w[from] > 0 ? from : -1; /* the matrix is symmetric */
         c->round = k;
-        status = hpmlc_round(c, tag, sends ? to : -1, (const char *)mine, bytes, takes ? from : -1, (char *)theirs,
-                             bytes, NULL);
-        for (int64_t i = 0; takes && status == HPML_OK && i < n; i++) data[i] += (float)w[me * p + from] * theirs[i];
+        status = hpmlc_round(c, tag, dest, (const char *)mine, bytes, source, (char *)theirs, bytes, NULL);
+        for (int64_t i = 0; source >= 0 && status == HPML_OK && i < n; i++) data[i] += (float)w[from] * theirs[i];
     }
     hpml_ctx_release(c->ctx, w);
     return hpmlc_leave(c, status);
@@ -7765,7 +7839,7 @@ HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t s
     return snprintf(buffer, size, "%d buckets: step %.4g ms = compute %.4g + stragglers %.4g + exposed %.4g; exchange "
                     "%.4g ms; efficiency %.0f %%%s", s->buckets, 1e3 * s->step_s, 1e3 * s->compute_s,
                     1e3 * s->straggle_s, 1e3 * s->exposed_s, 1e3 * s->comm_s, 100 * s->efficiency,
-                    hpmlc_low(s->efficiency, low));
+                    hpmlc_efficiency_warning(s->efficiency, low));
 }
 
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes)
