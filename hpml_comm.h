@@ -455,36 +455,41 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 // >>api-distribute   synchronous data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters
-   start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
-   code does not change: hpml_trainer_fit gets the whole data set on all ranks, and each takes its share of every batch
-   (disjoint, complete, shuffled with one seed); hpml_trainer_step gets this rank's samples; hpml_trainer_evaluate goes
-   through all of its data on each rank that calls it. The short last batch is weighted right, and a rank without
-   samples takes part. Batchnorm sees a rank's share alone unless sync_batchnorm is set. A trainer on a device is
-   served, too: by the communicator's link, where it has one (codecs and plain sums, neither exact nor delayed), else
-   what is exchanged goes through the host. A link that ends at the node adds up plain floats inside; the codec packs
-   what goes from node to node. */
+/* Data parallelism: p ranks, each with a share of every global batch, train as one rank with all of it. Parameters
+   start as those of rank 0, gradients are added up over ranks while the backward pass still runs, all ranks make the
+   same optimizer step. Serial code does not change: hpml_trainer_fit gets the whole data set on all ranks, and each
+   rank takes its share of every batch (disjoint, complete, shuffled with one seed); hpml_trainer_step gets this rank's
+   samples; hpml_trainer_evaluate evaluates all of its data on each rank that calls it. A short last batch is weighted
+   by its samples, and a rank without samples takes part. Batchnorm normalizes a rank's share alone unless
+   sync_batchnorm is set.
+
+   Gradients of a trainer on a device are exchanged by the communicator's link, if there is one (codecs and plain sums,
+   neither exact nor delayed); else a copy of them is exchanged on the host. Where the link ends at the node, it adds up
+   floats inside the node, and the codec packs what is sent between nodes.
+
+   The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
-    hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
+    hpml_codec_desc codec;        /* how gradients are packed, as in hpml_exchange_desc; so are the next five */
     hpml_method     method;
     float           ratio, momentum;
     int32_t         lowrank;
     hpml_algorithm  algorithm;
-    bool            sum;          /* the sum of the ranks' mean gradients; else the mean over the global batch */
-    int64_t         global_batch; /* samples a step, all ranks; 0: ranks * model batch. Shares differ by 1 at most */
-    int64_t         bucket_bytes; /* travel together; 0: 256 KiB, by a link 8 MiB; 1: every tensor alone */
-    bool            no_overlap;   /* exchange after the backward pass, not during it. So it is, at once and in one
-                                     bucket, where ranks of one machine keep all its cores busy and no link is slow;
-                                     two such add up in the optimizer's pass, and keep their own gradients */
-    bool            delayed;      /* double buffering: a step applies the gradients (and moves of batchnorm's running
-                                     statistics) of the one before, the first none */
-    int64_t         warm_steps;   /* the first steps travel uncompressed */
-    bool            sync_batchnorm; /* batchnorm on the statistics of the global batch, as one rank would have them: a
-                                     small sum over the ranks for each such layer, forward and backward */
+    bool            sum;          /* apply the sum of the ranks' mean gradients; else the mean over the global batch */
+    int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
+    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
+                                     1: each tensor alone */
+    bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
+                                     one bucket, where the ranks of one machine keep all its cores busy and no network
+                                     is slow, because a background thread would take time from the computation */
+    bool            delayed;      /* double buffering: a step applies the gradients (and changes of batchnorm's running
+                                     statistics) of the step before; the first step applies none */
+    int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
+    bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
+                                     small sum over ranks for each such layer, forward and backward */
     bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
-    int32_t         history;      /* steps that hpml_distribute_steps can tell of; 0: 64 */
+    int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
     uint32_t        _end;
 } hpml_distribute_desc;
 
@@ -492,7 +497,7 @@ typedef struct hpml_distribute_desc {
    a fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two
    so that the sum of all leaves fits 62 bits, round each leaf to 64-bit integers, add those, and convert back once. So
    1, 2, 3, ... ranks give the same bits (same build, same kind of CPU), at 2 times the bytes of f32 and the memory of
-   one gradient for each leaf of a rank. With a codec, residuals belong to leaves, which are added up in order. */
+   one gradient for each leaf of a rank. With a codec each leaf has residuals, and leaves are added up in order. */
 
 /* Collective; NULL on failure, the error on the context. */
 typedef struct hpml_distributed hpml_distributed;
@@ -500,15 +505,15 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
 /* Optional: the trainer is serial again. Waits for what is in flight, hence on all ranks, between two steps. */
 HPML_API void hpml_distribute_free(hpml_distributed *d);
 
-/* Since the start or the last call with reset; seconds are hpml_comm_now's. */
+/* Means over the steps since the start, or since the last call with reset; seconds are those of hpml_comm_now. */
 typedef struct hpml_distribute_report {
     int64_t steps;
-    double  step_s, compute_s; /* mean of a step; forward and backward */
-    double  comm_s, exposed_s; /* exchanging; and waiting for it with nothing left to compute */
+    double  step_s, compute_s; /* a whole step; its forward and backward pass */
+    double  comm_s, exposed_s; /* exchanging; waiting for the exchange with nothing left to compute */
     double  hidden;            /* 1 - exposed_s / comm_s */
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
-    double  plain_bytes;       /* what a ring allreduce of f32 would have sent */
+    double  plain_bytes;       /* that a ring allreduce of f32 would have sent */
     double  loss;              /* mean over all ranks' samples of the last step; with `delayed` of the step before,
                                   because the loss is sent with the gradients. NaN: before the first step */
     int64_t samples;           /* of the same step, on all ranks */
@@ -517,54 +522,57 @@ typedef struct hpml_distribute_report {
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line; warns below 50 % */
 
-/* One step of one rank: where its time went, from the end of the wait of the step before to the end of its own. What is
-   not in compute, exposed and bubble is data and update. With `delayed` the exchange is that of the step before. */
+/* Where the time of one step of one rank went, from the end of the wait of the step before to the end of its own. The
+   time that is not in compute, exposed and bubble is data and update. With `delayed` the exchange is that of the step
+   before. */
 typedef struct hpml_step_row {
     int64_t step;      /* updates done, this one included */
     int32_t rank;
-    double  step_s, compute_s; /* in all; forward and backward */
-    double  overlap_s; /* exchanging behind computation */
-    double  exposed_s; /* waiting for the exchange with nothing left to compute, ... */
-    double  bubble_s;  /* ... but as long as the slowest rank still computed, it waited for that one */
+    double  step_s, compute_s; /* the whole step; its forward and backward pass */
+    double  overlap_s; /* exchanging while computing */
+    double  exposed_s; /* waiting for the exchange with nothing left to compute, without bubble_s */
+    double  bubble_s;  /* waiting for the slowest rank, as long as that still computed */
     double  bytes;     /* sent */
 } hpml_step_row;
-/* The last steps of all ranks, by step, then rank; only whole steps, so many as `capacity` rows hold. Collective, with
-   the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the context. */
+/* The rows of the last steps of all ranks, by step, then rank; whole steps only, as many as `capacity` rows hold.
+   Collective, with the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the
+   context. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity);
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size); /* as snprintf */
 
-/* A checkpoint of the whole job, residuals of all ranks and, with `delayed`, the gradients not yet applied included;
-   collective. It loads on any number of ranks: what residuals owe to the gradients to come is carried over, so nothing
-   that was computed is lost. On as many ranks as before, or with `exact`, the job continues bit for bit. What a codec
-   owes between nodes (a link that ends at the node) loads on the same ranks of the same nodes only. */
+/* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
+   included; collective. It loads on any number of ranks: the residuals of all ranks are shared out among the ranks that
+   load them, so that no part of a gradient is lost. On as many ranks as before, or with `exact`, the job continues bit
+   for bit. Residuals between nodes (a link that ends at the node) load on as many nodes with as many ranks each only.
+   */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
-/* Samples a step, from the next pass of fit on: at most what the models' batches hold together. Not with `exact`. The
-   learning rate follows by the trainer's lr_rule. Same call on all ranks; a checkpoint does not hold it. */
+/* Sets the samples of a step, from the next pass of fit on: at most the sum of the models' batches. Not with `exact`.
+   The learning rate follows by the trainer's lr_rule. Same call on all ranks; checkpoints do not hold it. */
 HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t global_batch);
 
-/* How large may a step be before training suffers? As in Seide et al. 2014, sizes are tried on a part of the data, from
-   `min` up, each from the same checkpoint and on the same samples (without double buffering, which would favour small
-   ones). The first whose mean loss exceeds the first one's by more than `slack` ends the search; the one before it is
-   taken. Repeat it now and then, from half to twice the size: later in training larger steps do. Their learning rates
-   were per sample: lr_rule LINEAR. */
+/* How large may a step be before training suffers? As in Seide et al. 2014, batch sizes are tried on a part of the
+   data, from `min` up, each from the same checkpoint and on the same samples (without double buffering, which would
+   favour small ones). The first size whose mean loss exceeds that of `min` by more than `slack` ends the search; the
+   size before it is taken. Repeat the search now and then, from half to twice the size, because larger steps do no harm
+   later in training. Their learning rates were per sample: lr_rule LINEAR. */
 typedef struct hpml_batch_search_desc {
     uint32_t    _begin;
-    const char *path;     /* of the checkpoint that trials start from, written here and read by all ranks; required */
-    int64_t     min, max; /* samples a step; 0: as now; as many as the models' batches hold */
+    const char *path;     /* required: of the checkpoint that trials start from, written here and read by all ranks */
+    int64_t     min, max; /* samples a step; 0: min: as now, max: the sum of the models' batches */
     double      factor;   /* from one size to the next; 0: the square root of 2 */
-    int64_t     multiple; /* sizes are multiples of this; 0: 1 */
+    int64_t     multiple; /* sizes are multiples of this number; 0: 1 */
     int64_t     samples;  /* that each size trains on; 0: a tenth of the data */
-    double      slack;    /* share of the loss; 0: 0.01 */
+    double      slack;    /* as a fraction of the loss; 0: 0.01 */
     uint32_t    _end;
 } hpml_batch_search_desc;
 typedef struct hpml_batch_trial {
-    int64_t batch; /* 0: no more were tried */
-    double  loss;  /* mean over the samples; infinite: it diverged */
+    int64_t batch; /* samples a step; 0: the list ends here */
+    double  loss;  /* mean over the samples; infinite: training diverged */
 } hpml_batch_trial;
-/* Collective, between two passes. Returns the size taken, which is then set; everything else is as before, but for the
-   report, which starts anew. -1: an error, on the context. trials: (capacity) what was tried; may be NULL. */
+/* Collective, between two passes. Returns the size taken, which is then set; all else is as before, except the report,
+   which starts anew. -1: an error, on the context. trials: (capacity) the sizes that were tried; may be NULL. */
 HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
                                         hpml_batch_trial *trials, int capacity);
 
@@ -640,9 +648,9 @@ typedef enum hpml_topology {
     HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
     HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
     HPML_TOPOLOGY_PAIRS,    /* each step other random pairs: 1/2 and 1/2 */
-    HPML_TOPOLOGY_ALL       /* everybody with everybody: one step is the mean */
+    HPML_TOPOLOGY_ALL       /* each rank with all others: one step is the mean */
 } hpml_topology;
-/* W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
+/* Writes W, (p, p) row-major, of step `step`. seed and step matter for PAIRS only. */
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
 /* One mixing step on n floats in place; the same seed and step on all ranks. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
