@@ -4885,7 +4885,7 @@ typedef struct hpmlc_copies {
 
 enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS };
 
-/* What is added up over all ranks in each step, beside gradients. */
+/* What is added up over all ranks in each step, in addition to gradients. */
 typedef struct hpmlc_stats {
     double    *sum;              /* (HPMLC_STATS + buffer_total) samples, loss times samples, ranks with a loss that is
                                     NaN or infinite, such a rank; running statistics times samples */
@@ -5470,7 +5470,7 @@ typedef struct hpmlc_state {
     char        *name;
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) this rank's part; NULL: none */
-    const hpmlc_reach *reach; /* host access to it; NULL: it is on the host */
+    const hpmlc_reach *reach; /* host access to data */
     int64_t      count;      /* floats of a copy */
     int64_t      at, floats; /* this rank's range of a copy */
     hpmlc_copies copies;     /* in the file: `all` */
@@ -5487,6 +5487,7 @@ struct hpmlc_states {
     bool              is_saving; /* the list is for saving; else it is for loading */
     const char       *copy;      /* what a copy of scope RANK is one of: "ranks" */
     bool             *present;   /* of the arrays that are added next */
+    hpmlc_reach       host;      /* of arrays on the host */
 };
 
 /* Adds an array of `count` floats a copy, of which this rank has no part yet; NULL: an error on the context. The item
@@ -5509,23 +5510,26 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     for (int i = 0; i < 3; i++) length += parts[i] ? strlen(parts[i]) + 1 : 0;
     char *name = (char *)hpml_ctx_alloc(d->ctx, length, NULL);
     if (!name) return NULL;
-    snprintf(name, length, "%s%s%s%s%s", kind, copy ? "." : "", copy ? copy : "", tensor ? "." : "",
-             tensor ? tensor : "");
+    for (int i = 0; i < 3; i++) {
+        size_t at = strlen(name);
+        if (parts[i]) snprintf(name + at, length - at, "%s%s", at > 0 ? "." : "", parts[i]);
+    }
     hpmlc_state *it = &list->item[list->count++];
     memset(it, 0, sizeof *it);
     it->name         = name;
     it->scope        = scope;
     it->count        = count;
+    it->reach        = &list->host;
     it->present      = list->present;
     it->copies.count = 1;
     it->copies.all   = 1;
     return it;
 }
 
-/* This rank's part of a copy: floats [at, at + floats). */
-HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpmlc_reach *reach, float *data, int64_t at, int64_t floats)
+/* Sets this rank's part of a copy: floats [at, at + floats), in the memory of an exchange. */
+HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *data, int64_t at, int64_t floats)
 {
-    it->reach  = reach;
+    it->reach  = &x->reach;
     it->data   = data;
     it->at     = at;
     it->floats = floats;
@@ -5538,7 +5542,8 @@ HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, con
     hpmlc_state *it = hpmlc_state_add(list, HPMLC_SHARED, kind, NULL, tensor, count);
     if (!it) return NULL;
     it->is_same = true;
-    hpmlc_state_part(it, NULL, data, 0, count);
+    it->data    = data;
+    it->floats  = count;
     return it;
 }
 
@@ -5550,7 +5555,7 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     if (!it) return;
     it->copies  = list->d->copies;
     it->is_mean = x->d.reduce == HPML_MEAN;
-    hpmlc_state_part(it, &x->reach, data, 0, count);
+    hpmlc_state_part(it, x, data, 0, count);
 }
 
 /* Adds what an exchange of the whole communicator carries for one tensor. */
@@ -5565,7 +5570,7 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
         if (q) q->reach = &x->reach;
     } else if (it->stripe) {
         hpmlc_state *sum = hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", name, n);
-        if (sum) hpmlc_state_part(sum, &x->reach, it->stripe, it->my_row * cols, it->my_rows * cols);
+        if (sum) hpmlc_state_part(sum, x, it->stripe, it->my_row * cols, it->my_rows * cols);
     }
 }
 
@@ -5673,8 +5678,8 @@ typedef struct hpmlc_delayed {
     float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of a whole step then */
     double whole;        /* samples of a whole step, when what is in flight was computed */
     bool   is_in_flight; /* false before the first step */
-    bool   is_settled;   /* in_flight, change and head are complete */
-    bool   is_loaded;    /* they are a checkpoint's */
+    bool   is_complete;  /* its exchange is over: in_flight, change and head are set */
+    bool   is_loaded;    /* they are those of a checkpoint */
 } hpmlc_delayed;
 
 HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc)
@@ -5719,7 +5724,7 @@ HPMLC_FN hpml_status hpmlc_delayed_gradient(hpml_distributed *d, int param)
 }
 
 /* Completes the exchange in flight: its mean loss and mean change of the running statistics. */
-HPMLC_FN hpml_status hpmlc_delayed_settle(hpml_distributed *d)
+HPMLC_FN hpml_status hpmlc_delayed_complete(hpml_distributed *d)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
     const double  *s   = d->stats.sum;
@@ -5728,9 +5733,9 @@ HPMLC_FN hpml_status hpmlc_delayed_settle(hpml_distributed *d)
         d->report.r.samples = (int64_t)own->head[HPMLC_DELAYED_SAMPLES];
         own->whole          = (double)own->head[HPMLC_DELAYED_WHOLE];
         own->is_loaded      = false;
-        own->is_settled     = true;
+        own->is_complete    = true;
     }
-    if (own->is_settled) return HPML_OK;
+    if (own->is_complete) return HPML_OK;
     hpml_status status = hpmlc_dist_wait(d);
     if (status != HPML_OK) return status;
     for (int64_t k = 0; k < d->layout.buffer_total; k++)
@@ -5738,7 +5743,7 @@ HPMLC_FN hpml_status hpmlc_delayed_settle(hpml_distributed *d)
     own->head[HPMLC_DELAYED_SAMPLES] = (float)s[HPMLC_SAMPLES];
     own->head[HPMLC_DELAYED_LOSS]    = (float)(s[HPMLC_LOSS] / s[HPMLC_SAMPLES]);
     own->head[HPMLC_DELAYED_WHOLE]   = (float)own->whole;
-    own->is_settled = true;
+    own->is_complete = true;
     return HPML_OK;
 }
 
@@ -5781,7 +5786,7 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
     double         samples = 0, whole;
     hpmlc_delayed_undo(d);
     if (own->is_in_flight) {
-        status = hpmlc_delayed_settle(d);
+        status = hpmlc_delayed_complete(d);
         if (status != HPML_OK) return status;
         hpmlc_delayed_redo(d);
         samples = (double)own->head[HPMLC_DELAYED_SAMPLES];
@@ -5792,12 +5797,12 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
     hpmlc_delayed_swap(d);
     hpmlc_steps_note(d);
     own->is_in_flight = !d->trial.on;
-    own->is_settled   = false;
+    own->is_complete  = false;
     own->is_loaded    = false;
     d->buckets.posted = 0;
     status = hpmlc_dist_post(d, own->before);
     if (d->trial.on && status == HPML_OK) {
-        status = hpmlc_delayed_settle(d);
+        status = hpmlc_delayed_complete(d);
         if (status == HPML_OK) hpmlc_delayed_redo(d);
         samples = d->stats.sum[HPMLC_SAMPLES];
         whole   = own->whole;
@@ -5816,7 +5821,7 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_delayed *own   = (hpmlc_delayed *)d->own;
     int64_t        moved = 0;
-    if (list->is_saving && own->is_in_flight && hpmlc_delayed_settle(d) != HPML_OK) return false;
+    if (list->is_saving && own->is_in_flight && hpmlc_delayed_complete(d) != HPML_OK) return false;
     if (!list->is_saving) {
         own->is_in_flight = false;
         own->is_loaded    = true;
@@ -6424,9 +6429,9 @@ HPMLC_FN void hpmlc_nodes_param_state(hpml_distributed *d, hpmlc_states *list, c
     node->copies.first = across->rank;
     node->copies.count = 1;
     node->copies.all   = across->size;
-    if (it) hpmlc_state_part(node, &x->reach, it->residual, at, it->g.rows * it->g.cols);
+    if (it) hpmlc_state_part(node, x, it->residual, at, it->g.rows * it->g.cols);
     hpmlc_state *sum = hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", p->name, n);
-    if (sum && it) hpmlc_state_part(sum, &x->reach, it->stripe, at + it->my_row * it->g.cols, it->my_rows * it->g.cols);
+    if (sum && it) hpmlc_state_part(sum, x, it->stripe, at + it->my_row * it->g.cols, it->my_rows * it->g.cols);
 }
 
 HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
@@ -6790,40 +6795,41 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
     for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
         float       *data = it->data + l * it->floats;
-        const float *host = it->reach ? hpmlc_open(it->reach, data, it->floats) : data;
+        const float *host = hpmlc_open(it->reach, data, it->floats);
         memcpy(rows + (it->copies.first + l) * it->count + it->at, host, (size_t)it->floats * sizeof(float));
     }
 }
 
-/* Sets, adds to, or clears this rank's part of its copy l. row: (count) of the file, not aligned. */
+/* Sets this rank's part. row: (count) of the file, not aligned. */
 HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
 {
-    float *host = it->reach ? hpmlc_open(it->reach, it->data, it->floats) : it->data;
     if (it->floats == 0) return;
+    float *host = hpmlc_open(it->reach, it->data, it->floats);
     memcpy(host, row + (size_t)it->at * sizeof(float), (size_t)it->floats * sizeof(float));
-    if (it->reach) hpmlc_close(it->reach, it->data, it->floats);
+    hpmlc_close(it->reach, it->data, it->floats);
 }
 
+/* Adds factor times the row to this rank's part of its copy l. */
 HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
 {
     float *data = it->data + l * it->floats;
-    float *host = it->reach ? hpmlc_open(it->reach, data, it->floats) : data;
+    float *host = hpmlc_open(it->reach, data, it->floats);
     for (int64_t i = 0; i < it->floats; i++) {
         float x;
         memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
         x *= factor;
         host[i] += x;
     }
-    if (it->reach) hpmlc_close(it->reach, data, it->floats);
+    hpmlc_close(it->reach, data, it->floats);
 }
 
 HPMLC_FN void hpmlc_state_clear(const hpmlc_state *it)
 {
     for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
         float *data = it->data + l * it->floats;
-        float *host = it->reach ? hpmlc_open(it->reach, data, it->floats) : data;
+        float *host = hpmlc_open(it->reach, data, it->floats);
         memset(host, 0, (size_t)it->floats * sizeof(float));
-        if (it->reach) hpmlc_close(it->reach, data, it->floats);
+        hpmlc_close(it->reach, data, it->floats);
     }
 }
 

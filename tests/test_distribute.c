@@ -410,6 +410,46 @@ TEST(double_buffering)
     ENSURE(second.report.loss == plain.report.loss && second.report.samples == plain.report.samples);
 }
 
+/* One strategy after another on one trainer: each is chosen by its field, and gives its memory back. */
+typedef struct turns { bool good; char text[512]; } turns;
+
+static hpml_status in_turns(hpml_comm *c, void *user)
+{
+    static float         x[16 * INPUTS];
+    static const int32_t y[16];
+    static const hpmlc_strategy_kind kinds[] = { HPMLC_SYNC, HPMLC_DELAYED, HPMLC_EXACT, HPMLC_SYNC };
+    turns        *j = (turns *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *in = hpml_input_2d(ctx, 16, INPUTS);
+    hpml_trainer *t = trainer(ctx, in, hpml_linear(in, CLASSES, NULL), 0.01f);
+    size_t        bytes = 0;
+    bool          good = true;
+    for (int turn = 0; turn < 8 && hpml_ctx_status(ctx) == HPML_OK; turn++) {
+        int               k = turn % 4;
+        hpml_distribute_desc desc = { .delayed = k == 1, .exact = k == 2, .codec.compress_all = true,
+                                      .codec.kind = k == 3 ? HPML_CODEC_ONEBIT : HPML_CODEC_NONE };
+        hpml_distributed *d = hpml_distribute(t, c, &desc);
+        good = good && d && d->strategy == &hpmlc_strategies[kinds[k]];
+        for (int step = 0; step < 3; step++) hpml_trainer_step(t, x, y, 16, NULL);
+        hpml_distribute_free(d);
+        if (turn == 3) bytes = hpml_ctx_bytes(ctx); /* scratch memory and the background thread stay */
+    }
+    hpml_trainer_step(t, x, y, 16, NULL); /* alone */
+    good = good && hpml_trainer_step_count(t) == 8 * 3 + 1 && hpml_ctx_bytes(ctx) == bytes;
+    if (hpml_comm_rank(c) == 0) j->good = good;
+    return hpml_ctx_status(ctx);
+}
+
+TEST(strategies_in_turns)
+{
+    for (int background = 0; background < 2; background++) {
+        turns            j = { 0 };
+        hpml_launch_desc l = { .ranks = 2, .timeout = 20, .ctx.threads = 1 };
+        if (background) l.network = linked;
+        ENSURE(hpml_launch(&l, in_turns, &j, j.text, sizeof j.text) == HPML_OK && j.good);
+    }
+}
+
 /* Running statistics arrive a step late, but they arrive: near those of a training without double buffering. */
 TEST(double_buffering_moves_running_statistics)
 {
