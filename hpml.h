@@ -658,7 +658,6 @@ typedef struct hpml_update {
     int64_t  n;                /* 0: nothing to do */
     float   *w;                /* weights */
     float   *g;                /* gradient; rows with `direction` overwrite it */
-    const float *more;         /* CPU: added to g; NULL: nothing */
     float   *state[HPML_MAX_STATES]; /* as the row lists them; NULL: not kept */
     uint64_t step;             /* 1 for the first */
     float    lr;               /* of this step and parameter: schedule and hpml_param_desc.lr_scale are in it */
@@ -1008,9 +1007,13 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
                                                    bool accumulate, float *loss);
 /* Clips the gradients and steps parameters first_param .. first_param + param_count - 1 (fewer if there are fewer). */
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
-/* Steps all parameters with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last.
-   On the CPU, without clip_norm, a dynamic loss scale and optimizers that need norms (LARS, LAMB). */
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
+/* All gradients of the trainer as one array, in the backend's memory, and its floats: those of the trained parameters
+   in the order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats. The padding is 0 and stays 0
+   under a sum over ranks, which may hence be one sum of the array. Parameter i begins at float
+   hpml_trainer_gradient_at; -1: it is not trained. */
+#define HPML_GRADIENT_ALIGN 16
+HPML_API float  *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats);
+HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule takes: see
    hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
@@ -3600,6 +3603,13 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
     }
 }
 
+/* Floats of a parameter's gradient in the array of all gradients, padding included. */
+HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
+{
+    const int64_t align = HPML_GRADIENT_ALIGN;
+    return (hpml_tensor_count(p) + align - 1) / align * align;
+}
+
 /* Lives of the gradients; who writes first and who adds, in the order of the backward pass: what nobody has written
    when its own op's turn comes does not lead to the loss. */
 HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
@@ -3709,7 +3719,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     hpmli_plan_slots(g, uses);
     for (int i = 0; i < g->param_count; i++) {
         g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
-        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(ctx->params[i]) + 15) / 16 * 16;
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_gradient_floats(ctx->params[i]);
     }
     g->memory.gradients = (size_t)g->grad_count * sizeof(float);
     hpmli_free(ctx, uses);
@@ -3776,7 +3786,7 @@ HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
         p->grad = mine ? g->grads + at : NULL;
-        if (mine) at += (hpml_tensor_count(p) + 15) / 16 * 16;
+        if (mine) at += hpmli_gradient_floats(p);
     }
 }
 
@@ -7029,8 +7039,7 @@ HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, in
 {
     int found = 0;
     for (int64_t j = 0; j < n; j++) {
-        float more = u->more ? u->more[i + j] : 0;
-        g[j] = (u->g[i + j] + more) * u->grad_scale;
+        g[j] = u->g[i + j] * u->grad_scale;
         if (!u->found_nonfinite || g[j] - g[j] == 0) continue;
         g[j]  = 0;
         found = HPML_NONFINITE_GRADIENT;
@@ -7428,8 +7437,6 @@ struct hpml_trainer {
     float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): 1 if all are full */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
-    const float        *more;            /* hpml_trainer_update_sum: NULL outside */
-    float               more_scale;
     hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
     hpmli_step_scalars *device_scalars;  /* in the loss's place in memory, which has room for them */
     bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
@@ -7658,6 +7665,18 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
                           rank, ranks, (long long)global_batch, (long long)grain);
     t->rank = rank, t->ranks = ranks, t->global_batch = global_batch, t->grain = grain;
     return HPML_OK;
+}
+
+HPML_API float *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats)
+{
+    if (floats) *floats = t ? t->graph->grad_count : 0;
+    return t ? t->graph->grads : NULL;
+}
+
+HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param)
+{
+    if (!t || param < 0 || param >= t->graph->param_count || t->graph->param_last[param] < 0) return -1;
+    return t->ctx->params[param]->grad - t->graph->grads;
 }
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
@@ -7914,10 +7933,10 @@ HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_
         hpml_update      *u = &t->updates[i];
         u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
-        u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
+        u->grad_scale = 1 / scale;
+        u->clip       = t->d.clip_norm * scale;
         u->sumsq = t->d.clip_norm > 0 ? &t->device_scalars->sumsq : NULL;
         u->found_nonfinite   = t->d.no_finite_check ? NULL : &t->found_nonfinite[i], t->found_nonfinite[i] = 0;
-        u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
     }
@@ -7941,18 +7960,6 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
     return hpmli_updates_check(t);
-}
-
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (t->wants_norm || t->optimizer->prepare || t->optimizer->direction ||
-        t->ctx->backend != hpml_backend_cpu())
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
-                          "a dynamic loss scale, LARS and LAMB");
-    t->more = more, t->more_scale = scale;
-    hpml_status status = hpml_trainer_apply(t, 0, t->graph->param_count);
-    return t->more = NULL, status;
 }
 
 /* What a batch's gradients are multiplied by, to add up to `share` times the mean over all samples of the update. */
@@ -11683,12 +11690,11 @@ HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, flo
 /* After an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if the gradient was not finite (LAMB has
    overwritten the gradient), else HPML_NONFINITE_STEP. Resets the state of these elements, because no later gradient
    would make it finite. */
-HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
-                              int64_t n)
+HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_NONFINITE_STEP;
     for (int64_t i = 0; i < n; i++) {
-        float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
+        float g = dw[i] * o->u.grad_scale;
         bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
         if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
         if (lost && m && o->u.found_nonfinite) m[i] = 0;
@@ -11703,7 +11709,6 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         HV(f32) g = HV(load_upto)(dw + i, c);                                                                                      \
-        if (more) g = g + HV(load_upto)(more + i, c);                                                                         \
         g = g * HV(set1)(o->u.grad_scale);                                                                             \
         step;                                                                                                          \
     }
@@ -11723,7 +11728,6 @@ HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) 
 HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
-    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
     HV(update_check)     all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
     HV(update_check)    *f = &all;
     int64_t              i = 0;
@@ -11736,7 +11740,7 @@ HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, f
     case HPML_OPT_CUSTOM: break; /* see hpmli_optimizer_piece */
     }
     if (HV(sum_lanes)(all.weight + all.square + all.gradient) == 0) return 0;
-    int found = HV(opt_restart)(o, dw, more, m, v, n);
+    int found = HV(opt_restart)(o, dw, m, v, n);
     return HV(sum_lanes)(all.gradient) == 0 ? found : HPML_NONFINITE_GRADIENT;
 }
 

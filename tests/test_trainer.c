@@ -587,11 +587,10 @@ TEST(a_gradient_without_an_end_stays_out)
 TEST(steps_tell_of_what_is_not_finite)
 {
     static const char *const cpus[] = { "scalar", "avx2", "avx512", "neon" };
-    for (int k = 0; k < 4 * 8 * 3; k++) {
+    for (int k = 0; k < 4 * 8 * 2; k++) {
         hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .cpu = cpus[k % 4] });
         int32_t   bad = 0;
-        bool      sum = k / 32 == 2;
-        float     w[2][37], g[2][37], m[2][37], v[2][37], more[37] = { 0 };
+        float     w[2][37], g[2][37], m[2][37], v[2][37];
         if (!ctx || hpml_ctx_status(ctx) != HPML_OK) { hpml_ctx_free(ctx); continue; }
         hpml_update u[2];
         for (int i = 0; i < 2; i++) {
@@ -600,12 +599,11 @@ TEST(steps_tell_of_what_is_not_finite)
             u[i] = (hpml_update){ .opt = (hpml_opt)(k / 4 % 8), .n = 37, .w = w[i], .g = g[i], .state = { m[i], v[i] },
                 .step = 2, .lr = 0.1f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f,
                 .grad_scale = 0.5f, .weight_decay = 0.01f, .found_nonfinite = i ? &bad : NULL,
-                .more = sum ? more : NULL, .custom = &own_sgd };
+                .custom = &own_sgd };
         }
         ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && !bad && memcmp(w[0], w[1], sizeof w[0]) == 0);
         for (int j = 0; j < 37; j++) g[0][j] = g[1][j] = (float)(j % 5) - 2; /* LAMB's direction was there */
-        if (sum) more[36] = (float)NAN;
-        else g[0][36] = g[1][36] = k / 32 ? -(float)INFINITY : (float)NAN;
+        g[0][36] = g[1][36] = k / 32 ? -(float)INFINITY : (float)NAN;
         ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && (bad & HPML_NONFINITE_GRADIENT));
         ENSURE(!isfinite(w[0][36]));
         bool normed = u[0].opt == HPML_OPT_LARS || u[0].opt == HPML_OPT_LAMB; /* a length of all of it */
@@ -828,9 +826,6 @@ TEST(what_does_not_fit_is_refused)
         ENSURE(hpml_trainer_fit(t, blobs(ctx, 8), &fit[i]) == HPML_ERR_ARGUMENT);
         hpml_ctx_clear_error(ctx);
     }
-    hpml_trainer *clipped = classifier(ctx, 4, (hpml_trainer_desc){ .clip_norm = 1 });
-    ENSURE(hpml_trainer_update_sum(clipped, x, 1) == HPML_ERR_UNSUPPORTED && strstr(hpml_ctx_error(ctx), "clip_norm"));
-    hpml_ctx_clear_error(ctx);
     hpml_tensor *in = hpml_input_2d(ctx, 4, 2), *to = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 4 });
     hpml_tensor *wide = hpml_linear(in, 3, NULL), *loss = hpml_cross_entropy(wide, to, NULL);
     hpml_tensor *data = hpml_tensor_create_2d(ctx, 4, 2);
