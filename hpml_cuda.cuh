@@ -203,7 +203,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
     static hpml_nccl_desc defaults;
     hpml_nccl_desc        d = desc ? *desc : defaults;
     hpml_comm            *in = d.in_nodes ? hpml_comm_split_node(c) : c;
-    hpml_device_link link = { NULL, hpml_nccl_link_begin, hpml_nccl_link_allreduce, hpml_nccl_link_move,
+    hpml_device_link link = { NULL, hpml_nccl_link_begin, hpml_nccl_link_allreduce, hpml_nccl_link_swap,
                               hpml_nccl_link_end, hpml_nccl_link_wait, hpml_nccl_link_check, hpml_nccl_link_scale,
                               hpml_nccl_link_free, NULL, hpml_nccl_link_stage, hpml_nccl_link_share,
                               hpml_nccl_link_landed };
@@ -227,7 +227,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 #if defined(HPML_CUDA_IMPLEMENTATION) && !defined(__CUDACC__) && !defined(HPML_CUDA_ON_CPU)
 #error "hpml_cuda.cuh: its body is for nvcc; define HPML_CUDA_IMPLEMENTATION in one .cu file"
 #endif
-#if (defined(HPML_IMPLEMENTATION) || defined(HPML_CUDA_IMPLEMENTATION)) && \
+#if (defined(HPML_IMPLEMENTATION) || defined(HPML_CUDA_IMPLEMENTATION)) &&                                             \
     (defined(__CUDACC__) || defined(HPML_CUDA_ON_CPU)) && !defined(HPML_CUDA_BODY)
 #define HPML_CUDA_BODY
 
@@ -334,15 +334,15 @@ static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("c
 #define HPMLG_FN static __attribute__((unused))
 #define HPMLG_DEVICE static __device__ __forceinline__
 #define HPMLG_WARP 32
-#define HPMLG_ALL 0xffffffffu
+#define HPMLG_ALL_LANES 0xffffffffu
 
 /* This thread of a launch, and how many there are. n things are dealt out to them one by one, eight by eight, or one to
    a warp. */
-HPMLG_DEVICE int64_t hpmlg_me(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
-HPMLG_DEVICE int64_t hpmlg_threads(void) { return (int64_t)gridDim.x * blockDim.x; }
-#define HPMLG_EACH(i, n)   for (int64_t i##_step = hpmlg_threads(), i = hpmlg_me(); i < (n); i += i##_step)
-#define HPMLG_EIGHTS(i, n) for (int64_t i = 8 * hpmlg_me(); i < (n); i += 8 * hpmlg_threads())
-#define HPMLG_WARPS(i, n)  for (int64_t i = hpmlg_me() / HPMLG_WARP; i < (n); i += hpmlg_threads() / HPMLG_WARP)
+HPMLG_DEVICE int64_t hpmlg_thread_index(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
+HPMLG_DEVICE int64_t hpmlg_thread_count(void) { return (int64_t)gridDim.x * blockDim.x; }
+#define HPMLG_FOR_EACH(i, n)   for (int64_t i##_step = hpmlg_thread_count(), i = hpmlg_thread_index(); i < (n); i += i##_step)
+#define HPMLG_FOR_EACH_VEC8(i, n) for (int64_t i = 8 * hpmlg_thread_index(); i < (n); i += 8 * hpmlg_thread_count())
+#define HPMLG_FOR_EACH_WARP(i, n)  for (int64_t i = hpmlg_thread_index() / HPMLG_WARP; i < (n); i += hpmlg_thread_count() / HPMLG_WARP)
 
 typedef struct hpmlg_array {
     void   *p;
@@ -382,17 +382,17 @@ HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
 }
 
 /* v as the type keeps it. */
-HPMLG_DEVICE float hpmlg_rounded(float v, int64_t type)
+HPMLG_DEVICE float hpmlg_round_to(float v, int64_t type)
 {
     return type == HPML_DTYPE_F32 ? v : hpmlg_widen(hpmlg_narrow(v, v, (int)type), (int)type).x;
 }
 
-typedef struct hpmlg_eight { float v[8]; } hpmlg_eight;
+typedef struct hpmlg_vec8 { float v[8]; } hpmlg_vec8;
 
 /* Elements 8 i to 8 i + 7; the array begins at a multiple of 16 bytes. */
-HPMLG_DEVICE hpmlg_eight hpmlg_get8(hpmlg_array a, int64_t i)
+HPMLG_DEVICE hpmlg_vec8 hpmlg_get8(hpmlg_array a, int64_t i)
 {
-    hpmlg_eight e;
+    hpmlg_vec8 e;
     if (a.type == HPML_DTYPE_F32) {
         float4 x = ((const float4 *)a.p)[2 * i], y = ((const float4 *)a.p)[2 * i + 1];
         e.v[0] = x.x, e.v[1] = x.y, e.v[2] = x.z, e.v[3] = x.w;
@@ -408,7 +408,7 @@ HPMLG_DEVICE hpmlg_eight hpmlg_get8(hpmlg_array a, int64_t i)
     return e;
 }
 
-HPMLG_DEVICE void hpmlg_put8(hpmlg_array a, int64_t i, hpmlg_eight e)
+HPMLG_DEVICE void hpmlg_put8(hpmlg_array a, int64_t i, hpmlg_vec8 e)
 {
     if (a.type == HPML_DTYPE_F32) {
         ((float4 *)a.p)[2 * i]     = make_float4(e.v[0], e.v[1], e.v[2], e.v[3]);
@@ -419,21 +419,21 @@ HPMLG_DEVICE void hpmlg_put8(hpmlg_array a, int64_t i, hpmlg_eight e)
     }
 }
 
-HPMLG_DEVICE float hpmlg_join(float v, float w, bool maximum) { return !maximum ? v + w : w > v || w != w ? w : v; }
+HPMLG_DEVICE float hpmlg_combine(float v, float w, bool maximum) { return !maximum ? v + w : w > v || w != w ? w : v; }
 
 /* Sum, or maximum (a NaN wins), over each group of tx threads side by side, tx a power of two; all get it. Beyond a
    warp all threads of the block take part. space: a float for each warp, shared; not touched within a warp. */
-HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
+HPMLG_DEVICE float hpmlg_group_reduce(float v, float *space, int tx, bool maximum)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP, warps = tx / HPMLG_WARP, first;
     for (int o = (tx < HPMLG_WARP ? tx : HPMLG_WARP) / 2; o > 0; o >>= 1)
-        v = hpmlg_join(v, __shfl_xor_sync(HPMLG_ALL, v, o), maximum);
+        v = hpmlg_combine(v, __shfl_xor_sync(HPMLG_ALL_LANES, v, o), maximum);
     if (warps <= 1) return v;
     __syncthreads(); /* space may still be read from a call before */
     if (lane == 0) space[warp] = v;
     __syncthreads();
     v = space[first = warp / warps * warps];
-    for (int i = 1; i < warps; i++) v = hpmlg_join(v, space[first + i], maximum);
+    for (int i = 1; i < warps; i++) v = hpmlg_combine(v, space[first + i], maximum);
     return v;
 }
 
@@ -447,22 +447,22 @@ HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
 typedef struct hpmlg_note {
     long long        index;
     int              value;
-    int              nonfinite; /* 1: hpmlg_device.worst names the step and the parameter; else 0 */
+    int              nonfinite; /* 1: hpmlg_device.first_nonfinite names the step and the parameter; else 0 */
     const hpml_node *node;      /* the op that read `value` at `index`, out of range; NULL: no op did */
 } hpmlg_note;
 
 /* Counts. products, convolutions: [0] run by a library, [1] by own kernels; _refused: those of [1] that the library had
    refused. fused: convolutions with bias and activation. epilogues: [0] fused into cuBLASLt's products, [1] refused. */
-enum hpmlg_epilogue { HPMLG_BIAS, HPMLG_RELU, HPMLG_GELU, HPMLG_GELU_BACK, HPMLG_SUMS, HPMLG_EPILOGUES };
-typedef struct hpmlg_ran {
+enum hpmlg_epilogue_kind { HPMLG_BIAS, HPMLG_RELU, HPMLG_GELU, HPMLG_GELU_BACK, HPMLG_SUMS, HPMLG_EPILOGUES };
+typedef struct hpmlg_work_counts {
     long long products[2], convolutions[2], products_refused, convolutions_refused, fused;
     long long epilogues[2][HPMLG_EPILOGUES];
-} hpmlg_ran;
+} hpmlg_work_counts;
 
 /* What changes from step to step while a recorded pass stays the same; kernels read it on the device. */
-typedef struct hpmlg_now {
+typedef struct hpmlg_random_key {
     unsigned long long step, sample, seed;
-} hpmlg_now;
+} hpmlg_random_key;
 
 #define HPMLG_SLOTS      4
 #ifndef HPMLG_SLOT_BYTES
@@ -471,90 +471,90 @@ typedef struct hpmlg_now {
 
 typedef struct hpmlg_slot { /* pinned host memory of an upload in flight, and its destination on the device */
     unsigned char *host, *device;
-    cudaEvent_t    landed, free;
+    cudaEvent_t    arrived, reusable;
 } hpmlg_slot;
 
 #define HPMLG_PASSES  64
 #define HPMLG_SCRATCH ((size_t)1 << 20)
 #define HPMLG_RESULT  ((size_t)4096)
 
-typedef struct hpmlg_left { /* results of an op that a later op reuses; kept with a recorded pass */
-    const void      *y, *labels; /* arguments of the last cross-entropy, whose hits are counted */
-    const hpml_node *sloped;     /* the layer whose gradient the next layer has multiplied by act' */
-} hpmlg_left;
+typedef struct hpmlg_op_notes { /* results of an op that a later op reuses; kept with a recorded pass */
+    const void      *y, *labels;           /* arguments of the last cross-entropy, whose hits are counted */
+    const hpml_node *activation_grad_done; /* the layer whose gradient the next layer has multiplied by act' */
+} hpmlg_op_notes;
 
 typedef struct hpmlg_pass {
-    hpml_pass       key;
-    hpmlg_left      left;
-    hpmlg_ran       ran;   /* counts of one replay */
-    bool            tried; /* has run op by op without an error, so its ops' memory is allocated */
-    bool            given_up; /* recording has failed: the pass always runs op by op */
-    cudaGraphExec_t exec;  /* NULL: not recorded yet */
-    uint64_t        used;  /* clock of the last use */
+    hpml_pass         key;
+    hpmlg_op_notes    op_notes;
+    hpmlg_work_counts work;    /* counts of one replay */
+    bool              has_run; /* has run op by op without an error, so its ops' memory is allocated */
+    bool              given_up; /* recording has failed: the pass always runs op by op */
+    cudaGraphExec_t   exec; /* NULL: not recorded yet */
+    uint64_t          used; /* clock of the last use */
 } hpmlg_pass;
 
-typedef struct hpmlg_weights { /* the half copy of a parameter */
+typedef struct hpmlg_half_copy { /* the half copy of a parameter */
     const float *w;
     void        *half;
     int64_t      n;
     bool         fresh;
-    struct hpmlg_weights *next;
-} hpmlg_weights;
+    struct hpmlg_half_copy *next;
+} hpmlg_half_copy;
 
-typedef struct hpmlg_block { /* memory of tensors; freed with the device at the latest */
-    void               *p;
-    struct hpmlg_block *next;
-} hpmlg_block;
+typedef struct hpmlg_allocation { /* memory of tensors; freed with the device at the latest */
+    void                    *p;
+    struct hpmlg_allocation *next;
+} hpmlg_allocation;
 
-#define HPMLG_LOOKS 1024
+#define HPMLG_SPANS 1024
 
-typedef struct hpmlg_look { /* a timed span of work: events before and after it, and where its seconds go */
+typedef struct hpmlg_span { /* a timed span of work: events before and after it, and where its seconds go */
     cudaEvent_t from, to;
     const char *name;
     double     *seconds;
     int         lane;
-} hpmlg_look;
+} hpmlg_span;
 
 typedef struct hpmlg_device {
-    hpml_ctx      *ctx;
-    hpmlg_block   *blocks;
-    hpml_cuda_desc d;
-    hpml_dtype     store;
-    int            sms;            /* multiprocessors */
-    cudaStream_t   stream, copies; /* ops; uploads */
-    hpmlg_slot     slots[HPMLG_SLOTS];
-    int            slot;           /* the one that is being filled */
-    size_t         slot_used;      /* bytes of it */
-    unsigned char *pinned;         /* host memory that the device sees: the slots', and: */
-    hpmlg_note    *note;
-    void          *result;         /* HPMLG_RESULT bytes: small downloads land there */
-    int           *note_taken;     /* on the device */
-    unsigned long long *worst;     /* on the device: the first non-finite gradient or parameter, see hpmlg_worst_of */
-    hpmlg_now     *now, now_host;  /* on the device; what stands there */
-    bool           now_known;
-    hpmlg_pass     passes[HPMLG_PASSES];
-    hpmlg_pass    *trying, *recording;
-    bool           passing;        /* a whole forward pass is on its way */
-    unsigned long long *counts;    /* on the device: hits and labels of the last cross-entropy */
-    hpmlg_left     left;
-    hpml_node     *planned;        /* the last node that was planned */
-    hpmlg_look     looks[HPMLG_LOOKS];
-    int            look_count;
-    cudaEvent_t    look_zero;      /* happened at host time look_time */
-    double         look_time;
-    uint64_t       clock;
-    hpmlg_weights *weights;
-    void          *workspace;      /* workspace_bytes, d.workspace at least */
-    size_t         workspace_bytes, workspace_most; /* bytes; most: the upper limit */
-    size_t         workspace_asked;  /* bytes: the largest request of an algorithm in use */
-    hpmlg_ran      ran, ran_before;  /* before: at the start of the current recording */
-    hpmlg_left     left_before;      /* at the start of the current recording */
-    long long      passes_ran[4];    /* passes run op by op, recorded, replayed, given up; see enum hpmlg_way */
-    long long      waits;            /* times that the host has waited for the device */
-    void          *scratch;        /* HPMLG_SCRATCH bytes for partial sums */
-    void          *updates;        /* the table of an optimizer's step */
-    size_t         updates_room;   /* its bytes */
-    void          *blas, *dnn;     /* cuBLASLt, cuDNN, each with its plans by shape; NULL: not in use */
+    hpml_ctx         *ctx;
+    hpmlg_allocation *allocations;
+    hpml_cuda_desc    d;
+    hpml_dtype        act_dtype;
+    int               sms;            /* multiprocessors */
+    cudaStream_t      stream, copies; /* ops; uploads */
+    hpmlg_slot        slots[HPMLG_SLOTS];
+    int               slot;      /* the one that is being filled */
+    size_t            slot_used; /* bytes of it */
+    unsigned char    *pinned;    /* host memory that the device sees: the slots', and: */
+    hpmlg_note       *note;
+    void             *result;                      /* HPMLG_RESULT bytes: small downloads land there */
+    int              *note_taken;                  /* on the device */
+    unsigned long long *first_nonfinite;           /* on the device: the first non-finite gradient or parameter, see hpmlg_nonfinite_pack */
+    hpmlg_random_key *random_key, random_key_host; /* on the device; what stands there */
+    bool              random_key_known;
+    hpmlg_pass        passes[HPMLG_PASSES];
+    hpmlg_pass       *running, *recording;
+    bool              in_whole_forward; /* a whole forward pass is on its way */
+    unsigned long long *counts;         /* on the device: hits and labels of the last cross-entropy */
+    hpmlg_op_notes    op_notes;
+    hpml_node        *planned; /* the last node that was planned */
+    hpmlg_span        spans[HPMLG_SPANS];
+    int               span_count;
+    cudaEvent_t       span_clock; /* happened at host time span_clock_time */
+    double            span_clock_time;
+    uint64_t          clock;
+    hpmlg_half_copy  *half_copies;
+    void             *workspace; /* workspace_bytes, d.workspace at least */
+    size_t            workspace_bytes, workspace_limit; /* bytes; most: the upper limit */
+    size_t            workspace_wanted;  /* bytes: the largest request of an algorithm in use */
+    hpmlg_work_counts work, work_before; /* before: at the start of the current recording */
+    hpmlg_op_notes    op_notes_before;   /* at the start of the current recording */
+    long long         pass_counts[4];    /* passes run op by op, recorded, replayed, given up; see enum hpmlg_pass_kind */
+    long long         waits;             /* times that the host has waited for the device */
+    void             *scratch;       /* HPMLG_SCRATCH bytes for partial sums */
+    void             *updates;       /* the table of an optimizer's step */
+    size_t            updates_bytes; /* its bytes */
+    void             *blas, *dnn;    /* cuBLASLt, cuDNN, each with its plans by shape; NULL: not in use */
 } hpmlg_device;
 
 /* An error of CUDA or one of its libraries becomes the context's, with what to do where that is known. */
@@ -583,18 +583,18 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
 
 /* The context keeps the first error, and nothing is launched behind it: so ops launch one kernel after the other and
    return nothing, and only who does something else has to ask. */
-HPMLG_FN bool hpmlg_well(const hpmlg_device *d) { return hpml_ctx_status(d->ctx) == HPML_OK; }
+HPMLG_FN bool hpmlg_ok(const hpmlg_device *d) { return hpml_ctx_status(d->ctx) == HPML_OK; }
 
 /* Launches on the device's stream. */
 #define HPMLG_RUN(d, kernel, grid, block, shared, ...)                                                                 \
-    (!hpmlg_well(d) ? (void)0 : (HPMLG_LAUNCH(kernel, grid, block, shared, (d)->stream, __VA_ARGS__),                  \
+    (!hpmlg_ok(d) ? (void)0 : (HPMLG_LAUNCH(kernel, grid, block, shared, (d)->stream, __VA_ARGS__),                    \
                                  (void)hpmlg_check(d, cudaGetLastError(), #kernel)))
 
 /* n things dealt out to blocks of 256 threads, `each` to a block. */
-#define HPMLG_DEAL(d, kernel, n, each, ...) HPMLG_RUN(d, kernel, hpmlg_blocks(d, n, each), 256, 0, __VA_ARGS__)
+#define HPMLG_RUN_ITEMS(d, kernel, n, each, ...) HPMLG_RUN(d, kernel, hpmlg_grid_blocks(d, n, each), 256, 0, __VA_ARGS__)
 
 /* One of two forms of a kernel: for <a>, where `test` holds, or for <b>. */
-#define HPMLG_RUN_EITHER(d, test, kernel, a, b, ...)                                                                   \
+#define HPMLG_RUN_BOOL(d, test, kernel, a, b, ...)                                                                     \
     ((test) ? HPMLG_RUN(d, (kernel<a>), __VA_ARGS__) : HPMLG_RUN(d, (kernel<b>), __VA_ARGS__))
 
 /* Both passes of an op are one function, of node n on device d: this is its head. */
@@ -604,7 +604,7 @@ HPMLG_FN bool hpmlg_well(const hpmlg_device *d) { return hpml_ctx_status(d->ctx)
 
 /* A device, that of a context: current on this thread from now on. An error that somebody else has left on this thread
    is not ours: the launches to come ask for it. */
-HPMLG_FN hpmlg_device *hpmlg_current(void *device)
+HPMLG_FN hpmlg_device *hpmlg_make_current(void *device)
 {
     hpmlg_device *d = (hpmlg_device *)device;
     cudaSetDevice(d->d.device);
@@ -612,34 +612,34 @@ HPMLG_FN hpmlg_device *hpmlg_current(void *device)
     return d;
 }
 
-HPMLG_FN hpmlg_device *hpmlg_enter(const hpml_ctx *ctx) { return hpmlg_current(hpml_ctx_device(ctx)); }
+HPMLG_FN hpmlg_device *hpmlg_device_of(const hpml_ctx *ctx) { return hpmlg_make_current(hpml_ctx_device(ctx)); }
 
-HPMLG_FN hpmlg_array hpmlg_of(void *p, hpml_dtype type)
+HPMLG_FN hpmlg_array hpmlg_array_of(void *p, hpml_dtype type)
 {
     hpmlg_array a = { p, (int)type };
     return a;
 }
 
-HPMLG_FN hpmlg_array hpmlg_none(void) { return hpmlg_of(NULL, HPML_DTYPE_F32); }
-HPMLG_FN hpmlg_array hpmlg_value(const hpml_tensor *t) { return hpmlg_of(t->data, t->dtype); }
-HPMLG_FN hpmlg_array hpmlg_grad(const hpml_tensor *t) { return hpmlg_of(t->grad, t->dtype); }
-HPMLG_FN hpmlg_array hpmlg_either(const hpml_tensor *t, bool grad) { return grad ? hpmlg_grad(t) : hpmlg_value(t); }
+HPMLG_FN hpmlg_array hpmlg_array_null(void) { return hpmlg_array_of(NULL, HPML_DTYPE_F32); }
+HPMLG_FN hpmlg_array hpmlg_value(const hpml_tensor *t) { return hpmlg_array_of(t->data, t->dtype); }
+HPMLG_FN hpmlg_array hpmlg_grad(const hpml_tensor *t) { return hpmlg_array_of(t->grad, t->dtype); }
+HPMLG_FN hpmlg_array hpmlg_value_or_grad(const hpml_tensor *t, bool grad) { return grad ? hpmlg_grad(t) : hpmlg_value(t); }
 
 /* What an op of one operand turns into what: x into y, backward dy into dx. */
-HPMLG_FN hpmlg_array hpmlg_reads(const hpml_node *n, bool back)
+HPMLG_FN hpmlg_array hpmlg_op_input(const hpml_node *n, bool back)
 {
-    return hpmlg_either(back ? n->out : n->src[0], back);
+    return hpmlg_value_or_grad(back ? n->out : n->src[0], back);
 }
 
-HPMLG_FN hpmlg_array hpmlg_writes(const hpml_node *n, bool back)
+HPMLG_FN hpmlg_array hpmlg_op_output(const hpml_node *n, bool back)
 {
-    return hpmlg_either(back ? n->src[0] : n->out, back);
+    return hpmlg_value_or_grad(back ? n->src[0] : n->out, back);
 }
 
-HPMLG_FN bool hpmlg_adds(const hpml_node *n, bool back) { return back && n->accumulate[0]; }
+HPMLG_FN bool hpmlg_op_adds(const hpml_node *n, bool back) { return back && n->accumulate[0]; }
 
 /* Blocks for n things, `each` to a block, when a block may loop: enough to fill the device, not more. */
-HPMLG_FN unsigned hpmlg_blocks(const hpmlg_device *d, int64_t n, int64_t each)
+HPMLG_FN unsigned hpmlg_grid_blocks(const hpmlg_device *d, int64_t n, int64_t each)
 {
     int64_t blocks = (n + each - 1) / each, most = (int64_t)d->sms * 16;
     return (unsigned)(blocks < 1 ? 1 : blocks < most ? blocks : most);
@@ -647,8 +647,8 @@ HPMLG_FN unsigned hpmlg_blocks(const hpmlg_device *d, int64_t n, int64_t each)
 
 HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
 {
-    hpmlg_device *d = hpmlg_current(device);
-    hpmlg_block  *b = (hpmlg_block *)hpml_ctx_alloc(d->ctx, sizeof *b, NULL);
+    hpmlg_device     *d = hpmlg_make_current(device);
+    hpmlg_allocation *b = (hpmlg_allocation *)hpml_ctx_alloc(d->ctx, sizeof *b, NULL);
     if (!b) return NULL;
     cudaError_t e = cudaMalloc(&b->p, bytes);
     if (e != cudaSuccess) {
@@ -657,14 +657,14 @@ HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
         hpml_ctx_release(d->ctx, b);
         return NULL;
     }
-    b->next   = d->blocks;
-    d->blocks = b;
+    b->next   = d->allocations;
+    d->allocations = b;
     cudaMemsetAsync(b->p, 0, bytes, d->stream);
     return b->p;
 }
 
 /* The same, for the device's own use. */
-HPMLG_FN void *hpmlg_own(hpmlg_device *d, size_t bytes, const char *what)
+HPMLG_FN void *hpmlg_alloc_own(hpmlg_device *d, size_t bytes, const char *what)
 {
     void *p = hpmlg_alloc(d, bytes);
     if (!p) hpmlg_check(d, cudaErrorMemoryAllocation, what);
@@ -673,9 +673,9 @@ HPMLG_FN void *hpmlg_own(hpmlg_device *d, size_t bytes, const char *what)
 
 HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
 {
-    hpmlg_device *d = hpmlg_current(device);
-    hpmlg_block **at, *b;
-    for (at = &d->blocks; *at && (*at)->p != p; at = &(*at)->next) {}
+    hpmlg_device      *d = hpmlg_make_current(device);
+    hpmlg_allocation **at, *b;
+    for (at = &d->allocations; *at && (*at)->p != p; at = &(*at)->next) {}
     b = *at;
     if (!b) return;
     *at = b->next;
@@ -685,7 +685,7 @@ HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
     hpml_ctx_release(d->ctx, b);
 }
 
-HPMLG_FN hpml_dtype hpmlg_store(void *device) { return ((hpmlg_device *)device)->store; }
+HPMLG_FN hpml_dtype hpmlg_act_dtype(void *device) { return ((hpmlg_device *)device)->act_dtype; }
 
 HPML_API int hpml_cuda_device_count(void)
 {
@@ -731,9 +731,9 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
 {
     cudaError_t e = cudaSuccess;
     if (d->slot_used + bytes > HPMLG_SLOT_BYTES) {
-        e       = cudaEventRecord(d->slots[d->slot].free, d->stream);
+        e       = cudaEventRecord(d->slots[d->slot].reusable, d->stream);
         d->slot = (d->slot + 1) % HPMLG_SLOTS, d->slot_used = 0;
-        HPMLG_TRY(e, cudaEventSynchronize(d->slots[d->slot].free));
+        HPMLG_TRY(e, cudaEventSynchronize(d->slots[d->slot].reusable));
         d->waits++;
         if (e != cudaSuccess) return hpmlg_check(d, e, "waiting for uploads");
     }
@@ -745,26 +745,26 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
         e = cudaMemcpyAsync(dst, s->host + at, bytes, cudaMemcpyHostToDevice, d->stream);
     } else {
         e = cudaMemcpyAsync(s->device + at, s->host + at, bytes, cudaMemcpyHostToDevice, d->copies);
-        HPMLG_TRY(e, cudaEventRecord(s->landed, d->copies));
-        HPMLG_TRY(e, cudaStreamWaitEvent(d->stream, s->landed, 0));
+        HPMLG_TRY(e, cudaEventRecord(s->arrived, d->copies));
+        HPMLG_TRY(e, cudaStreamWaitEvent(d->stream, s->arrived, 0));
         HPMLG_TRY(e, cudaMemcpyAsync(dst, s->device + at, bytes, cudaMemcpyDeviceToDevice, d->stream));
     }
     return hpmlg_check(d, e, "upload");
 }
 
 /* Half copies of parameters that this memory holds are old now. */
-HPMLG_FN void hpmlg_weights_touch(hpmlg_device *d, const void *dst, size_t bytes)
+HPMLG_FN void hpmlg_half_copies_expire(hpmlg_device *d, const void *dst, size_t bytes)
 {
     const char *from = (const char *)dst, *to = from + bytes;
-    for (hpmlg_weights *w = d->weights; w; w = w->next)
+    for (hpmlg_half_copy *w = d->half_copies; w; w = w->next)
         if ((const char *)w->w < to && from < (const char *)(w->w + w->n)) w->fresh = false;
 }
 
 HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size_t bytes)
 {
-    hpmlg_device *d      = hpmlg_current(device);
+    hpmlg_device *d      = hpmlg_make_current(device);
     hpml_status   status = HPML_OK;
-    hpmlg_weights_touch(d, dst, bytes);
+    hpmlg_half_copies_expire(d, dst, bytes);
     for (size_t i = 0; i < bytes && status == HPML_OK; i += HPMLG_SLOT_BYTES) {
         size_t n = bytes - i < HPMLG_SLOT_BYTES ? bytes - i : HPMLG_SLOT_BYTES;
         status   = hpmlg_upload(d, (char *)dst + i, (const char *)host + i, n);
@@ -774,77 +774,77 @@ HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size
 
 HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
 {
-    hpmlg_device *d = hpmlg_current(device);
-    hpmlg_weights_touch(d, dst, bytes);
+    hpmlg_device *d = hpmlg_make_current(device);
+    hpmlg_half_copies_expire(d, dst, bytes);
     return hpmlg_check(d, cudaMemsetAsync(dst, 0, bytes, d->stream), "zeroing");
 }
 
 /* Timing what somebody looks at needs no waiting: events go into the stream before and behind it, and tell when the
    host has waited for the stream anyway. The two clocks are compared anew each time, and again where the host was kept
    from its core meanwhile: half of the time between is how far the comparison may be off. */
-HPMLG_FN void hpmlg_looks_tell(hpmlg_device *d)
+HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
 {
     int   waiting = 0;
     float from, to;
-    for (int i = 0; i < d->look_count; i++) {
-        hpmlg_look  l = d->looks[i];
-        cudaError_t e = cudaEventElapsedTime(&from, d->look_zero, l.from);
-        if (e == cudaSuccess) e = cudaEventElapsedTime(&to, d->look_zero, l.to);
+    for (int i = 0; i < d->span_count; i++) {
+        hpmlg_span  l = d->spans[i];
+        cudaError_t e = cudaEventElapsedTime(&from, d->span_clock, l.from);
+        if (e == cudaSuccess) e = cudaEventElapsedTime(&to, d->span_clock, l.to);
         if (e == cudaSuccess) {
-            hpml_trace_span(d->ctx, l.lane, l.name, d->look_time + 1e-3 * from, d->look_time + 1e-3 * to);
+            hpml_trace_span(d->ctx, l.lane, l.name, d->span_clock_time + 1e-3 * from, d->span_clock_time + 1e-3 * to);
             if (l.seconds) *l.seconds += 1e-3 * (to - from);
-        } else d->looks[i] = d->looks[waiting], d->looks[waiting++] = l; /* on another stream, and not over */
+        } else d->spans[i] = d->spans[waiting], d->spans[waiting++] = l; /* on another stream, and not over */
     }
     cudaGetLastError();
-    if ((d->look_count = waiting)) return;
-    if (!d->look_zero) cudaEventCreate(&d->look_zero);
+    if ((d->span_count = waiting)) return;
+    if (!d->span_clock) cudaEventCreate(&d->span_clock);
     double before = 0, after = 1;
     for (int tries = 0; tries < 10 && after - before > 100e-6; tries++) {
         before = hpml_now();
-        cudaEventRecord(d->look_zero, d->stream);
-        cudaEventSynchronize(d->look_zero);
+        cudaEventRecord(d->span_clock, d->stream);
+        cudaEventSynchronize(d->span_clock);
         d->waits++;
         after = hpml_now();
     }
-    d->look_time = (before + after) / 2;
+    d->span_clock_time = (before + after) / 2;
 }
 
 /* The next look begins here, or ends and has this name. */
-HPMLG_FN void hpmlg_look_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
+HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
 {
-    hpmlg_look *l = &d->looks[d->look_count];
+    hpmlg_span *l = &d->spans[d->span_count];
     if (!name) {
-        if (d->look_count == HPMLG_LOOKS - 1) cudaStreamSynchronize(d->stream);
-        if (d->look_count == HPMLG_LOOKS - 1 || !d->look_zero) hpmlg_looks_tell(d), l = &d->looks[d->look_count];
+        if (d->span_count == HPMLG_SPANS - 1) cudaStreamSynchronize(d->stream);
+        if (d->span_count == HPMLG_SPANS - 1 || !d->span_clock) hpmlg_spans_emit(d), l = &d->spans[d->span_count];
         if (!l->from) cudaEventCreate(&l->from), cudaEventCreate(&l->to);
         cudaEventRecord(l->from, stream);
     } else if (l->from) {
         cudaEventRecord(l->to, stream);
         l->name = name, l->seconds = seconds, l->lane = lane;
-        d->look_count += d->look_count < HPMLG_LOOKS - 1; /* the last one's place is never kept */
+        d->span_count += d->span_count < HPMLG_SPANS - 1; /* the last one's place is never kept */
     }
 }
 
-HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
+HPMLG_FN void hpmlg_time_op(void *device, const char *name, double *seconds)
 {
-    hpmlg_device *d = hpmlg_current(device);
-    hpmlg_look_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
+    hpmlg_device *d = hpmlg_make_current(device);
+    hpmlg_span_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
 }
 
 /* Packs a finding, something that is not finite, into a number, such that the largest of all findings is the one to
    report: of the earliest step, then of the parameter whose gradient backward computed first, then a gradient before a
    step of the optimizer. */
-HPMLG_DEVICE unsigned long long hpmlg_worst_of(uint64_t step, int param, bool gradient)
+HPMLG_DEVICE unsigned long long hpmlg_nonfinite_pack(uint64_t step, int param, bool gradient)
 {
     return (unsigned long long)(0xffffffffu - (unsigned)step) << 32 | (unsigned)(2 * (param + 1) + (gradient ? 1 : 0));
 }
 
 /* Reports the finding on the device as an error and clears it. */
-HPMLG_FN hpml_status hpmlg_nonfinite(hpmlg_device *d)
+HPMLG_FN hpml_status hpmlg_nonfinite_error(hpmlg_device *d)
 {
     unsigned long long worst = 0;
-    cudaError_t        e = cudaMemcpyAsync(&worst, d->worst, sizeof worst, cudaMemcpyDeviceToHost, d->stream);
-    HPMLG_TRY(e, cudaMemsetAsync(d->worst, 0, sizeof *d->worst, d->stream));
+    cudaError_t        e = cudaMemcpyAsync(&worst, d->first_nonfinite, sizeof worst, cudaMemcpyDeviceToHost, d->stream);
+    HPMLG_TRY(e, cudaMemsetAsync(d->first_nonfinite, 0, sizeof *d->first_nonfinite, d->stream));
     HPMLG_TRY(e, cudaStreamSynchronize(d->stream));
     if (e != cudaSuccess) return hpmlg_check(d, e, "download of non-finite findings");
     const hpml_tensor *p = hpml_param_at(d->ctx, (int)(worst & 0xffffffffu) / 2 - 1);
@@ -857,15 +857,15 @@ HPMLG_FN hpml_status hpmlg_nonfinite(hpmlg_device *d)
 /* All work is done on return; what kernels have noted becomes an error. */
 HPMLG_FN hpml_status hpmlg_sync(void *device)
 {
-    hpmlg_device *d = hpmlg_current(device);
+    hpmlg_device *d = hpmlg_make_current(device);
     hpmlg_note    n;
     hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the device");
     d->waits++;
-    if (status == HPML_OK && d->look_count > 0) hpmlg_looks_tell(d);
+    if (status == HPML_OK && d->span_count > 0) hpmlg_spans_emit(d);
     if (status != HPML_OK || !(d->note->node || d->note->nonfinite)) return status;
     n = *d->note;
     memset(d->note, 0, sizeof *d->note);
-    if (n.nonfinite) status = hpmlg_nonfinite(d);
+    if (n.nonfinite) status = hpmlg_nonfinite_error(d);
     if (!n.node) return status;
     cudaMemsetAsync(d->note_taken, 0, sizeof *d->note_taken, d->stream);
     if (n.node->op == HPML_OP_EMBEDDING)
@@ -879,7 +879,7 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
 
 HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_t bytes)
 {
-    hpmlg_device *d     = hpmlg_current(device);
+    hpmlg_device *d     = hpmlg_make_current(device);
     bool          small = bytes <= HPMLG_RESULT;
     cudaError_t e = cudaMemcpyAsync(small ? (void *)d->result : host, src, bytes, cudaMemcpyDeviceToHost, d->stream);
     hpml_status status = hpmlg_check(d, e, "download");
@@ -889,7 +889,7 @@ HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_
 }
 
 /* Leaves the note, on the device, that `value` at `index` of the labels or tokens that `node` reads is out of range. */
-HPMLG_DEVICE void hpmlg_complain(hpmlg_note *note, int *taken, long long index, int value, const hpml_node *node)
+HPMLG_DEVICE void hpmlg_report_index(hpmlg_note *note, int *taken, long long index, int value, const hpml_node *node)
 {
     if (atomicCAS(taken, 0, 1) != 0) return;
     note->index = index, note->value = value;
@@ -907,42 +907,42 @@ HPMLG_DEVICE void hpmlg_complain(hpmlg_note *note, int *taken, long long index, 
    from memory. Whatever the reason that a pass cannot be recorded, no op of it has run: its ops are launched one by
    one, then and from then on, and an error that an op caused occurs again. */
 
-HPMLG_FN void hpmlg_now_set(hpmlg_device *d, const hpml_run *run)
+HPMLG_FN void hpmlg_random_key_set(hpmlg_device *d, const hpml_run *run)
 {
-    hpmlg_now now;
+    hpmlg_random_key now;
     memset(&now, 0, sizeof now);
     now.step = run->step, now.sample = run->sample, now.seed = hpml_ctx_seed(run->ctx);
-    if (d->recording || (d->now_known && memcmp(&now, &d->now_host, sizeof now) == 0)) return;
-    d->now_host = now;
-    d->now_known = hpmlg_upload(d, d->now, &now, sizeof now) == HPML_OK;
+    if (d->recording || (d->random_key_known && memcmp(&now, &d->random_key_host, sizeof now) == 0)) return;
+    d->random_key_host = now;
+    d->random_key_known = hpmlg_upload(d, d->random_key, &now, sizeof now) == HPML_OK;
 }
 
 /* The entry of a cache that has this key; else the least recently used entry, dropped, cleared and given this key. */
-template <class P, class K, int N> HPMLG_FN P *hpmlg_kept(hpmlg_device *d, P (&all)[N], const K &key)
+template <class P, class K, int N> HPMLG_FN P *hpmlg_cache_find(hpmlg_device *d, P (&all)[N], const K &key)
 {
     P *oldest = &all[0];
     for (P &p : all) {
         if (p.used && memcmp(&p.key, &key, sizeof key) == 0) return p.used = ++d->clock, &p;
         if (p.used < oldest->used) oldest = &p;
     }
-    hpmlg_drop(oldest);
+    hpmlg_destroy(oldest);
     memset((void *)oldest, 0, sizeof *oldest);
     oldest->key = key, oldest->used = ++d->clock;
     return oldest;
 }
 
-HPMLG_FN void hpmlg_drop(hpmlg_pass *p)
+HPMLG_FN void hpmlg_destroy(hpmlg_pass *p)
 {
     if (p->exec) cudaGraphExecDestroy(p->exec);
     p->exec = NULL;
 }
 
-HPMLG_FN void hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w);
+HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w);
 
-enum hpmlg_way { HPMLG_OP_BY_OP, HPMLG_RECORDED, HPMLG_REPLAYED, HPMLG_GIVEN_UP };
+enum hpmlg_pass_kind { HPMLG_OP_BY_OP, HPMLG_RECORDED, HPMLG_REPLAYED, HPMLG_GIVEN_UP };
 
 /* to += from - less, count by count; less NULL: zeros. */
-HPMLG_FN void hpmlg_ran_add(hpmlg_ran *to, const hpmlg_ran *from, const hpmlg_ran *less)
+HPMLG_FN void hpmlg_work_add(hpmlg_work_counts *to, const hpmlg_work_counts *from, const hpmlg_work_counts *less)
 {
     long long       *t = (long long *)(void *)to;
     const long long *f = (const long long *)(const void *)from, *l = (const long long *)(const void *)less;
@@ -951,66 +951,66 @@ HPMLG_FN void hpmlg_ran_add(hpmlg_ran *to, const hpmlg_ran *from, const hpmlg_ra
 
 HPMLG_FN hpml_status hpmlg_replay(hpmlg_device *d, hpmlg_pass *p)
 {
-    d->left = p->left, d->passing = false;
-    d->passes_ran[HPMLG_REPLAYED]++;
-    hpmlg_ran_add(&d->ran, &p->ran, NULL);
+    d->op_notes = p->op_notes, d->in_whole_forward = false;
+    d->pass_counts[HPMLG_REPLAYED]++;
+    hpmlg_work_add(&d->work, &p->work, NULL);
     return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a recorded pass");
 }
 
 HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *key, bool *done)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpmlg_now_set(d, run);
-    for (hpmlg_weights *w = d->weights; w; w = w->next) hpmlg_weight_refresh(d, w);
-    d->passing = !key->backward;
-    if (!hpmlg_well(d)) return hpml_ctx_status(d->ctx);
-    hpmlg_pass *p = d->d.no_record ? NULL : hpmlg_kept(d, d->passes, *key);
+    hpmlg_device *d = hpmlg_device_of(run->ctx);
+    hpmlg_random_key_set(d, run);
+    for (hpmlg_half_copy *w = d->half_copies; w; w = w->next) hpmlg_half_copy_refresh(d, w);
+    d->in_whole_forward = !key->backward;
+    if (!hpmlg_ok(d)) return hpml_ctx_status(d->ctx);
+    hpmlg_pass *p = d->d.no_record ? NULL : hpmlg_cache_find(d, d->passes, *key);
     *done = p && p->exec;
     if (*done) return hpmlg_replay(d, p);
-    if (p && p->tried && !p->given_up) {
-        d->ran_before = d->ran, d->left_before = d->left;
+    if (p && p->has_run && !p->given_up) {
+        d->work_before = d->work, d->op_notes_before = d->op_notes;
         p->given_up = cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess;
         cudaGetLastError();
-        d->passes_ran[HPMLG_GIVEN_UP] += p->given_up;
+        d->pass_counts[HPMLG_GIVEN_UP] += p->given_up;
         if (!p->given_up) return d->recording = p, HPML_OK;
     }
-    d->trying = p;
-    d->passes_ran[HPMLG_OP_BY_OP]++;
+    d->running = p;
+    d->pass_counts[HPMLG_OP_BY_OP]++;
     return HPML_OK;
 }
 
 /* Gives up recording a pass, none of whose ops has run: restores the state from before and runs it op by op. */
-HPMLG_FN hpml_status hpmlg_give_up(hpmlg_device *d, hpmlg_pass *p)
+HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
 {
     cudaGetLastError();
     hpml_ctx_clear_error(d->ctx);
-    hpmlg_drop(p);
+    hpmlg_destroy(p);
     p->given_up = true;
-    d->ran = d->ran_before, d->left = d->left_before;
-    d->passes_ran[HPMLG_GIVEN_UP]++;
-    for (hpmlg_weights *w = d->weights; w; w = w->next) w->fresh = false;
+    d->work = d->work_before, d->op_notes = d->op_notes_before;
+    d->pass_counts[HPMLG_GIVEN_UP]++;
+    for (hpmlg_half_copy *w = d->half_copies; w; w = w->next) w->fresh = false;
     return HPML_OK;
 }
 
 HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status, bool *again)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_device *d = hpmlg_device_of(run->ctx);
     hpmlg_pass   *p = d->recording;
     cudaGraph_t   graph = NULL;
-    d->passing = false;
-    if (d->trying) d->trying->tried = status == HPML_OK, d->trying = NULL;
+    d->in_whole_forward = false;
+    if (d->running) d->running->has_run = status == HPML_OK, d->running = NULL;
     if (!p) return status;
     d->recording  = NULL;
-    p->left       = d->left;
+    p->op_notes       = d->op_notes;
     cudaError_t e = cudaStreamEndCapture(d->stream, &graph);
     if (status == HPML_OK && e == cudaSuccess) e = cudaGraphInstantiate(&p->exec, graph, 0);
     if (graph) cudaGraphDestroy(graph);
     if (status == HPML_OK && e == cudaSuccess) e = cudaGraphLaunch(p->exec, d->stream);
     *again = status != HPML_OK || e != cudaSuccess;
-    if (*again) return hpmlg_give_up(d, p);
-    memset(&p->ran, 0, sizeof p->ran);
-    hpmlg_ran_add(&p->ran, &d->ran, &d->ran_before);
-    d->passes_ran[HPMLG_RECORDED]++;
+    if (*again) return hpmlg_record_give_up(d, p);
+    memset(&p->work, 0, sizeof p->work);
+    hpmlg_work_add(&p->work, &d->work, &d->work_before);
+    d->pass_counts[HPMLG_RECORDED]++;
     return HPML_OK;
 }
 
@@ -1020,27 +1020,27 @@ HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status, 
 
 /* A thread takes 8 elements at a time, in one access where they are all wanted and the address allows. Rows of any
    length begin anywhere (50,257 columns of bf16): their ends are handled element by element, the rest is not. */
-HPMLG_DEVICE bool hpmlg_wide(hpmlg_array a, int64_t at, int64_t from, int64_t to)
+HPMLG_DEVICE bool hpmlg_is_one_access(hpmlg_array a, int64_t at, int64_t from, int64_t to)
 {
     return at >= from && at + 8 <= to && (((uintptr_t)a.p & 15) | (uintptr_t)(at & 7)) == 0;
 }
 
 /* Elements at to at + 7; those outside [from, to) are not read but `fill`. */
-HPMLG_DEVICE hpmlg_eight hpmlg_get_part(hpmlg_array a, int64_t at, int64_t from, int64_t to, float fill)
+HPMLG_DEVICE hpmlg_vec8 hpmlg_get_range(hpmlg_array a, int64_t at, int64_t from, int64_t to, float fill)
 {
-    hpmlg_eight e;
-    if (hpmlg_wide(a, at, from, to)) return hpmlg_get8(a, at >> 3);
+    hpmlg_vec8 e;
+    if (hpmlg_is_one_access(a, at, from, to)) return hpmlg_get8(a, at >> 3);
     for (int j = 0; j < 8; j++) e.v[j] = at + j >= from && at + j < to ? hpmlg_get(a, at + j) : fill;
     return e;
 }
 
-HPMLG_DEVICE void hpmlg_put_part(hpmlg_array a, int64_t at, int64_t from, int64_t to, hpmlg_eight e, bool add)
+HPMLG_DEVICE void hpmlg_put_range(hpmlg_array a, int64_t at, int64_t from, int64_t to, hpmlg_vec8 e, bool add)
 {
     if (add) {
-        hpmlg_eight was = hpmlg_get_part(a, at, from, to, 0);
+        hpmlg_vec8 was = hpmlg_get_range(a, at, from, to, 0);
         for (int j = 0; j < 8; j++) e.v[j] += was.v[j];
     }
-    if (hpmlg_wide(a, at, from, to)) hpmlg_put8(a, at >> 3, e);
+    if (hpmlg_is_one_access(a, at, from, to)) hpmlg_put8(a, at >> 3, e);
     else
         for (int j = 0; j < 8; j++)
             if (at + j >= from && at + j < to) hpmlg_put(a, at + j, e.v[j]);
@@ -1053,17 +1053,17 @@ HPMLG_DEVICE float hpmlg_act_gate(float x)
 }
 
 /* The slope of x s(u(x)), s a sigmoid, u' = du. */
-HPMLG_DEVICE float hpmlg_act_gated(float x, float s, float du) { return s + x * s * (1 - s) * du; }
+HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { return s + x * s * (1 - s) * du; }
 
 /* What an activation's slope is computed from, y = act(x), and dy / dx. */
 #define HPMLG_ACTS(X)                                                                                                  \
     X(RELU, y, x > 0 || x != x ? x : 0, y > 0 ? 1 : 0)                                                                 \
     X(LEAKY_RELU, y, x > 0 ? x : slope * x, y > 0 ? 1 : slope)                                                         \
     X(GELU, x, x * hpmlg_act_gate(x),                                                                                  \
-      hpmlg_act_gated(x, hpmlg_act_gate(x), 1.5957691216057308f * (1 + 3 * 0.044715f * x * x)))                        \
+      hpmlg_act_gated_derivative(x, hpmlg_act_gate(x), 1.5957691216057308f * (1 + 3 * 0.044715f * x * x)))             \
     X(GELU_ERF, x, 0.5f * x * (1 + erff(x * 0.70710678118654752f)),                                                    \
       0.5f * (1 + erff(x * 0.70710678118654752f)) + x * 0.39894228040143268f * __expf(-0.5f * x * x))                  \
-    X(SILU, x, x * hpmlg_act_sigmoid(x), hpmlg_act_gated(x, hpmlg_act_sigmoid(x), 1))                                  \
+    X(SILU, x, x * hpmlg_act_sigmoid(x), hpmlg_act_gated_derivative(x, hpmlg_act_sigmoid(x), 1))                       \
     X(SIGMOID, y, hpmlg_act_sigmoid(x), y * (1 - y))                                                                   \
     X(TANH, y, tanhf(x), 1 - y * y)                                                                                    \
     X(EXP, y, expf(x), y)                                                                                              \
@@ -1082,7 +1082,7 @@ HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
 }
 
 /* v: x or y, see above. */
-HPMLG_DEVICE float hpmlg_act_slope(int act, float slope, float v)
+HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
 {
     const float x = v, y = v;
 #define HPMLG_X(name, v, value, change) if (act == HPML_ACT_##name) return change;
@@ -1092,14 +1092,14 @@ HPMLG_DEVICE float hpmlg_act_slope(int act, float slope, float v)
 }
 
 /* Called, not inlined: for kernels that need their registers for something else. */
-static __device__ __attribute__((noinline)) float hpmlg_act_far(int act, float slope, float x)
+static __device__ __attribute__((noinline)) float hpmlg_act_called(int act, float slope, float x)
 {
     return hpmlg_act(act, slope, x);
 }
 
-static __device__ __attribute__((noinline)) float hpmlg_slope_far(int act, float slope, float v)
+static __device__ __attribute__((noinline)) float hpmlg_derivative_called(int act, float slope, float v)
 {
-    return hpmlg_act_slope(act, slope, v);
+    return hpmlg_act_derivative(act, slope, v);
 }
 
 HPMLG_FN bool hpmlg_act_reads_x(hpml_act act)
@@ -1114,22 +1114,22 @@ HPMLG_FN bool hpmlg_act_reads_x(hpml_act act)
 static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy, int act, float slope, int64_t n,
                                    bool add)
 {
-    HPMLG_EIGHTS(at, n) {
-        hpmlg_eight e = hpmlg_get_part(x, at, 0, n, 1);
+    HPMLG_FOR_EACH_VEC8(at, n) {
+        hpmlg_vec8 e = hpmlg_get_range(x, at, 0, n, 1);
         if (dy.p) {
-            hpmlg_eight g = hpmlg_get_part(dy, at, 0, n, 0);
-            for (int j = 0; j < 8; j++) e.v[j] = g.v[j] * hpmlg_act_slope(act, slope, e.v[j]);
+            hpmlg_vec8 g = hpmlg_get_range(dy, at, 0, n, 0);
+            for (int j = 0; j < 8; j++) e.v[j] = g.v[j] * hpmlg_act_derivative(act, slope, e.v[j]);
         } else {
             for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(act, slope, e.v[j]);
         }
-        hpmlg_put_part(y, at, 0, n, e, add);
+        hpmlg_put_range(y, at, 0, n, e, add);
     }
 }
 
 /* y (+)= x, of any types. */
 HPMLG_FN void hpmlg_copy_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, int64_t n, bool add)
 {
-    HPMLG_DEAL(d, hpmlg_k_act, n, 2048, y, x, hpmlg_none(), (int)HPML_ACT_NONE, 0.0f, n, add);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_act, n, 2048, y, x, hpmlg_array_null(), (int)HPML_ACT_NONE, 0.0f, n, add);
 }
 
 HPMLG_OP(activation)
@@ -1137,25 +1137,25 @@ HPMLG_OP(activation)
     int64_t       count = hpml_tensor_count(n->out);
     hpml_act      act = n->attr.act.act;
     hpmlg_array   x = hpmlg_value(back && !hpmlg_act_reads_x(act) ? n->out : n->src[0]);
-    HPMLG_DEAL(d, hpmlg_k_act, count, 2048, hpmlg_writes(n, back), x, back ? hpmlg_grad(n->out) : hpmlg_none(),
-               (int)act, n->attr.act.slope, count, hpmlg_adds(n, back));
+    HPMLG_RUN_ITEMS(d, hpmlg_k_act, count, 2048, hpmlg_op_output(n, back), x, back ? hpmlg_grad(n->out) : hpmlg_array_null(),
+               (int)act, n->attr.act.slope, count, hpmlg_op_adds(n, back));
 }
 
 /* A walk: element i of a shape, in order, is at walk_at(i) of an array with these strides; 0 where it is stretched.
    The innermost dimension comes first. Dimensions that all arrays walk in step are joined: (B, T, C) + (C) is
    (B T, C) + (C). */
-typedef struct hpmlg_walk {
+typedef struct hpmlg_strides {
     int     ndim = 1;
     int64_t count = 1; /* of elements */
     int64_t shape[HPML_MAX_DIMS] = { 1 }, stride[2][HPML_MAX_DIMS];
-} hpmlg_walk;
+} hpmlg_strides;
 
 HPMLG_DEVICE int64_t hpmlg_quotient(int64_t a, int64_t b)
 {
     return (((uint64_t)a | (uint64_t)b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
 }
 
-HPMLG_DEVICE int64_t hpmlg_walk_at(const hpmlg_walk &w, int s, int64_t i)
+HPMLG_DEVICE int64_t hpmlg_strides_at(const hpmlg_strides &w, int s, int64_t i)
 {
     int64_t at = 0;
     for (int k = 0; k < w.ndim - 1; k++) {
@@ -1167,7 +1167,7 @@ HPMLG_DEVICE int64_t hpmlg_walk_at(const hpmlg_walk &w, int s, int64_t i)
 }
 
 /* Adds an outer dimension; joins it to the one before where both arrays allow. */
-HPMLG_FN void hpmlg_walk_push(hpmlg_walk *w, int64_t size, int64_t stride0, int64_t stride1)
+HPMLG_FN void hpmlg_strides_push(hpmlg_strides *w, int64_t size, int64_t stride0, int64_t stride1)
 {
     int to = w->count == 1 ? 0 : w->ndim, last = to > 0 ? to - 1 : 0;
     if (size == 1) return;
@@ -1180,91 +1180,91 @@ HPMLG_FN void hpmlg_walk_push(hpmlg_walk *w, int64_t size, int64_t stride0, int6
 }
 
 /* Elements at to at + 7 of the walk, as far as there are `count`. */
-HPMLG_DEVICE hpmlg_eight hpmlg_gather(hpmlg_array a, const hpmlg_walk &w, int s, int64_t at, int64_t count)
+HPMLG_DEVICE hpmlg_vec8 hpmlg_get_strided(hpmlg_array a, const hpmlg_strides &w, int s, int64_t at, int64_t count)
 {
-    hpmlg_eight e;
-    int64_t     run = w.shape[0], step = w.stride[s][0];
-    int64_t     in = at - hpmlg_quotient(at, run) * run, p = hpmlg_walk_at(w, s, at);
-    bool        one_run = in + 8 <= run;
-    if (one_run && step == 1) return hpmlg_get_part(a, p, p, p + 8, 0);
+    hpmlg_vec8 e;
+    int64_t    run = w.shape[0], step = w.stride[s][0];
+    int64_t    in = at - hpmlg_quotient(at, run) * run, p = hpmlg_strides_at(w, s, at);
+    bool       one_run = in + 8 <= run;
+    if (one_run && step == 1) return hpmlg_get_range(a, p, p, p + 8, 0);
     for (int j = 0; j < 8; j++) {
         e.v[j] = j > 0 && one_run && step == 0 ? e.v[0] : at + j < count ? hpmlg_get(a, p) : 1;
         p += step;
-        if (++in == run && at + j + 1 < count) in = 0, p = hpmlg_walk_at(w, s, at + j + 1);
+        if (++in == run && at + j + 1 < count) in = 0, p = hpmlg_strides_at(w, s, at + j + 1);
     }
     return e;
 }
 
 /* y (+)= a x + b, where x is all of y's elements in order, or, not flat, walked. y may be x. */
 template <bool flat>
-static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid_constant__ hpmlg_walk w, float a,
+static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid_constant__ hpmlg_strides w, float a,
                                       float b, int64_t n, bool add)
 {
-    HPMLG_EIGHTS(at, n) {
-        hpmlg_eight e = flat ? hpmlg_get_part(x, at, 0, n, 0) : hpmlg_gather(x, w, 0, at, n);
+    HPMLG_FOR_EACH_VEC8(at, n) {
+        hpmlg_vec8 e = flat ? hpmlg_get_range(x, at, 0, n, 0) : hpmlg_get_strided(x, w, 0, at, n);
         for (int j = 0; j < 8; j++) e.v[j] = a * e.v[j] + b;
-        hpmlg_put_part(y, at, 0, n, e, add);
+        hpmlg_put_range(y, at, 0, n, e, add);
     }
 }
 
-HPMLG_FN void hpmlg_spread_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_walk *w, float scale,
+HPMLG_FN void hpmlg_broadcast_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_strides *w, float scale,
                                bool add)
 {
-    HPMLG_DEAL(d, hpmlg_k_affine<false>, w->count, 2048, y, x, *w, scale, 0.0f, w->count, add);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_affine<false>, w->count, 2048, y, x, *w, scale, 0.0f, w->count, add);
 }
 
 HPMLG_OP(scale)
 {
-    int64_t    count = hpml_tensor_count(n->out);
-    hpmlg_walk none = {};
-    HPMLG_DEAL(d, hpmlg_k_affine<true>, count, 2048, hpmlg_writes(n, back), hpmlg_reads(n, back), none,
-               n->attr.scale.a, back ? 0 : n->attr.scale.b, count, hpmlg_adds(n, back));
+    int64_t       count = hpml_tensor_count(n->out);
+    hpmlg_strides none = {};
+    HPMLG_RUN_ITEMS(d, hpmlg_k_affine<true>, count, 2048, hpmlg_op_output(n, back), hpmlg_op_input(n, back), none,
+               n->attr.scale.a, back ? 0 : n->attr.scale.b, count, hpmlg_op_adds(n, back));
 }
 
 typedef struct hpmlg_binary {
-    int         op;
-    hpmlg_walk  w;            /* over the result; stride[s]: of src[s] */
-    bool        whole[2];     /* src[s] has every element of the result, in order */
-    hpmlg_array out, src[2];  /* out: the result; backward: its gradient */
-    hpmlg_array grad[2];      /* backward: where src[s]'s is written by hpmlg_k_binary_back; p NULL: nowhere */
-    bool        add[2];
-    int         act;          /* not 0: out is multiplied by act'(src[0]), in place, on its way; op is ADD */
-    float       slope;
+    int           op;
+    hpmlg_strides w;             /* over the result; stride[s]: of src[s] */
+    bool          same_shape[2]; /* src[s] has every element of the result, in order */
+    hpmlg_array   out, src[2];   /* out: the result; backward: its gradient */
+    hpmlg_array   grad[2];       /* backward: where src[s]'s is written by hpmlg_k_binary_back; p NULL: nowhere */
+    bool          add[2];
+    int           act; /* not 0: out is multiplied by act'(src[0]), in place, on its way; op is ADD */
+    float         slope;
 } hpmlg_binary;
 
 /* flat: nothing is stretched, which needs half the registers, and so more loads are under way. */
-template <bool flat> HPMLG_DEVICE hpmlg_eight hpmlg_operand(const hpmlg_binary &b, int s, int64_t at)
+template <bool flat> HPMLG_DEVICE hpmlg_vec8 hpmlg_binary_operand(const hpmlg_binary &b, int s, int64_t at)
 {
-    if (flat || b.whole[s]) return hpmlg_get_part(b.src[s], at, 0, b.w.count, 1);
-    return hpmlg_gather(b.src[s], b.w, s, at, b.w.count);
+    if (flat || b.same_shape[s]) return hpmlg_get_range(b.src[s], at, 0, b.w.count, 1);
+    return hpmlg_get_strided(b.src[s], b.w, s, at, b.w.count);
 }
 
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 6 : 4) hpmlg_k_binary(hpmlg_binary b)
 {
-    HPMLG_EIGHTS(at, b.w.count) {
-        hpmlg_eight x0 = hpmlg_operand<flat>(b, 0, at), x1 = hpmlg_operand<flat>(b, 1, at);
+    HPMLG_FOR_EACH_VEC8(at, b.w.count) {
+        hpmlg_vec8 x0 = hpmlg_binary_operand<flat>(b, 0, at), x1 = hpmlg_binary_operand<flat>(b, 1, at);
         for (int j = 0; j < 8; j++) {
             float p = x0.v[j], q = x1.v[j];
             x0.v[j] = b.op == HPML_OP_ADD ? p + q : b.op == HPML_OP_SUB ? p - q : b.op == HPML_OP_MUL ? p * q : p / q;
         }
-        hpmlg_put_part(b.out, at, 0, b.w.count, x0, false);
+        hpmlg_put_range(b.out, at, 0, b.w.count, x0, false);
     }
 }
 
 /* Share of elements at to at + 7 of the result in the gradient of src[side]; 0 outside [from, to). For a / b:
    da = dy / b, db = -dy a / b^2. Outside, an act' is taken at 1: at 0 it may be infinite, and 0 times that NaN. */
 template <bool flat, bool plain = false>
-HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
+HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
-    hpmlg_eight d = hpmlg_get_part(b.out, at, from, to, 0), x0 = d, x1 = d;
+    hpmlg_vec8 d = hpmlg_get_range(b.out, at, from, to, 0), x0 = d, x1 = d;
     if (!flat && !plain && b.act) {
-        x0 = hpmlg_get_part(b.src[0], at, from, to, 1);
-        HPMLG_UNROLL for (int j = 0; j < 8; j++) d.v[j] *= hpmlg_slope_far(b.act, b.slope, x0.v[j]);
-        hpmlg_put_part(b.out, at, from, to, d, false);
+        x0 = hpmlg_get_range(b.src[0], at, from, to, 1);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) d.v[j] *= hpmlg_derivative_called(b.act, b.slope, x0.v[j]);
+        hpmlg_put_range(b.out, at, from, to, d, false);
     }
     if (plain || b.op == HPML_OP_ADD) return d;
-    if (b.op == HPML_OP_DIV || (b.op == HPML_OP_MUL && !side)) x1 = hpmlg_operand<flat>(b, 1, at);
-    if (b.op != HPML_OP_SUB && side) x0 = hpmlg_operand<flat>(b, 0, at);
+    if (b.op == HPML_OP_DIV || (b.op == HPML_OP_MUL && !side)) x1 = hpmlg_binary_operand<flat>(b, 1, at);
+    if (b.op != HPML_OP_SUB && side) x0 = hpmlg_binary_operand<flat>(b, 0, at);
     for (int j = 0; j < 8; j++) {
         float g = d.v[j], p = x0.v[j], q = x1.v[j];
         g = b.op == HPML_OP_SUB ? (side ? -g : g) : b.op == HPML_OP_MUL ? g * (side ? p : q)
@@ -1278,10 +1278,10 @@ HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
     const int64_t n = b.w.count;
-    HPMLG_EIGHTS(at, n)
+    HPMLG_FOR_EACH_VEC8(at, n)
         for (int side = 0; side < 2; side++)
             if (b.grad[side].p)
-                hpmlg_put_part(b.grad[side], at, 0, n, hpmlg_share<flat>(b, side, at, 0, n), b.add[side]);
+                hpmlg_put_range(b.grad[side], at, 0, n, hpmlg_operand_grad<flat>(b, side, at, 0, n), b.add[side]);
 }
 
 HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
@@ -1297,29 +1297,29 @@ HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
             stride[s] = size == 1 ? 0 : step[s];
             step[s] *= size;
         }
-        hpmlg_walk_push(&b.w, y->shape[i], stride[0], stride[1]);
+        hpmlg_strides_push(&b.w, y->shape[i], stride[0], stride[1]);
     }
-    for (int s = 0; s < 2; s++) b.src[s] = hpmlg_value(n->src[s]), b.whole[s] = step[s] == b.w.count;
+    for (int s = 0; s < 2; s++) b.src[s] = hpmlg_value(n->src[s]), b.same_shape[s] = step[s] == b.w.count;
     return b;
 }
 
-HPMLG_FN void hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale, bool add);
+HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale, bool add);
 
 HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
-    hpmlg_binary  b = hpmlg_binary_make(n);
-    unsigned      blocks = hpmlg_blocks(d, b.w.count, 2048);
-    bool          flat = b.whole[0] && b.whole[1];
-    if (!back && n->with && d->passing) return; /* the norm that follows does it */
-    if (!back) return HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
+    hpmlg_binary b = hpmlg_binary_make(n);
+    unsigned     blocks = hpmlg_grid_blocks(d, b.w.count, 2048);
+    bool         flat = b.same_shape[0] && b.same_shape[1];
+    if (!back && n->with && d->in_whole_forward) return; /* the norm that follows does it */
+    if (!back) return HPMLG_RUN_BOOL(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0], b.add[1] = n->accumulate[1] || n->src[1] == n->src[0];
     for (int s = 0; s < 2; s++)
-        if (b.whole[s]) b.grad[s] = hpmlg_grad(n->src[s]);
-    if (b.grad[0].p || b.grad[1].p) HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
+        if (b.same_shape[s]) b.grad[s] = hpmlg_grad(n->src[s]);
+    if (b.grad[0].p || b.grad[1].p) HPMLG_RUN_BOOL(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
     for (int s = 0; s < 2; s++)
-        if (!b.whole[s] && n->src[s]->grad)
-            hpmlg_fold_run(d, &b, s, hpmlg_grad(n->src[s]), 1, n->accumulate[s]);
+        if (!b.same_shape[s] && n->src[s]->grad)
+            hpmlg_reduce_run(d, &b, s, hpmlg_grad(n->src[s]), 1, n->accumulate[s]);
 }
 HPMLG_OP(add) { return hpmlg_binary_pass(d, n, back); }
 HPMLG_OP(sub) { return hpmlg_binary_pass(d, n, back); }
@@ -1331,70 +1331,70 @@ HPMLG_OP(div) { return hpmlg_binary_pass(d, n, back); }
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The sum op and the gradient of a stretched operand are one thing, a fold: of the dimensions of an array some are kept
-   and the others summed away. What is summed is hpmlg_share: for op ADD the array itself. The last dimension, `run`
+   and the others summed away. What is summed is hpmlg_operand_grad: for op ADD the array itself. The last dimension, `run`
    elements in a row, is kept (a thread has 8 columns and walks down the rows) or summed (a group of threads has a row).
    Where the kept elements alone do not fill the device the summed ones are cut into splits, whose partial sums are
    folded once more. The order depends on the shape and the kind of GPU alone. */
-typedef struct hpmlg_fold {
-    hpmlg_binary b;
-    int          side;
-    hpmlg_walk   kept, summed; /* without the last dimension; stride[0]: within the array */
-    int64_t      run;
-    hpmlg_array  out;          /* (splits, kept) */
-    float        scale;
-    bool         add;
-    int          tx;           /* threads side by side: a power of two up to 256 */
-} hpmlg_fold;
+typedef struct hpmlg_reduce {
+    hpmlg_binary  b;
+    int           side;
+    hpmlg_strides kept, summed; /* without the last dimension; stride[0]: within the array */
+    int64_t       run;
+    hpmlg_array   out; /* (splits, kept) */
+    float         scale;
+    bool          add;
+    int           tx; /* threads side by side: a power of two up to 256 */
+} hpmlg_reduce;
 
-#define HPMLG_FOLD 256 /* threads of a block */
+#define HPMLG_REDUCE_THREADS 256 /* threads of a block */
 
 template <bool plain>
-static __global__ void __launch_bounds__(HPMLG_FOLD, plain ? 5 : 3) hpmlg_k_fold_columns(hpmlg_fold f)
+static __global__ void __launch_bounds__(HPMLG_REDUCE_THREADS, plain ? 5 : 3) hpmlg_k_reduce_columns(hpmlg_reduce f)
 {
-    __shared__ float part[HPMLG_FOLD * 8];
-    int          lane = (int)threadIdx.x % f.tx, row = (int)threadIdx.x / f.tx, ty = HPMLG_FOLD / f.tx;
-    int64_t      tiles = (f.run + 8 * f.tx - 1) / (8 * f.tx), o = blockIdx.x / tiles;
-    int64_t      c = ((blockIdx.x - o * tiles) * f.tx + lane) * 8, end = c + 8 < f.run ? c + 8 : f.run;
-    int64_t      base = hpmlg_walk_at(f.kept, 0, o), first = ((int64_t)blockIdx.y * f.kept.count + o) * f.run;
-    float       *mine = part + threadIdx.x;
-    hpmlg_eight  sum = {};
+    __shared__ float part[HPMLG_REDUCE_THREADS * 8];
+    int        lane = (int)threadIdx.x % f.tx, row = (int)threadIdx.x / f.tx, ty = HPMLG_REDUCE_THREADS / f.tx;
+    int64_t    tiles = (f.run + 8 * f.tx - 1) / (8 * f.tx), o = blockIdx.x / tiles;
+    int64_t    c = ((blockIdx.x - o * tiles) * f.tx + lane) * 8, end = c + 8 < f.run ? c + 8 : f.run;
+    int64_t    base = hpmlg_strides_at(f.kept, 0, o), first = ((int64_t)blockIdx.y * f.kept.count + o) * f.run;
+    float     *mine = part + threadIdx.x;
+    hpmlg_vec8 sum = {};
     for (int64_t r = (int64_t)blockIdx.y * ty + row; r < f.summed.count && c < f.run; r += (int64_t)gridDim.y * ty) {
-        int64_t     at = base + hpmlg_walk_at(f.summed, 0, r);
-        hpmlg_eight e  = hpmlg_share<false, plain>(f.b, f.side, at + c, at + c, at + end);
+        int64_t    at = base + hpmlg_strides_at(f.summed, 0, r);
+        hpmlg_vec8 e  = hpmlg_operand_grad<false, plain>(f.b, f.side, at + c, at + c, at + end);
         for (int j = 0; j < 8; j++) sum.v[j] += e.v[j];
     }
-    for (int j = 0; j < 8; j++) mine[j * HPMLG_FOLD] = sum.v[j];
+    for (int j = 0; j < 8; j++) mine[j * HPMLG_REDUCE_THREADS] = sum.v[j];
     for (int h = ty / 2; h > 0; h /= 2) {
         __syncthreads();
-        for (int j = 0; j < 8 && row < h; j++) mine[j * HPMLG_FOLD] += mine[j * HPMLG_FOLD + h * f.tx];
+        for (int j = 0; j < 8 && row < h; j++) mine[j * HPMLG_REDUCE_THREADS] += mine[j * HPMLG_REDUCE_THREADS + h * f.tx];
     }
-    for (int j = 0; j < 8; j++) sum.v[j] = f.scale * mine[j * HPMLG_FOLD];
-    if (row == 0 && c < f.run) hpmlg_put_part(f.out, first + c, first + c, first + end, sum, f.add);
+    for (int j = 0; j < 8; j++) sum.v[j] = f.scale * mine[j * HPMLG_REDUCE_THREADS];
+    if (row == 0 && c < f.run) hpmlg_put_range(f.out, first + c, first + c, first + end, sum, f.add);
 }
 
 template <bool plain>
-static __global__ void __launch_bounds__(HPMLG_FOLD, plain ? 5 : 3) hpmlg_k_fold_rows(hpmlg_fold f)
+static __global__ void __launch_bounds__(HPMLG_REDUCE_THREADS, plain ? 5 : 3) hpmlg_k_reduce_rows(hpmlg_reduce f)
 {
-    __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
-    int     lane = (int)threadIdx.x % f.tx, ty = HPMLG_FOLD / f.tx;
+    __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
+    int     lane = (int)threadIdx.x % f.tx, ty = HPMLG_REDUCE_THREADS / f.tx;
     int64_t k = (int64_t)blockIdx.x * ty + threadIdx.x / (unsigned)f.tx, to = (int64_t)blockIdx.y * f.kept.count + k;
-    int64_t eights = (f.run + 14) / 8; /* that a run touches, wherever it begins */
-    int64_t base = k < f.kept.count ? hpmlg_walk_at(f.kept, 0, k) : 0;
+    int64_t vecs = (f.run + 14) / 8; /* that a run touches, wherever it begins */
+    int64_t base = k < f.kept.count ? hpmlg_strides_at(f.kept, 0, k) : 0;
     float   sum = 0;
-    for (int64_t q = (int64_t)blockIdx.y * f.tx + lane; q < f.summed.count * eights && k < f.kept.count;
+    for (int64_t q = (int64_t)blockIdx.y * f.tx + lane; q < f.summed.count * vecs && k < f.kept.count;
          q += (int64_t)gridDim.y * f.tx) {
-        int64_t r = hpmlg_quotient(q, eights), start = base + hpmlg_walk_at(f.summed, 0, r);
-        int64_t at = start / 8 * 8 + (q - r * eights) * 8;
+        int64_t r = hpmlg_quotient(q, vecs), start = base + hpmlg_strides_at(f.summed, 0, r);
+        int64_t at = start / 8 * 8 + (q - r * vecs) * 8;
         if (at >= start + f.run) continue;
-        hpmlg_eight e = hpmlg_share<false, plain>(f.b, f.side, at, start, start + f.run);
+        hpmlg_vec8 e = hpmlg_operand_grad<false, plain>(f.b, f.side, at, start, start + f.run);
         sum += ((e.v[0] + e.v[1]) + (e.v[2] + e.v[3])) + ((e.v[4] + e.v[5]) + (e.v[6] + e.v[7]));
     }
-    sum = f.scale * hpmlg_group(sum, space, f.tx, false);
+    sum = f.scale * hpmlg_group_reduce(sum, space, f.tx, false);
     if (lane == 0 && k < f.kept.count) hpmlg_put(f.out, to, f.add ? hpmlg_get(f.out, to) + sum : sum);
 }
 
 /* The smallest power of two of at least n, at most `most`. */
-HPMLG_FN int hpmlg_power(int64_t n, int most)
+HPMLG_FN int hpmlg_power_of_two(int64_t n, int most)
 {
     int p = 1;
     while (p < n && p < most) p *= 2;
@@ -1402,50 +1402,50 @@ HPMLG_FN int hpmlg_power(int64_t n, int most)
 }
 
 /* An array (outer, dim, inner) as what is left without dim is stretched over it. */
-HPMLG_FN hpmlg_walk hpmlg_stretched(int64_t outer, int64_t dim, int64_t inner)
+HPMLG_FN hpmlg_strides hpmlg_broadcast_strides(int64_t outer, int64_t dim, int64_t inner)
 {
-    hpmlg_walk w = {};
-    hpmlg_walk_push(&w, inner, 1, 0);
-    hpmlg_walk_push(&w, dim, 0, 0);
-    hpmlg_walk_push(&w, outer, inner, 0);
+    hpmlg_strides w = {};
+    hpmlg_strides_push(&w, inner, 1, 0);
+    hpmlg_strides_push(&w, dim, 0, 0);
+    hpmlg_strides_push(&w, outer, inner, 0);
     return w;
 }
 
 /* out (+)= scale * the sums of x, walked by w in order, over the dimensions that w stretches. */
-HPMLG_FN void hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpmlg_walk w, float scale, bool add)
+HPMLG_FN void hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpmlg_strides w, float scale, bool add)
 {
     hpmlg_binary b = {};
     b.op = HPML_OP_ADD, b.out = x, b.w = w;
-    hpmlg_fold_run(d, &b, 0, out, scale, add);
+    hpmlg_reduce_run(d, &b, 0, out, scale, add);
 }
 
 /* out (+)= scale * what operand `side`, which is stretched, has from all of the result. */
-HPMLG_FN void hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale, bool add)
+HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale, bool add)
 {
-    hpmlg_fold f = {};
-    int64_t    step = b->w.shape[0];
-    bool       run_kept = b->w.stride[side][0] != 0;
+    hpmlg_reduce f = {};
+    int64_t      step = b->w.shape[0];
+    bool         run_kept = b->w.stride[side][0] != 0;
     f.b = *b, f.side = side, f.out = out, f.scale = scale, f.add = add;
     f.run = b->w.shape[0];
     for (int i = 1; i < b->w.ndim; i++) {
-        hpmlg_walk_push(b->w.stride[side][i] ? &f.kept : &f.summed, b->w.shape[i], step, step);
+        hpmlg_strides_push(b->w.stride[side][i] ? &f.kept : &f.summed, b->w.shape[i], step, step);
         step *= b->w.shape[i];
     }
-    int64_t eights = (f.run + (run_kept ? 7 : 14)) / 8, kept = run_kept ? f.kept.count * f.run : f.kept.count;
-    f.tx = hpmlg_power(run_kept ? eights : f.summed.count * eights, run_kept ? 32 : HPMLG_FOLD);
-    int     ty     = HPMLG_FOLD / f.tx;
-    int64_t blocks = run_kept ? f.kept.count * ((eights + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
-    int64_t work   = run_kept ? f.summed.count / (4 * ty) : f.summed.count * eights / (4 * f.tx);
+    int64_t vecs = (f.run + (run_kept ? 7 : 14)) / 8, kept = run_kept ? f.kept.count * f.run : f.kept.count;
+    f.tx = hpmlg_power_of_two(run_kept ? vecs : f.summed.count * vecs, run_kept ? 32 : HPMLG_REDUCE_THREADS);
+    int     ty     = HPMLG_REDUCE_THREADS / f.tx;
+    int64_t blocks = run_kept ? f.kept.count * ((vecs + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
+    int64_t work   = run_kept ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx);
     int64_t splits = (int64_t)d->sms * 8 / blocks, room = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept;
     if (splits > work) splits = work;
     if (splits > room) splits = room;
     if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the parts of a sum before are summed at once */
-    else f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
+    else f.out = hpmlg_array_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
     dim3 grid((unsigned)blocks, (unsigned)splits);
     bool plain = b->op == HPML_OP_ADD && !b->act; /* nothing to compute: fewer registers, more loads under way */
-    if (run_kept) HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f);
-    else HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
-    if (splits > 1) hpmlg_sum_run(d, out, f.out, hpmlg_stretched(1, splits, kept), scale, add);
+    if (run_kept) HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_columns, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
+    else HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_rows, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
+    if (splits > 1) hpmlg_sum_run(d, out, f.out, hpmlg_broadcast_strides(1, splits, kept), scale, add);
 }
 
 /* (outer, dim, inner) of t around one dimension; HPML_ALL_DIMS: (1, all, 1). */
@@ -1458,20 +1458,20 @@ HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
 
 HPMLG_OP(sum)
 {
-    hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
-    int64_t       outer, dim, inner;
+    hpmlg_array to = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
+    int64_t     outer, dim, inner;
     hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
-    float      scale = n->attr.sum.mean ? 1 / (float)dim : 1;
-    hpmlg_walk w = hpmlg_stretched(outer, dim, inner);
-    if (back) hpmlg_spread_run(d, to, from, &w, scale, n->accumulate[0]);
+    float         scale = n->attr.sum.mean ? 1 / (float)dim : 1;
+    hpmlg_strides w = hpmlg_broadcast_strides(outer, dim, inner);
+    if (back) hpmlg_broadcast_run(d, to, from, &w, scale, n->accumulate[0]);
     else hpmlg_sum_run(d, to, from, w, scale, false);
 }
 
 /* Sums of f(x, t) over whole arrays: squares, and the losses. */
-enum hpmlg_term { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
+enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
 
 /* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. Huber with delta 0 is |x - t|. */
-HPMLG_DEVICE float hpmlg_term(int what, float delta, float x, float t)
+HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
 {
     float d = fabsf(x - t);
     switch (what) {
@@ -1482,30 +1482,30 @@ HPMLG_DEVICE float hpmlg_term(int what, float delta, float x, float t)
     }
 }
 
-static __global__ void hpmlg_k_total(float *part, hpmlg_array x, hpmlg_array t, int what, float delta, int64_t n)
+static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array t, int what, float delta, int64_t n)
 {
     __shared__ float space[256 / HPMLG_WARP];
     float sum = 0;
-    HPMLG_EIGHTS(at, n) {
-        hpmlg_eight e = hpmlg_get_part(x, at, 0, n, 0), u = e;
-        if (t.p) u = hpmlg_get_part(t, at, 0, n, 0);
-        for (int j = 0; j < 8; j++) sum += at + j < n ? hpmlg_term(what, delta, e.v[j], u.v[j]) : 0;
+    HPMLG_FOR_EACH_VEC8(at, n) {
+        hpmlg_vec8 e = hpmlg_get_range(x, at, 0, n, 0), u = e;
+        if (t.p) u = hpmlg_get_range(t, at, 0, n, 0);
+        for (int j = 0; j < 8; j++) sum += at + j < n ? hpmlg_loss_term(what, delta, e.v[j], u.v[j]) : 0;
     }
-    sum = hpmlg_group(sum, space, 256, false);
+    sum = hpmlg_group_reduce(sum, space, 256, false);
     if (threadIdx.x == 0) part[blockIdx.x] = sum;
 }
 
 /* A number from partial sums, by one block, in doubles. */
-typedef struct hpmlg_finish {
+typedef struct hpmlg_sum_finish {
     const float *part;    /* (n) */
     int64_t      n;
     const unsigned long long *counted; /* it is divided by this, which a kernel has counted, or, NULL, */
     double       divisor;
     float       *out, *inverse; /* sum / divisor; 1 / divisor; NULL: not wanted */
     double      *wide;          /* the same as out */
-} hpmlg_finish;
+} hpmlg_sum_finish;
 
-static __global__ void __launch_bounds__(1024) hpmlg_k_finish(hpmlg_finish f)
+static __global__ void __launch_bounds__(1024) hpmlg_k_sum_finish(hpmlg_sum_finish f)
 {
     __shared__ double sums[1024];
     int    me = (int)threadIdx.x;
@@ -1524,21 +1524,21 @@ static __global__ void __launch_bounds__(1024) hpmlg_k_finish(hpmlg_finish f)
 }
 
 /* f(x, t) summed over n elements and divided; the rest of `f` says where it goes. */
-HPMLG_FN void hpmlg_total_run(hpmlg_device *d, hpmlg_finish f, hpmlg_array x, hpmlg_array t, enum hpmlg_term what,
+HPMLG_FN void hpmlg_sum_terms_run(hpmlg_device *d, hpmlg_sum_finish f, hpmlg_array x, hpmlg_array t, enum hpmlg_loss_kind what,
                               float delta, int64_t n)
 {
     float   *part = (float *)d->scratch + 64; /* the first 256 bytes are for results */
-    unsigned blocks = hpmlg_blocks(d, n, 2048);
+    unsigned blocks = hpmlg_grid_blocks(d, n, 2048);
     f.part = part, f.n = blocks;
-    HPMLG_RUN(d, hpmlg_k_total, blocks, 256, 0, part, x, t, (int)what, delta, n);
-    HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f);
+    HPMLG_RUN(d, hpmlg_k_sum_terms, blocks, 256, 0, part, x, t, (int)what, delta, n);
+    HPMLG_RUN(d, hpmlg_k_sum_finish, 1, 1024, 0, f);
 }
 
 HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
 {
-    hpmlg_finish f = {};
+    hpmlg_sum_finish f = {};
     f.divisor = 1, f.wide = out;
-    hpmlg_total_run(hpmlg_enter(ctx), f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
+    hpmlg_sum_terms_run(hpmlg_device_of(ctx), f, hpmlg_array_of((void *)x, dtype), hpmlg_array_null(), HPMLG_SQUARE, 0, n);
     return hpml_ctx_status(ctx);
 }
 
@@ -1549,33 +1549,33 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const 
 /* A reshape of what an op made is the same memory; inputs and parameters are copied. */
 HPMLG_OP(reshape)
 {
-    hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
-    if (to.p && to.p != from.p) hpmlg_copy_run(d, to, from, hpml_tensor_count(n->out), hpmlg_adds(n, back));
+    hpmlg_array   to = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
+    if (to.p && to.p != from.p) hpmlg_copy_run(d, to, from, hpml_tensor_count(n->out), hpmlg_op_adds(n, back));
 }
 
 /* to (+)= from, permuted, in tiles of 64 x 64: `from` is read along its last dimension, which is dimension p of `to`,
    and `to` written along its own. w: over the tiles, (.., tiles along p, tiles along the last dimension), with the
    strides of from and to; p, last: sizes and strides of these two. */
-#define HPMLG_TILE 64
-typedef struct hpmlg_turn {
-    hpmlg_array from, to;
-    hpmlg_walk  w;
-    int64_t     p, last, from_last, to_p; /* strides in from of `last`, in to of `p`; the others are 1 */
-    int64_t     p_tiles, last_tiles;
-    bool        add;
-} hpmlg_turn;
+#define HPMLG_TRANSPOSE_TILE 64
+typedef struct hpmlg_transpose {
+    hpmlg_array   from, to;
+    hpmlg_strides w;
+    int64_t       p, last, from_last, to_p; /* strides in from of `last`, in to of `p`; the others are 1 */
+    int64_t       p_tiles, last_tiles;
+    bool          add;
+} hpmlg_transpose;
 
-static __global__ void hpmlg_k_turn(hpmlg_turn t)
+static __global__ void hpmlg_k_transpose(hpmlg_transpose t)
 {
-    __shared__ float tile[HPMLG_TILE][HPMLG_TILE + 1];
-    int64_t b = hpmlg_quotient(blockIdx.x, t.last_tiles), c0 = (blockIdx.x - b * t.last_tiles) * HPMLG_TILE;
-    int64_t outer = hpmlg_quotient(b, t.p_tiles), r0 = (b - outer * t.p_tiles) * HPMLG_TILE;
-    int64_t from = hpmlg_walk_at(t.w, 0, outer), to = hpmlg_walk_at(t.w, 1, outer);
-    int     x = (int)threadIdx.x % HPMLG_TILE, y = (int)threadIdx.x / HPMLG_TILE;
-    for (int i = y; i < HPMLG_TILE; i += 4)
+    __shared__ float tile[HPMLG_TRANSPOSE_TILE][HPMLG_TRANSPOSE_TILE + 1];
+    int64_t b = hpmlg_quotient(blockIdx.x, t.last_tiles), c0 = (blockIdx.x - b * t.last_tiles) * HPMLG_TRANSPOSE_TILE;
+    int64_t outer = hpmlg_quotient(b, t.p_tiles), r0 = (b - outer * t.p_tiles) * HPMLG_TRANSPOSE_TILE;
+    int64_t from = hpmlg_strides_at(t.w, 0, outer), to = hpmlg_strides_at(t.w, 1, outer);
+    int     x = (int)threadIdx.x % HPMLG_TRANSPOSE_TILE, y = (int)threadIdx.x / HPMLG_TRANSPOSE_TILE;
+    for (int i = y; i < HPMLG_TRANSPOSE_TILE; i += 4)
         if (r0 + x < t.p && c0 + i < t.last) tile[i][x] = hpmlg_get(t.from, from + r0 + x + (c0 + i) * t.from_last);
     __syncthreads();
-    for (int i = y; i < HPMLG_TILE; i += 4) {
+    for (int i = y; i < HPMLG_TRANSPOSE_TILE; i += 4) {
         if (r0 + i >= t.p || c0 + x >= t.last) continue;
         int64_t at = to + (r0 + i) * t.to_p + c0 + x;
         hpmlg_put(t.to, at, t.add ? hpmlg_get(t.to, at) + tile[x][i] : tile[x][i]);
@@ -1586,10 +1586,10 @@ static __global__ void hpmlg_k_turn(hpmlg_turn t)
 HPMLG_OP(permute)
 {
     const hpml_tensor *shape = back ? n->src[0] : n->out, *other = back ? n->out : n->src[0];
-    hpmlg_array        to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
-    bool               add = hpmlg_adds(n, back);
-    hpmlg_walk         w = {};
-    hpmlg_turn         t = {};
+    hpmlg_array        to = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
+    bool               add = hpmlg_op_adds(n, back);
+    hpmlg_strides      w = {};
+    hpmlg_transpose    t = {};
     int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1;
     int                p = 0;
     for (int i = other->ndim - 1; i >= 0; i--) step[i] = whole, whole *= other->shape[i];
@@ -1598,58 +1598,58 @@ HPMLG_OP(permute)
         if (back) stride[k] = step[i];
         else stride[i] = step[k];
     }
-    for (int i = shape->ndim - 1; i >= 0; i--) hpmlg_walk_push(&w, shape->shape[i], stride[i], w.count);
+    for (int i = shape->ndim - 1; i >= 0; i--) hpmlg_strides_push(&w, shape->shape[i], stride[i], w.count);
     for (int i = 1; i < w.ndim; i++)
         if (w.stride[0][i] == 1) p = i;
     t.p = w.shape[p], t.last = w.shape[0];
-    if (p == 0 || t.p < 16 || t.last < 16) return hpmlg_spread_run(d, to, from, &w, 1, add);
+    if (p == 0 || t.p < 16 || t.last < 16) return hpmlg_broadcast_run(d, to, from, &w, 1, add);
     t.from = from, t.to = to, t.add = add, t.from_last = w.stride[0][0], t.to_p = w.stride[1][p];
     for (int i = 1; i < w.ndim; i++)
-        if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], w.stride[1][i]);
-    t.p_tiles = (t.p + HPMLG_TILE - 1) / HPMLG_TILE, t.last_tiles = (t.last + HPMLG_TILE - 1) / HPMLG_TILE;
-    HPMLG_RUN(d, hpmlg_k_turn, (unsigned)(t.w.count * t.p_tiles * t.last_tiles), 256, 0, t);
+        if (i != p) hpmlg_strides_push(&t.w, w.shape[i], w.stride[0][i], w.stride[1][i]);
+    t.p_tiles = (t.p + HPMLG_TRANSPOSE_TILE - 1) / HPMLG_TRANSPOSE_TILE, t.last_tiles = (t.last + HPMLG_TRANSPOSE_TILE - 1) / HPMLG_TRANSPOSE_TILE;
+    HPMLG_RUN(d, hpmlg_k_transpose, (unsigned)(t.w.count * t.p_tiles * t.last_tiles), 256, 0, t);
 }
 
 /* Row o of `to`, `width` elements from to_at on, becomes (or is added) row o of `from`, `block` elements from from_at
    on, with `lead` zeros before it and zeros behind. */
-typedef struct hpmlg_blocked {
+typedef struct hpmlg_row_copy {
     hpmlg_array to, from;
     int64_t     to_at, to_step, from_at, from_step, width, block, lead, rows;
     bool        add;
-} hpmlg_blocked;
+} hpmlg_row_copy;
 
-static __global__ void hpmlg_k_blocked(hpmlg_blocked b)
+static __global__ void hpmlg_k_row_copy(hpmlg_row_copy b)
 {
-    int64_t eights = (b.width + 7) / 8;
-    HPMLG_EACH(i, b.rows * eights) {
-        int64_t     o = hpmlg_quotient(i, eights), k = (i - o * eights) * 8;
-        int64_t     to = b.to_at + o * b.to_step, from = b.from_at + o * b.from_step;
-        hpmlg_eight e = hpmlg_get_part(b.from, from + k - b.lead, from, from + b.block, 0);
-        hpmlg_put_part(b.to, to + k, to, to + b.width, e, b.add);
+    int64_t vecs = (b.width + 7) / 8;
+    HPMLG_FOR_EACH(i, b.rows * vecs) {
+        int64_t    o = hpmlg_quotient(i, vecs), k = (i - o * vecs) * 8;
+        int64_t    to = b.to_at + o * b.to_step, from = b.from_at + o * b.from_step;
+        hpmlg_vec8 e = hpmlg_get_range(b.from, from + k - b.lead, from, from + b.block, 0);
+        hpmlg_put_range(b.to, to + k, to, to + b.width, e, b.add);
     }
 }
 
 /* The dimension `dim` of `whole` (.., dim, ..) from `start` on is all of part's: copies (or adds) one into the other,
    values or gradients. */
-HPMLG_FN void hpmlg_part(hpmlg_device *d, const hpml_tensor *whole, const hpml_tensor *part, int dim, int64_t start,
+HPMLG_FN void hpmlg_copy_slice(hpmlg_device *d, const hpml_tensor *whole, const hpml_tensor *part, int dim, int64_t start,
                          bool into_whole, bool gradient, bool add)
 {
-    hpmlg_blocked b = {};
-    int64_t       rows, count, width, inner;
+    hpmlg_row_copy b = {};
+    int64_t        rows, count, width, inner;
     hpmlg_split_dims(whole, dim, &rows, &count, &inner);
     width  = part->shape[dim] * inner;
-    b.to   = hpmlg_either(into_whole ? whole : part, gradient);
-    b.from = hpmlg_either(into_whole ? part : whole, gradient);
+    b.to   = hpmlg_value_or_grad(into_whole ? whole : part, gradient);
+    b.from = hpmlg_value_or_grad(into_whole ? part : whole, gradient);
     b.rows = rows, b.block = b.width = width, b.add = add;
     if (into_whole) b.to_at = start * inner, b.to_step = count * inner, b.from_step = width;
     else b.to_step = width, b.from_at = start * inner, b.from_step = count * inner;
     if (into_whole && gradient && !add) b.to_at = 0, b.width = count * inner, b.lead = start * inner;
-    HPMLG_DEAL(d, hpmlg_k_blocked, b.rows * ((b.width + 7) / 8), 256, b);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_row_copy, b.rows * ((b.width + 7) / 8), 256, b);
 }
 
 HPMLG_OP(slice)
 {
-    hpmlg_part(d, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, back, back, hpmlg_adds(n, back));
+    hpmlg_copy_slice(d, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, back, back, hpmlg_op_adds(n, back));
 }
 
 HPMLG_OP(concat)
@@ -1658,7 +1658,7 @@ HPMLG_OP(concat)
     int     dim = n->attr.slice.dim;
     for (int i = 0; i < n->src_count; i++) {
         if (!back || n->src[i]->grad)
-            hpmlg_part(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
+            hpmlg_copy_slice(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
     }
 }
@@ -1672,21 +1672,21 @@ HPMLG_OP(concat)
    over it, from the cache. */
 
 /* Elements c to c + 7 of a row; those past its end are `fill` and are not written. */
-HPMLG_DEVICE hpmlg_eight hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, float fill)
+HPMLG_DEVICE hpmlg_vec8 hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, float fill)
 {
-    return hpmlg_get_part(a, row * cols + c, row * cols + c, row * cols + cols, fill);
+    return hpmlg_get_range(a, row * cols + c, row * cols + c, row * cols + cols, fill);
 }
 
-HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_t c, hpmlg_eight e, bool add)
+HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_t c, hpmlg_vec8 e, bool add)
 {
-    hpmlg_put_part(a, row * cols + c, row * cols + c, row * cols + cols, e, add);
+    hpmlg_put_range(a, row * cols + c, row * cols + c, row * cols + cols, e, add);
 }
 
 /* The same of a parameter (cols), all `none` where a layer has none. */
-HPMLG_DEVICE hpmlg_eight hpmlg_param_get(const float *p, int64_t cols, int64_t c, float none)
+HPMLG_DEVICE hpmlg_vec8 hpmlg_param_get8(const float *p, int64_t cols, int64_t c, float none)
 {
     hpmlg_array a = { (void *)p, HPML_DTYPE_F32 };
-    hpmlg_eight e = { { none, none, none, none, none, none, none, none } };
+    hpmlg_vec8  e = { { none, none, none, none, none, none, none, none } };
     return p ? hpmlg_row_get(a, 0, cols, c, none) : e;
 }
 
@@ -1696,11 +1696,11 @@ HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->
 
 HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
-    return hpmlg_blocks(d, rows, cols <= HPMLG_WARP_ROW ? 4 : 1);
+    return hpmlg_grid_blocks(d, rows, cols <= HPMLG_WARP_ROW ? 4 : 1);
 }
 
 /* Launches the team that suits rows of `cols`. */
-#define HPMLG_ROWS(d, kernel, blocks, cols, shared, ...)                                                               \
+#define HPMLG_RUN_ROWS(d, kernel, blocks, cols, shared, ...)                                                           \
     ((cols) <= 256              ? HPMLG_RUN(d, (kernel<32, 1>), blocks, 128, shared, __VA_ARGS__)                      \
      : (cols) <= 768            ? HPMLG_RUN(d, (kernel<32, 3>), blocks, 128, shared, __VA_ARGS__)                      \
      : (cols) <= HPMLG_WARP_ROW ? HPMLG_RUN(d, (kernel<32, 4>), blocks, 128, shared, __VA_ARGS__)                      \
@@ -1708,10 +1708,10 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
                                 : HPMLG_RUN(d, (kernel<256, 4>), blocks, 256, shared, __VA_ARGS__))
 
 /* Every row of this team, every tile of a row, every eight of a tile: k counts them, c is its first column. */
-#define HPMLG_EACH_ROW                                                                                                 \
+#define HPMLG_FOR_EACH_ROW                                                                                             \
     for (int64_t row = (int64_t)blockIdx.x * (blockDim.x / TEAM) + threadIdx.x / TEAM; row < rows;                     \
          row += (int64_t)gridDim.x * (blockDim.x / TEAM))
-#define HPMLG_EACH_EIGHT                                                                                               \
+#define HPMLG_FOR_EACH_ROW_VEC8                                                                                        \
     for (int64_t tile = 8 * (int64_t)(threadIdx.x % TEAM), end = cols + tile; tile < end; tile += 8 * TEAM * G)        \
         HPMLG_UNROLL for (int64_t k = 0, c = tile; k < G; k++, c += 8 * TEAM)
 
@@ -1719,24 +1719,24 @@ template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log)
 {
     __shared__ float space[HPMLG_WARP];
-    const bool       many = cols > 8 * TEAM * G;
-    hpmlg_eight      e[G];
-    HPMLG_EACH_ROW {
-        float most = -INFINITY, sum = 0;
-        HPMLG_EACH_EIGHT {
+    const bool       reload = cols > 8 * TEAM * G;
+    hpmlg_vec8       e[G];
+    HPMLG_FOR_EACH_ROW {
+        float row_max = -INFINITY, sum = 0;
+        HPMLG_FOR_EACH_ROW_VEC8 {
             e[k] = hpmlg_row_get(x, row, cols, c, -INFINITY);
-            for (int j = 0; j < 8; j++) most = e[k].v[j] > most || e[k].v[j] != e[k].v[j] ? e[k].v[j] : most;
+            for (int j = 0; j < 8; j++) row_max = e[k].v[j] > row_max || e[k].v[j] != e[k].v[j] ? e[k].v[j] : row_max;
         }
-        most = hpmlg_group(most, space, TEAM, true);
-        HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, -INFINITY);
-            for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - most);
+        row_max = hpmlg_group_reduce(row_max, space, TEAM, true);
+        HPMLG_FOR_EACH_ROW_VEC8 {
+            if (reload) e[k] = hpmlg_row_get(x, row, cols, c, -INFINITY);
+            for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - row_max);
         }
-        sum = hpmlg_group(sum, space, TEAM, false);
-        float less = logf(sum), scale = 1 / sum; /* because most + less is rounded at the magnitude of most */
-        HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
-            for (int j = 0; j < 8; j++) e[k].v[j] = log ? e[k].v[j] - most - less : expf(e[k].v[j] - most) * scale;
+        sum = hpmlg_group_reduce(sum, space, TEAM, false);
+        float log_sum = logf(sum), scale = 1 / sum; /* because row_max + log_sum is rounded at the magnitude of row_max */
+        HPMLG_FOR_EACH_ROW_VEC8 {
+            if (reload) e[k] = hpmlg_row_get(x, row, cols, c, 0);
+            for (int j = 0; j < 8; j++) e[k].v[j] = log ? e[k].v[j] - row_max - log_sum : expf(e[k].v[j] - row_max) * scale;
             hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
@@ -1748,18 +1748,18 @@ static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg
                                             bool log, bool add)
 {
     __shared__ float space[HPMLG_WARP];
-    const bool       many = cols > 8 * TEAM * G;
-    hpmlg_eight      e[G], f[G];
-    HPMLG_EACH_ROW {
+    const bool       reload = cols > 8 * TEAM * G;
+    hpmlg_vec8       e[G], f[G];
+    HPMLG_FOR_EACH_ROW {
         float sum = 0;
-        HPMLG_EACH_EIGHT {
+        HPMLG_FOR_EACH_ROW_VEC8 {
             e[k] = hpmlg_row_get(y, row, cols, c, 0);
             f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++) sum += log ? f[k].v[j] : f[k].v[j] * e[k].v[j];
         }
-        sum = hpmlg_group(sum, space, TEAM, false);
-        HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(y, row, cols, c, 0), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
+        sum = hpmlg_group_reduce(sum, space, TEAM, false);
+        HPMLG_FOR_EACH_ROW_VEC8 {
+            if (reload) e[k] = hpmlg_row_get(y, row, cols, c, 0), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++)
                 f[k].v[j] = log ? f[k].v[j] - expf(e[k].v[j]) * sum : e[k].v[j] * (f[k].v[j] - sum);
             hpmlg_row_put(dx, row, cols, c, f[k], add);
@@ -1773,8 +1773,8 @@ HPMLG_OP(softmax)
     unsigned      blocks = hpmlg_row_blocks(d, rows, cols);
     hpmlg_array   y      = hpmlg_value(n->out);
     bool          log    = n->attr.softmax.log;
-    if (!back) return HPMLG_ROWS(d, hpmlg_k_softmax, blocks, cols, 0, y, hpmlg_value(n->src[0]), rows, cols, log);
-    HPMLG_ROWS(d, hpmlg_k_softmax_back, blocks, cols, 0, hpmlg_grad(n->src[0]), y, hpmlg_grad(n->out), rows, cols, log,
+    if (!back) return HPMLG_RUN_ROWS(d, hpmlg_k_softmax, blocks, cols, 0, y, hpmlg_value(n->src[0]), rows, cols, log);
+    HPMLG_RUN_ROWS(d, hpmlg_k_softmax_back, blocks, cols, 0, hpmlg_grad(n->src[0]), y, hpmlg_grad(n->out), rows, cols, log,
                n->accumulate[0]);
 }
 
@@ -1787,34 +1787,34 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
                                     bool centred)
 {
     __shared__ float space[HPMLG_WARP];
-    const bool       many = cols > 8 * TEAM * G;
-    hpmlg_eight      e[G];
-    HPMLG_EACH_ROW {
+    const bool       reload = cols > 8 * TEAM * G;
+    hpmlg_vec8       e[G];
+    HPMLG_FOR_EACH_ROW {
         float mean = 0, sum = 0, rest = 0;
-        HPMLG_EACH_EIGHT {
+        HPMLG_FOR_EACH_ROW_VEC8 {
             e[k] = hpmlg_row_get(p.p ? p : x, row, cols, c, 0);
             if (p.p) { /* x = p + q comes with it */
-                hpmlg_eight f = hpmlg_row_get(q, row, cols, c, 0);
-                for (int j = 0; j < 8; j++) e[k].v[j] = hpmlg_rounded(e[k].v[j] + f.v[j], x.type);
+                hpmlg_vec8 f = hpmlg_row_get(q, row, cols, c, 0);
+                for (int j = 0; j < 8; j++) e[k].v[j] = hpmlg_round_to(e[k].v[j] + f.v[j], x.type);
                 hpmlg_row_put(x, row, cols, c, e[k], false);
             }
             for (int j = 0; j < 8; j++) mean += e[k].v[j];
         }
-        mean = centred ? hpmlg_group(mean, space, TEAM, false) / (float)cols : 0;
-        HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
+        mean = centred ? hpmlg_group_reduce(mean, space, TEAM, false) / (float)cols : 0;
+        HPMLG_FOR_EACH_ROW_VEC8 {
+            if (reload) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             for (int j = 0; j < 8; j++) {
                 float v = c + j < cols ? e[k].v[j] - mean : 0;
                 sum += v * v, rest += v;
             }
         }
-        rest = centred ? hpmlg_group(rest, space, TEAM, false) / (float)cols : 0;
-        float var = hpmlg_group(sum, space, TEAM, false) / (float)cols - rest * rest;
+        rest = centred ? hpmlg_group_reduce(rest, space, TEAM, false) / (float)cols : 0;
+        float var = hpmlg_group_reduce(sum, space, TEAM, false) / (float)cols - rest * rest;
         float rstd = 1 / sqrtf((var < 0 ? 0 : var) + eps);
         if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd), ((float *)(saved + rows))[row] = rest;
-        HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
-            hpmlg_eight g = hpmlg_param_get(gamma, cols, c, 1), b = hpmlg_param_get(beta, cols, c, 0);
+        HPMLG_FOR_EACH_ROW_VEC8 {
+            if (reload) e[k] = hpmlg_row_get(x, row, cols, c, 0);
+            hpmlg_vec8 g = hpmlg_param_get8(gamma, cols, c, 1), b = hpmlg_param_get8(beta, cols, c, 0);
             for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean - rest) * rstd * g.v[j] + b.v[j];
             hpmlg_row_put(y, row, cols, c, e[k], false);
         }
@@ -1830,26 +1830,26 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
 {
     __shared__ float space[HPMLG_WARP];
     HPMLG_SHARED(float, sums); /* (2, cols) where a block has several teams */
-    const bool  many = cols > 8 * TEAM * G;
-    const int   teams = (int)blockDim.x / TEAM;
-    hpmlg_eight e[G], f[G], a[G] = {}, b[G] = {};
+    const bool reload = cols > 8 * TEAM * G;
+    const int  teams = (int)blockDim.x / TEAM;
+    hpmlg_vec8 e[G], f[G], a[G] = {}, b[G] = {};
     if (part) part += (int64_t)blockIdx.x * 2 * cols;
     hpmlg_array dgamma = { teams == 1 ? part : sums, HPML_DTYPE_F32 };
     hpmlg_array dbeta  = { (float *)dgamma.p + cols, HPML_DTYPE_F32 };
-    HPMLG_EACH_ROW {
+    HPMLG_FOR_EACH_ROW {
         float mean = saved[row].x, rstd = saved[row].y, rest = ((const float *)(saved + rows))[row], sum = 0, dot = 0;
         auto  take = [&](int64_t k, int64_t c) { /* xhat and dy */
             e[k] = hpmlg_row_get(x, row, cols, c, mean), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean - rest) * rstd;
         };
         auto weigh = [&](int64_t k, int64_t c) { /* dy becomes g */
-            hpmlg_eight g = hpmlg_param_get(gamma, cols, c, 1);
+            hpmlg_vec8 g = hpmlg_param_get8(gamma, cols, c, 1);
             for (int j = 0; j < 8; j++) f[k].v[j] *= g.v[j];
         };
-        HPMLG_EACH_EIGHT {
+        HPMLG_FOR_EACH_ROW_VEC8 {
             take(k, c);
             for (int j = 0; j < 8; j++) a[k].v[j] += f[k].v[j] * e[k].v[j], b[k].v[j] += f[k].v[j];
-            if (many && part) {
+            if (reload && part) {
                 hpmlg_row_put(dgamma, 0, cols, c, a[k], row != blockIdx.x);
                 hpmlg_row_put(dbeta, 0, cols, c, b[k], row != blockIdx.x);
                 for (int j = 0; j < 8; j++) a[k].v[j] = b[k].v[j] = 0;
@@ -1858,17 +1858,17 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
             for (int j = 0; j < 8; j++) sum += f[k].v[j], dot += f[k].v[j] * e[k].v[j];
         }
         if (!dx.p) continue;
-        sum = centred ? hpmlg_group(sum, space, TEAM, false) / (float)cols : 0;
-        dot = hpmlg_group(dot, space, TEAM, false) / (float)cols;
-        HPMLG_EACH_EIGHT {
-            if (many) take(k, c), weigh(k, c);
+        sum = centred ? hpmlg_group_reduce(sum, space, TEAM, false) / (float)cols : 0;
+        dot = hpmlg_group_reduce(dot, space, TEAM, false) / (float)cols;
+        HPMLG_FOR_EACH_ROW_VEC8 {
+            if (reload) take(k, c), weigh(k, c);
             for (int j = 0; j < 8; j++) f[k].v[j] = rstd * (f[k].v[j] - sum - e[k].v[j] * dot);
             hpmlg_row_put(dx, row, cols, c, f[k], add);
         }
     }
-    if (!part || many) return;
+    if (!part || reload) return;
     for (int team = 0; team < teams; team++) {
-        if ((int)threadIdx.x / TEAM == team) HPMLG_EACH_EIGHT {
+        if ((int)threadIdx.x / TEAM == team) HPMLG_FOR_EACH_ROW_VEC8 {
             hpmlg_row_put(dgamma, 0, cols, c, a[k], team > 0);
             hpmlg_row_put(dbeta, 0, cols, c, b[k], team > 0);
         }
@@ -1904,7 +1904,7 @@ HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
     return blocks < most ? blocks : most;
 }
 
-HPMLG_FN const float *hpmlg_param_of(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->data : NULL; }
+HPMLG_FN const float *hpmlg_param_value(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->data : NULL; }
 HPMLG_FN float       *hpmlg_param_grad(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->grad : NULL; }
 
 /* The sum that norm n does on its way; planned once, for passes that run as a whole. */
@@ -1920,22 +1920,22 @@ HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
 
 HPMLG_FN void hpmlg_norm(hpmlg_device *d, hpml_node *n, bool back)
 {
-    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    float2       *saved = (float2 *)n->saved;
-    hpmlg_array   x = hpmlg_value(n->src[0]), p = hpmlg_none(), q = p;
-    const float  *gamma = hpmlg_param_of(n, 1);
-    bool          centred = n->op == HPML_OP_LAYERNORM;
+    int64_t      cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    float2      *saved = (float2 *)n->saved;
+    hpmlg_array  x = hpmlg_value(n->src[0]), p = hpmlg_array_null(), q = p;
+    const float *gamma = hpmlg_param_value(n, 1);
+    bool         centred = n->op == HPML_OP_LAYERNORM;
     if (!back) {
         const hpml_node *sum = n->src[0]->node;
-        if (sum && sum->with == n && d->passing) p = hpmlg_value(sum->src[0]), q = hpmlg_value(sum->src[1]);
-        return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out), x, p, q,
-                          gamma, hpmlg_param_of(n, 2), saved, rows, cols, n->attr.norm.eps, centred);
+        if (sum && sum->with == n && d->in_whole_forward) p = hpmlg_value(sum->src[0]), q = hpmlg_value(sum->src[1]);
+        return HPMLG_RUN_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out), x, p, q,
+                          gamma, hpmlg_param_value(n, 2), saved, rows, cols, n->attr.norm.eps, centred);
     }
     int         parts  = hpmlg_norm_parts(d, rows, cols);
     float      *dgamma = hpmlg_param_grad(n, 1), *dbeta = hpmlg_param_grad(n, 2);
     float      *part   = dgamma || dbeta ? (float *)n->scratch : NULL;
     size_t      shared = cols <= HPMLG_WARP_ROW ? (size_t)(2 * cols) * sizeof(float) : 0;
-    HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]), x, hpmlg_grad(n->out), gamma,
+    HPMLG_RUN_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]), x, hpmlg_grad(n->out), gamma,
                (const float2 *)saved, part, rows, cols, centred, n->accumulate[0]);
     if (part) HPMLG_RUN(d, hpmlg_k_norm_params, (unsigned)((2 * cols + HPMLG_WARP - 1) / HPMLG_WARP), 256, 0, dgamma,
                         dbeta, part, parts, cols, n->accumulate[1], n->accumulate[2]);
@@ -1983,29 +1983,29 @@ typedef struct hpmlg_bn {
 } hpmlg_bn;
 
 /* Where unit u of channel c stands. */
-HPMLG_DEVICE int64_t hpmlg_bn_at(const hpmlg_bn &s, int64_t c, int64_t u)
+HPMLG_DEVICE int64_t hpmlg_bn_offset(const hpmlg_bn &s, int64_t c, int64_t u)
 {
     int64_t i = u * s.unit, image = hpmlg_quotient(i, s.P);
     return (image * s.C + c) * s.P + (i - image * s.P);
 }
 
 /* Up to 8 numbers of a channel, for the unit u of this thread and those a block's step further on; how many. */
-HPMLG_DEVICE int hpmlg_bn_take(const hpmlg_bn &s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_eight *e)
+HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_vec8 *e)
 {
     int count = 0;
     if (s.unit == 8) {
-        *e = hpmlg_get8(x, hpmlg_bn_at(s, c, u) >> 3);
+        *e = hpmlg_get8(x, hpmlg_bn_offset(s, c, u) >> 3);
         return 8;
     }
     for (int j = 0; j < 8; j++) {
         int64_t v = u + j * (blockDim.x / s.width);
-        e->v[j]   = v < to ? hpmlg_get(x, hpmlg_bn_at(s, c, v)) : 0;
+        e->v[j]   = v < to ? hpmlg_get(x, hpmlg_bn_offset(s, c, v)) : 0;
         count += v < to;
     }
     return count;
 }
 
-template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
+template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
 {
     typedef typename std::conditional<back, double, float>::type T; /* what a thread joins its own in */
     __shared__ hpmlg_moments<double> all[256];
@@ -2013,14 +2013,14 @@ template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
     int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8);
     float   mean = back && c < s.C ? s.saved[c].x : 0;
-    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_at(s, c, 0)) : 0; /* its first number */
+    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_offset(s, c, 0)) : 0; /* its first number */
     hpmlg_moments<T> mine = { 0, 0, 0 };
     for (int64_t u = units * blockIdx.y / s.splits + threadIdx.x / s.width; u < to; u += step) {
-        hpmlg_eight e, f, z;
-        float       sum = 0, other = 0, n = (float)hpmlg_bn_take(s, s.x, c, u, to, &e);
+        hpmlg_vec8 e, f, z;
+        float      sum = 0, other = 0, n = (float)hpmlg_bn_load(s, s.x, c, u, to, &e);
         if (back) {
-            hpmlg_bn_take(s, s.dy, c, u, to, &f);
-            if (s.relu) hpmlg_bn_take(s, s.y, c, u, to, &z);
+            hpmlg_bn_load(s, s.dy, c, u, to, &f);
+            if (s.relu) hpmlg_bn_load(s, s.y, c, u, to, &z);
             for (int j = 0; j < 8; j++) { /* what is not there is 0 in dy */
                 float v = s.relu && !(z.v[j] > 0) ? 0 : f.v[j];
                 sum += v, other += v * (e.v[j] - mean);
@@ -2045,7 +2045,7 @@ template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
    is trained); backward the gradients of gamma and beta, and the means that dx needs. */
 template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
 {
-    int64_t c = hpmlg_me();
+    int64_t c = hpmlg_thread_index();
     hpmlg_moments<double> all = { 0, 0, 0 };
     if (c >= s.C) return;
     for (int64_t i = 0; i < s.splits && (back || s.train); i++)
@@ -2070,9 +2070,9 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
 template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
-    HPMLG_EIGHTS(i, n) {
-        int64_t     plane = hpmlg_quotient(i, s.P), r = i - plane * s.P, c = plane - hpmlg_quotient(plane, s.C) * s.C;
-        hpmlg_eight e = hpmlg_row_get(s.x, 0, n, i, 0), f, z;
+    HPMLG_FOR_EACH_VEC8(i, n) {
+        int64_t    plane = hpmlg_quotient(i, s.P), r = i - plane * s.P, c = plane - hpmlg_quotient(plane, s.C) * s.C;
+        hpmlg_vec8 e = hpmlg_row_get(s.x, 0, n, i, 0), f, z;
         if (back) f = hpmlg_row_get(s.dy, 0, n, i, 0);
         if (back && s.relu) z = hpmlg_row_get(s.y, 0, n, i, 0);
         float a = 0, b = 0, two = 0, mean = 0;
@@ -2105,8 +2105,8 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
     if (s.splits > HPMLG_BN_SPLITS) s.splits = HPMLG_BN_SPLITS;
     s.unit  = s.P % 8 == 0 && places % 16 == 0 ? 8 : 1;
     s.x     = hpmlg_value(src[0]), s.dx = hpmlg_grad(src[0]), s.y = hpmlg_value(n->out), s.dy = hpmlg_grad(n->out);
-    s.gamma = hpmlg_param_of(n, 1), s.dgamma = hpmlg_param_grad(n, 1);
-    s.beta  = hpmlg_param_of(n, 2), s.dbeta = hpmlg_param_grad(n, 2);
+    s.gamma = hpmlg_param_value(n, 1), s.dgamma = hpmlg_param_grad(n, 1);
+    s.beta  = hpmlg_param_value(n, 2), s.dbeta = hpmlg_param_grad(n, 2);
     s.part  = (hpmlg_moments<double> *)n->scratch, s.means = (float2 *)(s.part + s.C * s.splits);
     s.saved = (float2 *)n->saved, s.running_mean = src[3]->data, s.running_var = src[4]->data;
     s.rest  = (float *)(s.saved + s.C);
@@ -2124,7 +2124,7 @@ HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
 
 /* Where ranks share a batch: the pieces of each channel are joined here on the host, as sums about 0 added up over the
    ranks, and go back as the one piece. The host waits, so such passes are not recorded. */
-HPMLG_FN void hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
+HPMLG_FN void hpmlg_bn_sum_ranks(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
 {
     size_t      bytes = (size_t)(s->C * s->splits) * sizeof *s->part;
     hpmlg_moments<double> *p = (hpmlg_moments<double> *)hpml_ctx_alloc(run->ctx, bytes, NULL);
@@ -2154,13 +2154,13 @@ HPMLG_OP(batchnorm)
     dim3          grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
     if (run->idle) s.B = s.N = 0;
     all = s;
-    if (back || s.train) HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_pieces, true, false, grid, 256, 0, s);
+    if (back || s.train) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_splits, true, false, grid, 256, 0, s);
     if (back) HPMLG_RUN(d, hpmlg_k_bn_channels<true>, channels, 128, 0, s);
-    if (shared) hpmlg_bn_share(run, d, &all, back);
+    if (shared) hpmlg_bn_sum_ranks(run, d, &all, back);
     all.dgamma = all.dbeta = NULL; /* gamma's and beta's are this rank's, above; the means are of all */
-    if (!back || shared) HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_channels, true, false, channels, 128, 0, all);
+    if (!back || shared) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_channels, true, false, channels, 128, 0, all);
     if (s.N == 0 || (back && !s.dx.p)) return;
-    HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_apply, true, false, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, s);
+    HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_apply, true, false, hpmlg_grid_blocks(d, s.N * s.C, 2048), 256, 0, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2171,15 +2171,15 @@ HPMLG_OP(batchnorm)
    scattered, the order is fixed. Max keeps the place of each winner within its plane, a NaN wins; average divides by
    the pixels inside the image. */
 typedef struct hpmlg_pool {
-    hpmlg_array x, y; /* backward: gradients */
-    int        *at;   /* winners, NULL: average */
+    hpmlg_array x, y;   /* backward: gradients */
+    int        *winner; /* winners, NULL: average */
     int64_t     planes;
     int         H, W, OH, OW, kh, kw, stride, pad;
     bool        add;
 } hpmlg_pool;
 
 /* i = (plane, row, column) of planes of (h, w); returns the plane. */
-HPMLG_DEVICE int64_t hpmlg_place(int64_t i, int h, int w, int *row, int *column)
+HPMLG_DEVICE int64_t hpmlg_plane_position(int64_t i, int h, int w, int *row, int *column)
 {
     int64_t q = hpmlg_quotient(i, w), plane = hpmlg_quotient(q, h);
     *column = (int)(i - q * w), *row = (int)(q - plane * h);
@@ -2195,37 +2195,37 @@ HPMLG_DEVICE void hpmlg_window(int o, int stride, int pad, int kernel, int size,
 
 static __global__ void hpmlg_k_pool(hpmlg_pool p)
 {
-    HPMLG_EACH(i, p.planes * p.OH * p.OW) {
+    HPMLG_FOR_EACH(i, p.planes * p.OH * p.OW) {
         int     oh, ow, r0, r1, c0, c1;
-        int64_t x = hpmlg_place(i, p.OH, p.OW, &oh, &ow) * p.H * p.W;
+        int64_t x = hpmlg_plane_position(i, p.OH, p.OW, &oh, &ow) * p.H * p.W;
         hpmlg_window(oh, p.stride, p.pad, p.kh, p.H, &r0, &r1);
         hpmlg_window(ow, p.stride, p.pad, p.kw, p.W, &c0, &c1);
         int   best = r0 * p.W + c0;
-        float v = p.at ? hpmlg_get(p.x, x + best) : 0;
+        float v = p.winner ? hpmlg_get(p.x, x + best) : 0;
         for (int r = r0; r < r1; r++)
             for (int c = c0; c < c1; c++) {
                 float w = hpmlg_get(p.x, x + r * p.W + c);
-                if (!p.at) v += w;
+                if (!p.winner) v += w;
                 else if (!(w <= v) && v == v) v = w, best = r * p.W + c;
             }
-        if (p.at) p.at[i] = best;
-        hpmlg_put(p.y, i, p.at ? v : v * (1 / (float)((r1 - r0) * (c1 - c0))));
+        if (p.winner) p.winner[i] = best;
+        hpmlg_put(p.y, i, p.winner ? v : v * (1 / (float)((r1 - r0) * (c1 - c0))));
     }
 }
 
 static __global__ void hpmlg_k_pool_back(hpmlg_pool p)
 {
-    HPMLG_EACH(i, p.planes * p.H * p.W) {
+    HPMLG_FOR_EACH(i, p.planes * p.H * p.W) {
         int     r, c, r0, r1, c0, c1;
-        int64_t y = hpmlg_place(i, p.H, p.W, &r, &c) * p.OH * p.OW;
+        int64_t y = hpmlg_plane_position(i, p.H, p.W, &r, &c) * p.OH * p.OW;
         int     first_h = r + p.pad < p.kh ? 0 : (r + p.pad - p.kh) / p.stride + 1, last_h = (r + p.pad) / p.stride;
         int     first_w = c + p.pad < p.kw ? 0 : (c + p.pad - p.kw) / p.stride + 1, last_w = (c + p.pad) / p.stride;
         float   sum = p.add ? hpmlg_get(p.x, i) : 0;
         for (int oh = first_h; oh <= last_h && oh < p.OH; oh++)
             for (int ow = first_w; ow <= last_w && ow < p.OW; ow++) {
                 int64_t o = y + oh * p.OW + ow;
-                if (p.at) {
-                    if (p.at[o] == r * p.W + c) sum += hpmlg_get(p.y, o);
+                if (p.winner) {
+                    if (p.winner[o] == r * p.W + c) sum += hpmlg_get(p.y, o);
                     continue;
                 }
                 hpmlg_window(oh, p.stride, p.pad, p.kh, p.H, &r0, &r1);
@@ -2240,15 +2240,15 @@ HPMLG_FN void hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
     const int64_t *x = n->src[0]->shape, *y = n->out->shape;
     hpmlg_pool     p = {};
-    p.x  = hpmlg_either(n->src[0], back), p.y = hpmlg_either(n->out, back);
-    p.at = n->op == HPML_OP_MAX_POOL ? (int *)n->saved : NULL;
+    p.x  = hpmlg_value_or_grad(n->src[0], back), p.y = hpmlg_value_or_grad(n->out, back);
+    p.winner = n->op == HPML_OP_MAX_POOL ? (int *)n->saved : NULL;
     p.planes = x[0] * x[1], p.H = (int)x[2], p.W = (int)x[3], p.OH = (int)y[2], p.OW = (int)y[3];
     p.kh = n->attr.conv.kernel[0], p.kw = n->attr.conv.kernel[1], p.stride = n->attr.conv.stride[0];
-    p.pad = n->attr.conv.padding[0], p.add = hpmlg_adds(n, back);
-    if (back) return HPMLG_DEAL(d, hpmlg_k_pool_back, p.planes * p.H * p.W, 256, p);
-    if (!p.at && p.pad == 0 && p.kh == p.H && p.kw == p.W) /* global: the mean of each plane */
-        return hpmlg_sum_run(d, p.y, p.x, hpmlg_stretched(p.planes, x[2] * x[3], 1), 1 / (float)(x[2] * x[3]), false);
-    HPMLG_DEAL(d, hpmlg_k_pool, p.planes * p.OH * p.OW, 256, p);
+    p.pad = n->attr.conv.padding[0], p.add = hpmlg_op_adds(n, back);
+    if (back) return HPMLG_RUN_ITEMS(d, hpmlg_k_pool_back, p.planes * p.H * p.W, 256, p);
+    if (!p.winner && p.pad == 0 && p.kh == p.H && p.kw == p.W) /* global: the mean of each plane */
+        return hpmlg_sum_run(d, p.y, p.x, hpmlg_broadcast_strides(p.planes, x[2] * x[3], 1), 1 / (float)(x[2] * x[3]), false);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_pool, p.planes * p.OH * p.OW, 256, p);
 }
 HPMLG_OP(max_pool2d) { return hpmlg_pool_pass(d, n, back); }
 HPMLG_OP(avg_pool2d) { return hpmlg_pool_pass(d, n, back); }
@@ -2272,7 +2272,7 @@ HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stre
 }
 
 /* Words first to first + 7 of a stream: two blocks, three where the first word is not the first of its block. */
-HPMLG_DEVICE void hpmlg_words8(unsigned w[8], unsigned long long seed, unsigned long long stream,
+HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, unsigned long long stream,
                                unsigned long long first)
 {
     uint4    a = hpmlg_philox(seed, stream, first / 4), b = hpmlg_philox(seed, stream, first / 4 + 1);
@@ -2284,15 +2284,15 @@ HPMLG_DEVICE void hpmlg_words8(unsigned w[8], unsigned long long seed, unsigned 
 
 /* y (+)= x scale where the word of the element is `least` or more, else 0. Word i belongs to element i counted from the
    first sample of the global batch; `each`: elements of a sample. */
-static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_now *now, int index, unsigned least,
+static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_random_key *now, int index, unsigned least,
                                        float scale, int64_t each, int64_t n, bool add)
 {
     unsigned long long stream = now->step << 24 ^ (unsigned long long)index ^ 0xdull << 60;
     unsigned long long first = now->sample * (unsigned long long)each, seed = now->seed;
-    HPMLG_EIGHTS(i, n) {
-        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0);
-        unsigned    w[8];
-        hpmlg_words8(w, seed, stream, first + (unsigned long long)i);
+    HPMLG_FOR_EACH_VEC8(i, n) {
+        hpmlg_vec8 e = hpmlg_row_get(x, 0, n, i, 0);
+        unsigned   w[8];
+        hpmlg_random_words8(w, seed, stream, first + (unsigned long long)i);
         for (int j = 0; j < 8; j++) e.v[j] = w[j] >= least ? e.v[j] * scale : 0;
         hpmlg_row_put(y, 0, n, i, e, add);
     }
@@ -2300,14 +2300,14 @@ static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg
 
 HPMLG_OP(dropout)
 {
-    hpmlg_array to    = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
+    hpmlg_array to    = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
     float       p     = n->attr.dropout.p;
     int64_t     count = hpml_tensor_count(n->out), each = 0;
-    bool        add   = hpmlg_adds(n, back);
+    bool        add   = hpmlg_op_adds(n, back);
     if (!run->train || p <= 0) return from.p == to.p && !add ? (void)0 : hpmlg_copy_run(d, to, from, count, add);
     if (n->out->batch_rows) each = count / (n->out->shape[0] / n->out->batch_rows);
-    hpmlg_now_set(d, run);
-    HPMLG_DEAL(d, hpmlg_k_dropout, count, 2048, to, from, (const hpmlg_now *)d->now, n->index,
+    hpmlg_random_key_set(d, run);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_dropout, count, 2048, to, from, (const hpmlg_random_key *)d->random_key, n->index,
                (unsigned)((double)p * 4294967296.0), 1 / (1 - p), each, count, add);
 }
 
@@ -2316,7 +2316,7 @@ HPMLG_OP(dropout)
    chance, but ranks among a token's positions put them in order. A token of more than HPMLG_LONG positions, such
    as a blank, is long: its positions are cut into pieces of HPMLG_LONG, summed piece by piece, then added in order. */
 #define HPMLG_LONG 64
-typedef struct hpmlg_buckets {
+typedef struct hpmlg_token_lists {
     const int *token;              /* (tokens) */
     int64_t    tokens, vocabulary, most; /* most: upper bound of the number of pieces */
     int       *count, *used;       /* (vocabulary): positions of a token; (2): entries used of `order`, `piece` */
@@ -2325,17 +2325,17 @@ typedef struct hpmlg_buckets {
     int       *slot, *order;       /* (tokens): index of a position in its token, then sorted positions; unsorted */
     int       *piece;              /* (most): the token that a piece belongs to */
     float     *sums;               /* (most, width): the sum of each piece */
-} hpmlg_buckets;
+} hpmlg_token_lists;
 
 /* y[i] = table[token[i]], a warp for each row; a token out of range gets a row of zeros and an error. */
-static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg_buckets b, int64_t width,
+static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg_token_lists b, int64_t width,
                                          hpmlg_note *note, int *taken, const hpml_node *node)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP;
-    HPMLG_WARPS(i, b.tokens) {
+    HPMLG_FOR_EACH_WARP(i, b.tokens) {
         int  t  = b.token[i];
         bool ok = t >= 0 && t < b.vocabulary;
-        if (!ok && lane == 0) hpmlg_complain(note, taken, i, t, node);
+        if (!ok && lane == 0) hpmlg_report_index(note, taken, i, t, node);
         for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP)
             hpmlg_row_put(y, i, width, c, hpmlg_row_get(table, t, ok ? width : 0, c, 0), false);
     }
@@ -2343,9 +2343,9 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg
 
 /* Step 0 counts positions and gives each its slot, in step 1 the position with slot 0 reserves entries of `order` for
    its token, step 2 fills `order`, step 3 sorts each token's positions, into `slot` because the slots are used up. */
-static __global__ void hpmlg_k_bucket(hpmlg_buckets b, int step)
+static __global__ void hpmlg_k_token_lists(hpmlg_token_lists b, int step)
 {
-    int64_t i = hpmlg_me();
+    int64_t i = hpmlg_thread_index();
     int     t = i < b.tokens ? b.token[i] : -1, rank = 0;
     if (t < 0 || t >= b.vocabulary) return;
     if (step == 0) b.slot[i] = atomicAdd(&b.count[t], 1);
@@ -2362,9 +2362,9 @@ static __global__ void hpmlg_k_bucket(hpmlg_buckets b, int step)
 }
 
 /* The sum, for columns c to c + 7, of n rows of x: rows at[0], at[1], ..., or, where `at` is NULL, the first n. */
-HPMLG_DEVICE hpmlg_eight hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int64_t width, int64_t c)
+HPMLG_DEVICE hpmlg_vec8 hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int64_t width, int64_t c)
 {
-    hpmlg_eight sum = {}, e[4];
+    hpmlg_vec8 sum = {}, e[4];
     for (int k = 0; k < n; k += 4) { /* keeps four loads in flight */
         HPMLG_UNROLL for (int q = 0; q < 4; q++) {
             bool    in  = k + q < n;
@@ -2378,11 +2378,11 @@ HPMLG_DEVICE hpmlg_eight hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int
 }
 
 /* Sums each piece of a long token: a warp for 256 columns of a piece. */
-static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_buckets b, int64_t width)
+static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_token_lists b, int64_t width)
 {
     int64_t     parts = (width + 255) / 256;
     hpmlg_array sums = { b.sums, HPML_DTYPE_F32 };
-    HPMLG_WARPS(u, b.used[1] * parts) {
+    HPMLG_FOR_EACH_WARP(u, b.used[1] * parts) {
         int64_t p = hpmlg_quotient(u, parts), c = (u - p * parts) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
         int     t = b.piece[p], from = (int)(p - b.first[t]) * HPMLG_LONG, n = b.count[t] - from;
         hpmlg_row_put(sums, p, width, c,
@@ -2391,10 +2391,10 @@ static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_buckets b,
 }
 
 /* Row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
-static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t width, bool add)
+static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_token_lists b, int64_t width, bool add)
 {
     int64_t parts = (width + 255) / 256;
-    HPMLG_WARPS(u, b.vocabulary * parts) {
+    HPMLG_FOR_EACH_WARP(u, b.vocabulary * parts) {
         int64_t     t = hpmlg_quotient(u, parts), c = (u - t * parts) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
         int         n = b.count[t];
         bool        cut = n > HPMLG_LONG;
@@ -2410,7 +2410,7 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
 }
 
 /* Lays the arrays out in the node's scratch memory, where it is allocated. Returns the bytes that they need. */
-HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_buckets *b)
+HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_token_lists *b)
 {
     b->tokens = hpml_tensor_count(n->src[0]), b->vocabulary = n->src[1]->shape[0];
     b->most   = 2 * b->tokens / HPMLG_LONG; /* a token of 65 has two pieces */
@@ -2426,20 +2426,20 @@ HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_buckets *b)
 
 HPMLG_OP(embedding)
 {
-    hpmlg_array   table = hpmlg_either(n->src[1], back), y = hpmlg_either(n->out, back);
-    int64_t       width = n->src[1]->shape[1], parts = (width + 255) / 256;
-    hpmlg_buckets b     = {};
+    hpmlg_array       table = hpmlg_value_or_grad(n->src[1], back), y = hpmlg_value_or_grad(n->out, back);
+    int64_t           width = n->src[1]->shape[1], parts = (width + 255) / 256;
+    hpmlg_token_lists b     = {};
     b.token = (const int *)(const void *)n->src[0]->data;
     hpmlg_embedding_layout(n, &b);
     if (!back)
-        return HPMLG_DEAL(d, hpmlg_k_embedding, b.tokens, 8, y, table, b, width, d->note, d->note_taken,
+        return HPMLG_RUN_ITEMS(d, hpmlg_k_embedding, b.tokens, 8, y, table, b, width, d->note, d->note_taken,
                           (const hpml_node *)n);
     if (!table.p) return;
     hpmlg_zero(d, b.count, (size_t)(b.vocabulary + 2) * sizeof(int));
     for (int step = 0; step < 4; step++)
-        HPMLG_RUN(d, hpmlg_k_bucket, (unsigned)((b.tokens + 255) / 256), 256, 0, b, step);
-    if (b.most > 0) HPMLG_DEAL(d, hpmlg_k_embedding_pieces, b.most * parts, 8, y, b, width);
-    HPMLG_DEAL(d, hpmlg_k_embedding_back, b.vocabulary * parts, 8, table, y, b, width, n->accumulate[1]);
+        HPMLG_RUN(d, hpmlg_k_token_lists, (unsigned)((b.tokens + 255) / 256), 256, 0, b, step);
+    if (b.most > 0) HPMLG_RUN_ITEMS(d, hpmlg_k_embedding_pieces, b.most * parts, 8, y, b, width);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_embedding_back, b.vocabulary * parts, 8, table, y, b, width, n->accumulate[1]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2474,23 +2474,23 @@ typedef struct hpmlg_axis {
     int16_t   h0, h, w0, w; /* height h0 + u h, width w0 + v w */
 } hpmlg_axis;
 
-typedef struct __align__(16) hpmlg_spot {
+typedef struct __align__(16) hpmlg_coord {
     int64_t at; /* below 0: beyond the end */
     int     h, w;
-} hpmlg_spot;
+} hpmlg_coord;
 
-HPMLG_FN hpmlg_axis hpmlg_folded(int64_t nu, int64_t nv, int64_t q, int64_t u, int64_t v)
+HPMLG_FN hpmlg_axis hpmlg_axis_3d(int64_t nu, int64_t nv, int64_t q, int64_t u, int64_t v)
 {
     hpmlg_axis x = {};
     x.block = hpmlg_divisor_of(nu * nv), x.row = hpmlg_divisor_of(nv), x.q = q, x.u = u, x.v = v;
     return x;
 }
 
-HPMLG_FN hpmlg_axis hpmlg_plain(int64_t step) { return hpmlg_folded(1, 1, step, 0, 0); }
+HPMLG_FN hpmlg_axis hpmlg_axis_1d(int64_t step) { return hpmlg_axis_3d(1, 1, step, 0, 0); }
 
-HPMLG_DEVICE hpmlg_spot hpmlg_spot_at(const hpmlg_axis &x, int64_t i, int64_t end)
+HPMLG_DEVICE hpmlg_coord hpmlg_coord_of(const hpmlg_axis &x, int64_t i, int64_t end)
 {
-    hpmlg_spot s = { -1, 0, 0 };
+    hpmlg_coord s = { -1, 0, 0 };
     if (i >= end) return s;
     unsigned q = hpmlg_divide((unsigned)i, x.block), r = (unsigned)i - q * x.block.by;
     unsigned u = hpmlg_divide(r, x.row), v = r - u * x.row.by;
@@ -2500,16 +2500,16 @@ HPMLG_DEVICE hpmlg_spot hpmlg_spot_at(const hpmlg_axis &x, int64_t i, int64_t en
     return s;
 }
 
-typedef struct hpmlg_side {
+typedef struct hpmlg_operand {
     hpmlg_array x;
     int64_t     batch;        /* elements to the next matrix */
     hpmlg_axis  line, k;
     int64_t     H, W;         /* of the image; H 0: not an image */
     int64_t     along_k;      /* neighbours in k are closer in memory than neighbouring lines */
     int64_t     ld;           /* not 0: dense along one axis, and this far apart along the other */
-} hpmlg_side;
+} hpmlg_operand;
 
-HPMLG_DEVICE float hpmlg_pick(const hpmlg_side &o, int64_t base, hpmlg_spot line, hpmlg_spot k)
+HPMLG_DEVICE float hpmlg_operand_get(const hpmlg_operand &o, int64_t base, hpmlg_coord line, hpmlg_coord k)
 {
     int64_t at = base + line.at + k.at;
     if (line.at < 0 || k.at < 0) return 0;
@@ -2523,56 +2523,56 @@ HPMLG_DEVICE float hpmlg_pick(const hpmlg_side &o, int64_t base, hpmlg_spot line
 
 /* c = act(alpha a b (+ c) + bias); what goes into act is kept in z, where there is one. back: c = (alpha a b (+ c))
    act'(z). */
-typedef struct hpmlg_job {
+typedef struct hpmlg_product {
     int64_t       m, n, k, batch;
-    hpmlg_side a, b;
-    hpmlg_array   c, z;
-    int64_t       ldc, c_batch;
-    hpmlg_axis    col;           /* of c */
-    int64_t       flat, eights;  /* columns of c lie side by side; rows of c can be moved 8 at a time */
-    int64_t       add;
-    float         alpha, slope;
-    const float  *bias;
-    int64_t       bias_row, bias_col, bias_batch; /* elements to the next */
-    int64_t       act, back;
-    int64_t       half;          /* HPML_DTYPE_BF16 or _F16: what halves are multiplied as */
-    float        *part;          /* (splits, batch, m, n) sums of the pieces of k, when there are several */
-    int64_t       splits, k_each;
-    int64_t       tiles_m, tiles_n;
-} hpmlg_job;
+    hpmlg_operand a, b;
+    hpmlg_array  c, z;
+    int64_t      ldc, c_batch;
+    hpmlg_axis   col;           /* of c */
+    int64_t      flat, by_vec8; /* columns of c lie side by side; rows of c can be moved 8 at a time */
+    int64_t      add;
+    float        alpha, slope;
+    const float *bias;
+    int64_t      bias_row, bias_col, bias_batch; /* elements to the next */
+    int64_t      act, back;
+    int64_t      half; /* HPML_DTYPE_BF16 or _F16: what halves are multiplied as */
+    float       *part; /* (splits, batch, m, n) sums of the pieces of k, when there are several */
+    int64_t      splits, k_each;
+    int64_t      tiles_m, tiles_n;
+} hpmlg_product;
 
-HPMLG_DEVICE float hpmlg_end_of(const hpmlg_job &g, int64_t batch, int64_t row, int64_t col, float v)
+HPMLG_DEVICE float hpmlg_add_bias(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, float v)
 {
     return g.bias ? v + g.bias[batch * g.bias_batch + row * g.bias_row + col * g.bias_col] : v;
 }
 
 /* One sum is complete. */
-HPMLG_DEVICE void hpmlg_emit(const hpmlg_job &g, int64_t batch, int64_t row, int64_t col, float v)
+HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, float v)
 {
-    int64_t at = batch * g.c_batch + row * g.ldc + (g.flat ? col : hpmlg_spot_at(g.col, col, g.n).at);
-    v = hpmlg_end_of(g, batch, row, col, v * g.alpha);
+    int64_t at = batch * g.c_batch + row * g.ldc + (g.flat ? col : hpmlg_coord_of(g.col, col, g.n).at);
+    v = hpmlg_add_bias(g, batch, row, col, v * g.alpha);
     if (g.add) v += hpmlg_get(g.c, at);
-    if (g.back) v *= hpmlg_slope_far((int)g.act, g.slope, hpmlg_get(g.z, at));
+    if (g.back) v *= hpmlg_derivative_called((int)g.act, g.slope, hpmlg_get(g.z, at));
     else if (g.z.p) hpmlg_put(g.z, at, v);
-    if (g.act && !g.back) v = hpmlg_act_far((int)g.act, g.slope, v);
+    if (g.act && !g.back) v = hpmlg_act_called((int)g.act, g.slope, v);
     hpmlg_put(g.c, at, v);
 }
 
 /* Eight neighbours of a row; col and the row's start are multiples of 8. */
-HPMLG_DEVICE void hpmlg_emit8(const hpmlg_job &g, int64_t batch, int64_t row, int64_t col, hpmlg_eight e)
+HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, hpmlg_vec8 e)
 {
-    int64_t     at  = (batch * g.c_batch + row * g.ldc + col) / 8;
-    hpmlg_eight old = {};
+    int64_t    at  = (batch * g.c_batch + row * g.ldc + col) / 8;
+    hpmlg_vec8 old = {};
     if (g.add) old = hpmlg_get8(g.c, at);
-    HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_end_of(g, batch, row, col + j, e.v[j] * g.alpha) + old.v[j];
+    HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_add_bias(g, batch, row, col + j, e.v[j] * g.alpha) + old.v[j];
     if (g.z.p && !g.back) hpmlg_put8(g.z, at, e);
     if (g.back) {
         old = hpmlg_get8(g.z, at);
-        HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] *= hpmlg_slope_far((int)g.act, g.slope, old.v[j]);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] *= hpmlg_derivative_called((int)g.act, g.slope, old.v[j]);
     } else if (g.act == HPML_ACT_RELU) {
         HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(HPML_ACT_RELU, 0, e.v[j]);
     } else if (g.act) {
-        HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act_far((int)g.act, g.slope, e.v[j]);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act_called((int)g.act, g.slope, e.v[j]);
     }
     hpmlg_put8(g.c, at, e);
 }
@@ -2584,7 +2584,7 @@ HPMLG_DEVICE void hpmlg_emit8(const hpmlg_job &g, int64_t batch, int64_t row, in
 typedef struct hpmlg_tile { int64_t batch, split, row, col, k0, k1; } hpmlg_tile;
 
 /* The tile of this block: neighbours in time share rows of a and columns of b, which the cache then holds. */
-template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_tile_here(const hpmlg_job &g)
+template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g)
 {
     unsigned   m = (unsigned)g.tiles_m, n = (unsigned)g.tiles_n;
     unsigned   tile = blockIdx.x % (m * n), rest = blockIdx.x / (m * n);
@@ -2600,12 +2600,12 @@ template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_tile_here(const hpmlg_job &g)
 }
 
 /* Where element (row, col) of a tile of sums stands in shared memory: neither way in nor out meets a bank twice. */
-template <int T> HPMLG_DEVICE int hpmlg_sum_at(int row, int col) { return row * T + (col ^ (row & 3) << 3); }
+template <int T> HPMLG_DEVICE int hpmlg_sum_offset(int row, int col) { return row * T + (col ^ (row & 3) << 3); }
 
 /* Sums in registers, as the tensor cores (mma) or the plain kernel leave them, to where they belong, through shared
    memory. Warp w of four has the quarter (w / 2, w % 2). */
 template <int T, bool MMA>
-HPMLG_DEVICE void hpmlg_tile_end(const hpmlg_job &g, hpmlg_tile t, const float *acc, float *sums)
+HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const float *acc, float *sums)
 {
     int id = (int)threadIdx.x, lane = id % 32, warp = id / 32;
     __syncthreads();
@@ -2620,33 +2620,33 @@ HPMLG_DEVICE void hpmlg_tile_end(const hpmlg_job &g, hpmlg_tile t, const float *
             row = id / 16 * 4 + r / 4 * 32 + r % 4;
             col = id % 16 * 4 + c / 4 * 64 + c % 4;
         }
-        *(float2 *)&sums[hpmlg_sum_at<T>(row, col)] = make_float2(acc[i], acc[i + 1]);
+        *(float2 *)&sums[hpmlg_sum_offset<T>(row, col)] = make_float2(acc[i], acc[i + 1]);
     }
     __syncthreads();
     HPMLG_ROLLED for (int i = id; i < T * T / 8; i += 128) {
         int          r = i / (T / 8), c = i % (T / 8) * 8;
         int64_t      row = t.row + r, col = t.col + c;
-        const float *from = &sums[hpmlg_sum_at<T>(r, c)];
+        const float *from = &sums[hpmlg_sum_offset<T>(r, c)];
         if (row >= g.m || col >= g.n) continue;
         if (g.part) {
             float *to = g.part + ((t.split * g.batch + t.batch) * g.m + row) * g.n + col;
             for (int j = 0; j < 8 && col + j < g.n; j++) to[j] = from[j];
-        } else if (g.eights && col + 8 <= g.n) {
-            hpmlg_emit8(g, t.batch, row, col, hpmlg_get8({ (void *)from, HPML_DTYPE_F32 }, 0));
+        } else if (g.by_vec8 && col + 8 <= g.n) {
+            hpmlg_store_result8(g, t.batch, row, col, hpmlg_get8({ (void *)from, HPML_DTYPE_F32 }, 0));
         } else {
-            for (int j = 0; j < 8 && col + j < g.n; j++) hpmlg_emit(g, t.batch, row, col + j, from[j]);
+            for (int j = 0; j < 8 && col + j < g.n; j++) hpmlg_store_result(g, t.batch, row, col + j, from[j]);
         }
     }
 }
 
 /* How an operand's tile lies in shared memory: halves as [line][32 k] or [32 k][line], 16-byte pieces exchanged so that
    ldmatrix meets no bank twice, or gathered as [line][16 k]. */
-enum hpmlg_layout { HPMLG_K, HPMLG_LINE, HPMLG_GATHERED };
+enum hpmlg_layout { HPMLG_K_MAJOR, HPMLG_LINE_MAJOR, HPMLG_GATHERED };
 
-template <int T, int L> HPMLG_DEVICE int hpmlg_tile_at(int line, int k)
+template <int T, int L> HPMLG_DEVICE int hpmlg_tile_offset(int line, int k)
 {
-    if (L == HPMLG_K) return line * 32 + ((k >> 3) ^ (line >> 1 & 3)) * 8 + (k & 7);
-    if (L == HPMLG_LINE) return k * T + ((line >> 3) ^ (k & 7)) * 8 + (line & 7);
+    if (L == HPMLG_K_MAJOR) return line * 32 + ((k >> 3) ^ (line >> 1 & 3)) * 8 + (k & 7);
+    if (L == HPMLG_LINE_MAJOR) return k * T + ((line >> 3) ^ (k & 7)) * 8 + (line & 7);
     return line * 24 + k;
 }
 
@@ -2656,8 +2656,8 @@ HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int lin
 {
     int lane = (int)threadIdx.x % 32, in = lane % 8, low = lane / 8 % 2, high = lane / 16;
     int l8 = line + (b ? high : low) * 8, k8 = k + (b ? low : high) * 8;
-    if (L == HPMLG_LINE) hpmlg_ldmatrix_x4_trans(r, x + hpmlg_tile_at<T, L>(l8, k8 + in));
-    else hpmlg_ldmatrix_x4(r, x + hpmlg_tile_at<T, L>(l8 + in, k8));
+    if (L == HPMLG_LINE_MAJOR) hpmlg_ldmatrix_x4_trans(r, x + hpmlg_tile_offset<T, L>(l8, k8 + in));
+    else hpmlg_ldmatrix_x4(r, x + hpmlg_tile_offset<T, L>(l8 + in, k8));
 }
 
 /* The warp's quarter of a tile += its share of 16 k. */
@@ -2681,9 +2681,9 @@ HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x
 {
     HPMLG_UNROLL for (int i = 0; i < T / 32; i++) {
         int piece = (int)threadIdx.x + 128 * i, line, k;
-        if (L == HPMLG_K) line = piece / 4, k = piece % 4 * 8;
+        if (L == HPMLG_K_MAJOR) line = piece / 4, k = piece % 4 * 8;
         else k = piece / (T / 8), line = piece % (T / 8) * 8;
-        hpmlg_copy_async16(tile + hpmlg_tile_at<T, L>(line, k), L == HPMLG_K ? x + line * ld + k : x + k * ld + line,
+        hpmlg_copy_async16(tile + hpmlg_tile_offset<T, L>(line, k), L == HPMLG_K_MAJOR ? x + line * ld + k : x + k * ld + line,
                            line < lines && k < ks);
     }
 }
@@ -2691,15 +2691,15 @@ HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x
 #define HPMLG_STAGES 4
 
 template <int T, int LA, int LB>
-HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_job &g, const hpmlg_tile &t, int64_t step, unsigned short *tiles)
+HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t, int64_t step, unsigned short *tiles)
 {
     unsigned short       *at = tiles + step % HPMLG_STAGES * (2 * T * 32);
     int64_t               k  = t.k0 + step * 32;
     const unsigned short *a  = (const unsigned short *)g.a.x.p + t.batch * g.a.batch;
     const unsigned short *b  = (const unsigned short *)g.b.x.p + t.batch * g.b.batch;
     if (k < t.k1) {
-        a += LA == HPMLG_K ? t.row * g.a.ld + k : k * g.a.ld + t.row;
-        b += LB == HPMLG_K ? t.col * g.b.ld + k : k * g.b.ld + t.col;
+        a += LA == HPMLG_K_MAJOR ? t.row * g.a.ld + k : k * g.a.ld + t.row;
+        b += LB == HPMLG_K_MAJOR ? t.col * g.b.ld + k : k * g.b.ld + t.col;
         hpmlg_dense_load<T, LA>(at, a, g.a.ld, g.m - t.row, t.k1 - k);
         hpmlg_dense_load<T, LB>(at + T * 32, b, g.b.ld, g.n - t.col, t.k1 - k);
     }
@@ -2708,10 +2708,10 @@ HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_job &g, const hpmlg_tile &t, int
 
 /* Dense halves: four stages of 32 k, three on their way while one is multiplied. */
 template <int T, int LA, int LB>
-static __global__ void __launch_bounds__(128, 2) hpmlg_k_dense(const __grid_constant__ hpmlg_job g)
+static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __grid_constant__ hpmlg_product g)
 {
     HPMLG_SHARED(unsigned short, tiles);
-    hpmlg_tile t = hpmlg_tile_here<T>(g);
+    hpmlg_tile t = hpmlg_block_tile<T>(g);
     int64_t    steps = (t.k1 - t.k0 + 31) / 32;
     float      acc[T * T / 128];
     HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
@@ -2729,32 +2729,32 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_dense(const __grid_cons
             hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 16);
         }
     }
-    hpmlg_tile_end<T, true>(g, t, acc, (float *)(void *)tiles); /* the groups behind the last stage are empty */
+    hpmlg_store_tile<T, true>(g, t, acc, (float *)(void *)tiles); /* the groups behind the last stage are empty */
 }
 
 /* What the gathering kernel multiplies in. */
-enum hpmlg_kind { HPMLG_IN_F32, HPMLG_IN_TF32, HPMLG_IN_HALF };
+enum hpmlg_gather_type { HPMLG_IN_F32, HPMLG_IN_TF32, HPMLG_IN_HALF };
 
 /* 16 k of a tile into registers, and from there into shared memory: f32 as [k][line], tf32 as [line][k], halves. */
-template <int T> HPMLG_DEVICE void hpmlg_fetch(float *v, const hpmlg_side &o, int64_t base, const hpmlg_spot *lines,
-                                                const hpmlg_spot *ks)
+template <int T> HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t base, const hpmlg_coord *lines,
+                                                const hpmlg_coord *ks)
 {
     HPMLG_UNROLL for (int j = 0; j < T / 8; j++) {
         int i = (int)threadIdx.x + 128 * j;
-        v[j]  = hpmlg_pick(o, base, lines[o.along_k ? i / 16 : i % T], ks[o.along_k ? i % 16 : i / T]);
+        v[j]  = hpmlg_operand_get(o, base, lines[o.along_k ? i / 16 : i % T], ks[o.along_k ? i % 16 : i / T]);
     }
 }
 
 /* v rounded to the bits that count. The device's NaN, 0x7fffffff, plus a half would be -0. */
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
-template <int T, int KIND> HPMLG_DEVICE void hpmlg_settle(void *tile, const float *v, int64_t along_k, int type)
+template <int T, int KIND> HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k, int type)
 {
     HPMLG_UNROLL for (int j = 0; j < T / 8; j++) {
         int i = (int)threadIdx.x + 128 * j, line = along_k ? i / 16 : i % T, k = along_k ? i % 16 : i / T;
         if (KIND == HPMLG_IN_F32) ((float *)tile)[k * (T + 4) + line] = v[j];
         else if (KIND == HPMLG_IN_TF32) ((unsigned *)tile)[line * 20 + k] = hpmlg_tf32(v[j]);
-        else ((unsigned short *)tile)[hpmlg_tile_at<T, HPMLG_GATHERED>(line, k)] =
+        else ((unsigned short *)tile)[hpmlg_tile_offset<T, HPMLG_GATHERED>(line, k)] =
                  (unsigned short)hpmlg_narrow(v[j], 0, type);
     }
 }
@@ -2795,29 +2795,29 @@ template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a
 
 /* Anything: 16 k at a time by way of registers, in two stages. */
 template <int T, int KIND>
-static __global__ void __launch_bounds__(128, 2) hpmlg_k_gather(const __grid_constant__ hpmlg_job g)
+static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __grid_constant__ hpmlg_product g)
 {
     enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
     HPMLG_SHARED(unsigned char, shared);
-    hpmlg_spot    *lines = (hpmlg_spot *)shared, *ks = lines + 2 * T; /* (a, b)(T); (stage)(a, b)(16) */
-    unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_spot);
-    hpmlg_tile     t     = hpmlg_tile_here<T>(g);
+    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* (a, b)(T); (stage)(a, b)(16) */
+    unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
+    hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
     float          acc[T * T / 128], va[T / 8], vb[T / 8];
     HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
     for (int i = id; i < 2 * T; i += 128)
-        lines[i] = i < T ? hpmlg_spot_at(g.a.line, t.row + i, g.m) : hpmlg_spot_at(g.b.line, t.col + i - T, g.n);
+        lines[i] = i < T ? hpmlg_coord_of(g.a.line, t.row + i, g.m) : hpmlg_coord_of(g.b.line, t.col + i - T, g.n);
     for (int s = -2; s < steps; s++) { /* where the k of step s + 2 are; load s + 1; multiply s */
         unsigned char *now = tiles + (s & 1) * 2 * BYTES, *next = tiles + (~s & 1) * 2 * BYTES;
-        hpmlg_spot    *soon = ks + (~s & 1) * 32;
+        hpmlg_coord   *soon = ks + (~s & 1) * 32;
         bool           load = s >= -1 && s + 1 < steps;
         if (load) {
-            hpmlg_fetch<T>(va, g.a, t.batch * g.a.batch, lines, soon);
-            hpmlg_fetch<T>(vb, g.b, t.batch * g.b.batch, lines + T, soon + 16);
+            hpmlg_gather_load<T>(va, g.a, t.batch * g.a.batch, lines, soon);
+            hpmlg_gather_load<T>(vb, g.b, t.batch * g.b.batch, lines + T, soon + 16);
         }
         if (id < 32) {
             int64_t k = t.k0 + (int64_t)(s + 2) * 16 + id % 16;
-            ks[(s & 1) * 32 + id] = id < 16 ? hpmlg_spot_at(g.a.k, k, t.k1) : hpmlg_spot_at(g.b.k, k, t.k1);
+            ks[(s & 1) * 32 + id] = id < 16 ? hpmlg_coord_of(g.a.k, k, t.k1) : hpmlg_coord_of(g.b.k, k, t.k1);
         }
         if (s >= 0) {
             if (KIND == HPMLG_IN_F32) hpmlg_f32_step<T>(acc, (float *)now, (float *)(now + BYTES));
@@ -2828,38 +2828,38 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_gather(const __grid_con
                 acc, (unsigned short *)now, (unsigned short *)(now + BYTES), 0);
         }
         if (load) {
-            hpmlg_settle<T, KIND>(next, va, g.a.along_k, (int)g.half);
-            hpmlg_settle<T, KIND>(next + BYTES, vb, g.b.along_k, (int)g.half);
+            hpmlg_gather_store<T, KIND>(next, va, g.a.along_k, (int)g.half);
+            hpmlg_gather_store<T, KIND>(next + BYTES, vb, g.b.along_k, (int)g.half);
         }
         __syncthreads();
     }
-    hpmlg_tile_end<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
+    hpmlg_store_tile<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
 }
 
 /* Many products of few rows or columns (depthwise convolutions): each sum by one thread, or by a whole block. */
-static __global__ void hpmlg_k_thin(const __grid_constant__ hpmlg_job g, bool block)
+static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_product g, bool block)
 {
     __shared__ float space[HPMLG_WARP];
-    int64_t i = block ? (int64_t)blockIdx.x : hpmlg_me();
+    int64_t i = block ? (int64_t)blockIdx.x : hpmlg_thread_index();
     int64_t col = i % g.n, row = i / g.n % g.m, batch = i / g.n / g.m;
     float   sum = 0;
     if (batch >= g.batch) return;
-    hpmlg_spot a = hpmlg_spot_at(g.a.line, row, g.m), b = hpmlg_spot_at(g.b.line, col, g.n);
+    hpmlg_coord a = hpmlg_coord_of(g.a.line, row, g.m), b = hpmlg_coord_of(g.b.line, col, g.n);
     for (int64_t k = block ? threadIdx.x : 0; k < g.k; k += block ? blockDim.x : 1)
-        sum += hpmlg_pick(g.a, batch * g.a.batch, a, hpmlg_spot_at(g.a.k, k, g.k)) *
-               hpmlg_pick(g.b, batch * g.b.batch, b, hpmlg_spot_at(g.b.k, k, g.k));
-    if (block) sum = hpmlg_group(sum, space, 256, false);
-    if (!block || threadIdx.x == 0) hpmlg_emit(g, batch, row, col, sum);
+        sum += hpmlg_operand_get(g.a, batch * g.a.batch, a, hpmlg_coord_of(g.a.k, k, g.k)) *
+               hpmlg_operand_get(g.b, batch * g.b.batch, b, hpmlg_coord_of(g.b.k, k, g.k));
+    if (block) sum = hpmlg_group_reduce(sum, space, 256, false);
+    if (!block || threadIdx.x == 0) hpmlg_store_result(g, batch, row, col, sum);
 }
 
 /* The pieces of k come together, in order. */
-static __global__ void hpmlg_k_join(const __grid_constant__ hpmlg_job g)
+static __global__ void hpmlg_k_product_join(const __grid_constant__ hpmlg_product g)
 {
     int64_t size = g.batch * g.m * g.n;
-    HPMLG_EACH(i, size) {
+    HPMLG_FOR_EACH(i, size) {
         float sum = 0;
         for (int64_t s = 0; s < g.splits; s++) sum += g.part[s * size + i];
-        hpmlg_emit(g, i / (g.m * g.n), i / g.n % g.m, i % g.n, sum);
+        hpmlg_store_result(g, i / (g.m * g.n), i / g.n % g.m, i % g.n, sum);
     }
 }
 
@@ -2867,34 +2867,34 @@ static __global__ void hpmlg_k_join(const __grid_constant__ hpmlg_job g)
 // >>gpu-product   matrix products: our kernels, half copies of parameters
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef void hpmlg_job_kernel(const hpmlg_job);
+typedef void hpmlg_product_kernel(const hpmlg_product);
 
 /* [T 64, 128]: dense for a and b along k, for b along its lines, for both along their lines; gathering, by kind. */
-static hpmlg_job_kernel *const hpmlg_kernels[2][6] = {
-    { hpmlg_k_dense<64, HPMLG_K, HPMLG_K>, hpmlg_k_dense<64, HPMLG_K, HPMLG_LINE>,
-      hpmlg_k_dense<64, HPMLG_LINE, HPMLG_LINE>, hpmlg_k_gather<64, HPMLG_IN_F32>, hpmlg_k_gather<64, HPMLG_IN_TF32>,
-      hpmlg_k_gather<64, HPMLG_IN_HALF> },
-    { hpmlg_k_dense<128, HPMLG_K, HPMLG_K>, hpmlg_k_dense<128, HPMLG_K, HPMLG_LINE>,
-      hpmlg_k_dense<128, HPMLG_LINE, HPMLG_LINE>, hpmlg_k_gather<128, HPMLG_IN_F32>,
-      hpmlg_k_gather<128, HPMLG_IN_TF32>, hpmlg_k_gather<128, HPMLG_IN_HALF> },
+static hpmlg_product_kernel *const hpmlg_product_kernels[2][6] = {
+    { hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_K_MAJOR>, hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_LINE_MAJOR>,
+      hpmlg_k_product_dense<64, HPMLG_LINE_MAJOR, HPMLG_LINE_MAJOR>, hpmlg_k_product_gather<64, HPMLG_IN_F32>, hpmlg_k_product_gather<64, HPMLG_IN_TF32>,
+      hpmlg_k_product_gather<64, HPMLG_IN_HALF> },
+    { hpmlg_k_product_dense<128, HPMLG_K_MAJOR, HPMLG_K_MAJOR>, hpmlg_k_product_dense<128, HPMLG_K_MAJOR, HPMLG_LINE_MAJOR>,
+      hpmlg_k_product_dense<128, HPMLG_LINE_MAJOR, HPMLG_LINE_MAJOR>, hpmlg_k_product_gather<128, HPMLG_IN_F32>,
+      hpmlg_k_product_gather<128, HPMLG_IN_TF32>, hpmlg_k_product_gather<128, HPMLG_IN_HALF> },
 };
 
 /* Shared memory: the four stages of dense operands; the sums of a tile and gathered operands take no more. */
-#define HPMLG_JOB_SHARED(T) ((size_t)(T) * 512)
+#define HPMLG_PRODUCT_SHARED(T) ((size_t)(T) * 512)
 
-HPMLG_FN void hpmlg_kernels_open(hpmlg_device *d)
+HPMLG_FN void hpmlg_product_open(hpmlg_device *d)
 {
     cudaError_t e = cudaSuccess;
-    for (hpmlg_job_kernel *kernel : hpmlg_kernels[1])
+    for (hpmlg_product_kernel *kernel : hpmlg_product_kernels[1])
         HPMLG_TRY(e, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          (int)HPMLG_JOB_SHARED(128)));
+                                          (int)HPMLG_PRODUCT_SHARED(128)));
     hpmlg_check(d, e, "64 KiB of shared memory for matrix products");
 }
 
 HPMLG_FN bool hpmlg_is_half(hpmlg_array x) { return x.type == HPML_DTYPE_BF16 || x.type == HPML_DTYPE_F16; }
 
 /* Can 16 bytes be copied at a time? */
-HPMLG_FN bool hpmlg_is_dense(const hpmlg_side *o, int64_t lines, int64_t k)
+HPMLG_FN bool hpmlg_is_dense(const hpmlg_operand *o, int64_t lines, int64_t k)
 {
     int64_t extent = o->along_k ? k : lines;
     return o->ld && hpmlg_is_half(o->x) && o->ld % 8 == 0 && o->batch % 8 == 0 && extent % 8 == 0 &&
@@ -2902,7 +2902,7 @@ HPMLG_FN bool hpmlg_is_dense(const hpmlg_side *o, int64_t lines, int64_t k)
 }
 
 /* Tiles and pieces of k: enough of them for the device. */
-HPMLG_FN void hpmlg_job_split(const hpmlg_device *d, hpmlg_job *g, int T)
+HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T)
 {
     int64_t tiles, most, want;
     g->tiles_m = (g->m + T - 1) / T, g->tiles_n = (g->n + T - 1) / T;
@@ -2917,7 +2917,7 @@ HPMLG_FN void hpmlg_job_split(const hpmlg_device *d, hpmlg_job *g, int T)
     g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
 }
 
-HPMLG_FN void hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
+HPMLG_FN void hpmlg_product_run(hpmlg_device *d, hpmlg_product *g)
 {
     bool    dense = hpmlg_is_dense(&g->a, g->m, g->k) && hpmlg_is_dense(&g->b, g->n, g->k) &&
                     g->a.x.type == g->b.x.type;
@@ -2929,57 +2929,57 @@ HPMLG_FN void hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
         return (void)hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: a product of %lld x %lld x %lld: each must be "
                                    "below 2^31", (long long)g->m, (long long)g->n, (long long)g->k);
     g->half   = a_half ? g->a.x.type : g->b.x.type;
-    g->eights = g->flat && g->ldc % 8 == 0 && g->c_batch % 8 == 0 && (uintptr_t)g->c.p % 16 == 0 &&
+    g->by_vec8 = g->flat && g->ldc % 8 == 0 && g->c_batch % 8 == 0 && (uintptr_t)g->c.p % 16 == 0 &&
                 (uintptr_t)g->z.p % 16 == 0;
     if (g->batch >= 8 && (g->m < 8 || g->n < 8)) {
         int64_t sums = g->batch * g->m * g->n;
         bool    block = g->k > 512 && sums < limit;
-        return HPMLG_RUN(d, hpmlg_k_thin, (unsigned)(block ? sums : (sums + 255) / 256), 256, 0, *g, block);
+        return HPMLG_RUN(d, hpmlg_k_product_thin, (unsigned)(block ? sums : (sums + 255) / 256), 256, 0, *g, block);
     }
     large = large && tiles * (g->k / 1024 + 1) >= d->sms;
-    hpmlg_job_split(d, g, large ? 128 : 64);
+    hpmlg_product_split(d, g, large ? 128 : 64);
     if (dense && (g->a.along_k || !g->b.along_k)) kind = g->b.along_k ? 0 : g->a.along_k ? 1 : 2;
     else kind += 3;
-    hpmlg_job_kernel *hpmlg_k_product = hpmlg_kernels[large][kind];
-    int64_t           blocks = g->tiles_m * g->tiles_n * g->splits * g->batch;
+    hpmlg_product_kernel *hpmlg_k_product = hpmlg_product_kernels[large][kind];
+    int64_t               blocks = g->tiles_m * g->tiles_n * g->splits * g->batch;
     if (blocks >= limit) hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: a product of too many tiles");
-    HPMLG_RUN(d, hpmlg_k_product, (unsigned)blocks, 128, HPMLG_JOB_SHARED(large ? 128 : 64), *g);
-    if (g->splits > 1) HPMLG_DEAL(d, hpmlg_k_join, g->batch * g->m * g->n, 256, *g);
+    HPMLG_RUN(d, hpmlg_k_product, (unsigned)blocks, 128, HPMLG_PRODUCT_SHARED(large ? 128 : 64), *g);
+    if (g->splits > 1) HPMLG_RUN_ITEMS(d, hpmlg_k_product_join, g->batch * g->m * g->n, 256, *g);
 }
 
 /* A plain product: c (batch, m, n) = act(alpha a b (+ c) + bias), or back: c = (alpha a b (+ c)) act'(z). */
-struct hpmlg_gemm : hpmlg_job {  /* z: gets what goes into act; p NULL: nobody wants it. back: read */
-    float      *sums;            /* (m) gets the sums of a's rows; NULL: nobody wants them */
-    bool        rode;            /* set by the product: it did act' (back), or the sums, on its way */
-    const void *bias_half;       /* bias (n) in c's type, for cuBLASLt; NULL: no such copy */
+struct hpmlg_gemm : hpmlg_product { /* z: gets what goes into act; p NULL: nobody wants it. back: read */
+    float      *sums;               /* (m) gets the sums of a's rows; NULL: nobody wants them */
+    bool        rode;               /* set by the product: it did act' (back), or the sums, on its way */
+    const void *bias_half;          /* bias (n) in c's type, for cuBLASLt; NULL: no such copy */
 };
 
 /* The array from element `at` on. */
-HPMLG_FN hpmlg_array hpmlg_from(hpmlg_array x, int64_t at)
+HPMLG_FN hpmlg_array hpmlg_array_at(hpmlg_array x, int64_t at)
 {
     x.p = (char *)x.p + at * (int64_t)hpml_dtype_size((hpml_dtype)x.type);
     return x;
 }
 
 /* H 0: not an image. */
-HPMLG_FN hpmlg_side hpmlg_side_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
+HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
                                   int64_t H = 0, int64_t W = 0)
 {
-    hpmlg_side o = {};
+    hpmlg_operand o = {};
     o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k, o.H = H, o.W = W;
     return o;
 }
 
 /* A matrix, its rows ld apart: k goes along its rows, or down its columns. `batch` numbers further the next one. */
-HPMLG_FN hpmlg_side hpmlg_matrix(hpmlg_array x, int64_t ld, int64_t batch, bool along_k)
+HPMLG_FN hpmlg_operand hpmlg_matrix_operand(hpmlg_array x, int64_t ld, int64_t batch, bool along_k)
 {
-    hpmlg_axis one = hpmlg_plain(1), far = hpmlg_plain(ld);
-    hpmlg_side o = hpmlg_side_of(x, batch, along_k ? far : one, along_k ? one : far, along_k);
+    hpmlg_axis    one = hpmlg_axis_1d(1), far = hpmlg_axis_1d(ld);
+    hpmlg_operand o = hpmlg_operand_of(x, batch, along_k ? far : one, along_k ? one : far, along_k);
     o.ld = ld;
     return o;
 }
 
-HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_side a, hpmlg_side b, hpmlg_array c,
+HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_operand a, hpmlg_operand b, hpmlg_array c,
                                   int64_t ldc, bool add)
 {
     hpmlg_gemm g = {};
@@ -2990,52 +2990,52 @@ HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_side a,
 
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g);
 
-HPMLG_FN void hpmlg_product(hpmlg_device *d, hpmlg_gemm *g)
+HPMLG_FN void hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
 {
-    if (!hpmlg_well(d) || hpmlg_blas_product(d, g)) return;
+    if (!hpmlg_ok(d) || hpmlg_blas_product(d, g)) return;
     g->rode = g->back;
-    d->ran.products[1]++;
-    hpmlg_job_run(d, g);
+    d->work.products[1]++;
+    hpmlg_product_run(d, g);
 }
 
 /* Half copies of parameters are made when first asked for, and again when old. The first run of a pass is not recorded,
    so that memory can be taken in it. */
-HPMLG_FN void hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w)
+HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w)
 {
     if (w->fresh) return;
-    hpmlg_copy_run(d, hpmlg_of(w->half, d->store), hpmlg_of((void *)w->w, HPML_DTYPE_F32), w->n, false);
-    w->fresh = hpmlg_well(d);
+    hpmlg_copy_run(d, hpmlg_array_of(w->half, d->act_dtype), hpmlg_array_of((void *)w->w, HPML_DTYPE_F32), w->n, false);
+    w->fresh = hpmlg_ok(d);
 }
 
 /* The half copy of a parameter; NULL, and an error on the context, when there is no memory for it. */
-HPMLG_FN void *hpmlg_half(hpmlg_device *d, const hpml_tensor *t)
+HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t)
 {
-    hpmlg_weights *w = d->weights;
+    hpmlg_half_copy *w = d->half_copies;
     while (w && w->w != t->data) w = w->next;
     if (!w) {
-        void *copy = hpmlg_own(d, (size_t)hpml_tensor_count(t) * 2, "memory for half copies of parameters");
-        if (!copy || !(w = (hpmlg_weights *)hpml_ctx_alloc(d->ctx, sizeof *w, NULL))) return NULL;
+        void *copy = hpmlg_alloc_own(d, (size_t)hpml_tensor_count(t) * 2, "memory for half copies of parameters");
+        if (!copy || !(w = (hpmlg_half_copy *)hpml_ctx_alloc(d->ctx, sizeof *w, NULL))) return NULL;
         w->w = t->data, w->n = hpml_tensor_count(t), w->half = copy;
-        w->next = d->weights, d->weights = w;
+        w->next = d->half_copies, d->half_copies = w;
     }
-    hpmlg_weight_refresh(d, w);
+    hpmlg_half_copy_refresh(d, w);
     return w->half;
 }
 
 /* A tensor as products want it: the half copy of a parameter; an f32 input of a half model narrowed into `place`. */
-HPMLG_FN hpmlg_array hpmlg_factor(hpmlg_device *d, const hpml_tensor *t, void *place)
+HPMLG_FN hpmlg_array hpmlg_product_input(hpmlg_device *d, const hpml_tensor *t, void *place)
 {
     hpmlg_array x = hpmlg_value(t);
-    if (d->store == HPML_DTYPE_F32 || t->dtype != HPML_DTYPE_F32) return x;
-    if (t->param) return hpmlg_of(hpmlg_half(d, t), d->store);
-    if (place) hpmlg_copy_run(d, hpmlg_of(place, d->store), x, hpml_tensor_count(t), false);
-    return place ? hpmlg_of(place, d->store) : x;
+    if (d->act_dtype == HPML_DTYPE_F32 || t->dtype != HPML_DTYPE_F32) return x;
+    if (t->param) return hpmlg_array_of(hpmlg_half_copy_of(d, t), d->act_dtype);
+    if (place) hpmlg_copy_run(d, hpmlg_array_of(place, d->act_dtype), x, hpml_tensor_count(t), false);
+    return place ? hpmlg_array_of(place, d->act_dtype) : x;
 }
 
 /* Bytes of that place. */
-HPMLG_FN size_t hpmlg_factor_bytes(const hpmlg_device *d, const hpml_tensor *t)
+HPMLG_FN size_t hpmlg_narrowed_bytes(const hpmlg_device *d, const hpml_tensor *t)
 {
-    bool narrow = d->store != HPML_DTYPE_F32 && t->dtype == HPML_DTYPE_F32 && !t->param;
+    bool narrow = d->act_dtype != HPML_DTYPE_F32 && t->dtype == HPML_DTYPE_F32 && !t->param;
     return narrow ? ((size_t)hpml_tensor_count(t) * 2 + 255) / 256 * 256 : 0;
 }
 
@@ -3096,7 +3096,7 @@ typedef struct hpmlg_blas {
     hpmlg_blas_plan  plans[HPMLG_BLAS_PLANS];
 } hpmlg_blas;
 
-HPMLG_FN void hpmlg_drop(hpmlg_blas_plan *p)
+HPMLG_FN void hpmlg_destroy(hpmlg_blas_plan *p)
 {
     if (p->op) cublasLtMatmulDescDestroy(p->op);
     if (p->a) cublasLtMatrixLayoutDestroy(p->a);
@@ -3142,7 +3142,7 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
 }
 
 /* Sets where bias and z are; they are not part of the key. */
-HPMLG_FN cublasStatus_t hpmlg_blas_point(hpmlg_blas_plan *p, const void *bias, void *z)
+HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
     if (bias) HPMLG_BLAS_SET(BIAS_POINTER, bias);
@@ -3151,14 +3151,14 @@ HPMLG_FN cublasStatus_t hpmlg_blas_point(hpmlg_blas_plan *p, const void *bias, v
 }
 
 /* Asks cuBLASLt for an algorithm and keeps the answer in *p, also a refusal. */
-HPMLG_FN void hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
+HPMLG_FN void hpmlg_blas_choose(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasLtMatmulPreference_t       want = NULL;
     cublasLtMatmulHeuristicResult_t  found[4];
     int                              count = 0;
     uint32_t                         align = (uint32_t)p->key.align;
     cublasStatus_t s = hpmlg_blas_describe(d, p);
-    HPMLG_TRY(s, hpmlg_blas_point(p, bias, z));
+    HPMLG_TRY(s, hpmlg_blas_set_pointers(p, bias, z));
     HPMLG_TRY(s, cublasLtMatmulPreferenceCreate(&want));
     HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                       &d->d.workspace, sizeof d->d.workspace));
@@ -3176,7 +3176,7 @@ HPMLG_FN void hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan 
         size_t written = 0;
         p->usable = true, p->algo = found[i].algo, p->id = -1;
         cublasLtMatmulAlgoConfigGetAttribute(&p->algo, CUBLASLT_ALGO_CONFIG_ID, &p->id, sizeof p->id, &written);
-        if (found[i].workspaceSize > d->workspace_asked) d->workspace_asked = found[i].workspaceSize;
+        if (found[i].workspaceSize > d->workspace_wanted) d->workspace_wanted = found[i].workspaceSize;
     }
     if (!hpmlg_blas_refused(s)) hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
 }
@@ -3226,7 +3226,7 @@ HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpm
 /* Counts the epilogue that was fused into a product, or that cuBLASLt refused. */
 HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refused)
 {
-    long long *n = d->ran.epilogues[refused];
+    long long *n = d->work.epilogues[refused];
     if (e == CUBLASLT_EPILOGUE_BGRADB) n[HPMLG_SUMS]++;
     else if (e == CUBLASLT_EPILOGUE_DGELU) n[HPMLG_GELU_BACK]++;
     else {
@@ -3254,22 +3254,22 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g)
         if (plain && aboard) continue;
         key.epilogue = (int64_t)e;
         key.c_type   = after && g->z.p ? g->z.type : g->c.type;
-        hpmlg_blas_plan *p = hpmlg_kept(d, blas->plans, key);
-        if (!p->set) hpmlg_blas_ask(d, blas, p, line, z);
-        cublasStatus_t s = p->usable ? hpmlg_blas_point(p, line, z) : CUBLAS_STATUS_NOT_SUPPORTED;
+        hpmlg_blas_plan *p = hpmlg_cache_find(d, blas->plans, key);
+        if (!p->set) hpmlg_blas_choose(d, blas, p, line, z);
+        cublasStatus_t s = p->usable ? hpmlg_blas_set_pointers(p, line, z) : CUBLAS_STATUS_NOT_SUPPORTED;
         HPMLG_TRY(s, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c, p->c, c,
                                     p->c, &p->algo, d->workspace, d->d.workspace, d->stream));
         p->usable = !hpmlg_blas_refused(s); /* cuBLASLt may refuse only when called */
         hpmlg_blas_count(d, e, !p->usable);
         if (!p->usable) continue;
         hpmlg_blas_check(d, s, "cublasLtMatmul");
-        d->ran.products[0]++;
-        if (after) HPMLG_DEAL(d, hpmlg_k_act, g->m * g->n, 2048, g->c, g->z.p ? g->z : g->c, hpmlg_none(),
+        d->work.products[0]++;
+        if (after) HPMLG_RUN_ITEMS(d, hpmlg_k_act, g->m * g->n, 2048, g->c, g->z.p ? g->z : g->c, hpmlg_array_null(),
                               (int)g->act, g->slope, g->m * g->n, false);
         g->rode = aboard;
         return true;
     }
-    d->ran.products_refused++;
+    d->work.products_refused++;
     return false;
 }
 
@@ -3283,7 +3283,7 @@ HPMLG_FN void hpmlg_blas_open(hpmlg_device *d)
 HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 {
     hpmlg_blas *blas = (hpmlg_blas *)d->blas;
-    for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++) hpmlg_drop(&blas->plans[i]);
+    for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++) hpmlg_destroy(&blas->plans[i]);
     if (blas && blas->handle) cublasLtDestroy(blas->handle);
 }
 #endif
@@ -3297,13 +3297,13 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
    multiplies by act'(z) on the way; the product for dw can sum the columns. */
 
 /* In one pass: dy *= act'(v), where there is an act; db, if not NULL, (+)= the sums of dy over what w stretches. */
-HPMLG_FN void hpmlg_slopes_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope, hpmlg_walk w,
+HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope, hpmlg_strides w,
                                float *db, bool add)
 {
     hpmlg_binary b = {};
     b.op = HPML_OP_ADD, b.out = dy, b.src[0] = v, b.w = w, b.act = (int)act, b.slope = slope;
-    if (db) hpmlg_fold_run(d, &b, 0, hpmlg_of(db, HPML_DTYPE_F32), 1, add);
-    else if (act) HPMLG_DEAL(d, hpmlg_k_act, w.count, 2048, dy, v, dy, (int)act, slope, w.count, false);
+    if (db) hpmlg_reduce_run(d, &b, 0, hpmlg_array_of(db, HPML_DTYPE_F32), 1, add);
+    else if (act) HPMLG_RUN_ITEMS(d, hpmlg_k_act, w.count, 2048, dy, v, dy, (int)act, slope, w.count, false);
 }
 
 typedef struct hpmlg_dims {
@@ -3325,60 +3325,60 @@ HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 }
 
 /* c (m, n) (+)= a b; turned: its transpose. */
-HPMLG_FN void hpmlg_batched(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_side a, hpmlg_side b,
+HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_operand a, hpmlg_operand b,
                             hpmlg_array c, bool add, bool turned = false)
 {
     hpmlg_gemm g = turned ? hpmlg_gemm_of(n, m, k, b, a, c, m, add) : hpmlg_gemm_of(m, n, k, a, b, c, n, add);
     g.batch = batch;
-    hpmlg_product(d, &g);
+    hpmlg_gemm_run(d, &g);
 }
 
 /* op(A) (m, k), or second: op(B) (k, n); turned: its transpose. */
-HPMLG_FN hpmlg_side hpmlg_matmul_of(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second, bool turned)
+HPMLG_FN hpmlg_operand hpmlg_matmul_operand(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second, bool turned)
 {
     bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* as its transpose */
     int64_t rows = second ? s->k : s->m, cols = second ? s->n : s->k;
-    return hpmlg_matrix(x, stored ? rows : cols, second && s->shared ? 0 : rows * cols, (stored != turned) == second);
+    return hpmlg_matrix_operand(x, stored ? rows : cols, second && s->shared ? 0 : rows * cols, (stored != turned) == second);
 }
 
 HPMLG_OP(matmul)
 {
     hpmlg_dims   s = hpmlg_matmul_dims(n);
     hpml_tensor *ta = n->src[0], *tb = n->src[1];
-    hpmlg_array  a = hpmlg_factor(d, ta, NULL), b = hpmlg_factor(d, tb, NULL), dc = hpmlg_grad(n->out);
+    hpmlg_array  a = hpmlg_product_input(d, ta, NULL), b = hpmlg_product_input(d, tb, NULL), dc = hpmlg_grad(n->out);
     int64_t      mn = s.m * s.n;
     if (!back)
-        return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_of(n, &s, a, false, false),
-                             hpmlg_matmul_of(n, &s, b, true, false), hpmlg_value(n->out), false);
+        return hpmlg_batched_product(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_operand(n, &s, a, false, false),
+                             hpmlg_matmul_operand(n, &s, b, true, false), hpmlg_value(n->out), false);
     if (ta->grad) /* dA (m, k) = dC op(B)^T, as A is stored */
-        hpmlg_batched(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true), hpmlg_matmul_of(n, &s, b, true, true),
+        hpmlg_batched_product(d, s.batch, s.m, s.k, s.n, hpmlg_matrix_operand(dc, s.n, mn, true), hpmlg_matmul_operand(n, &s, b, true, true),
                       hpmlg_grad(ta), n->accumulate[0], n->attr.matmul.trans_a);
     for (int64_t i = 0; tb->grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
         bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
-        hpmlg_array ai = hpmlg_from(a, i * s.m * s.k), ci = hpmlg_from(dc, i * mn);
-        hpmlg_batched(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_of(n, &s, ai, false, true),
-                      hpmlg_matrix(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
+        hpmlg_array ai = hpmlg_array_at(a, i * s.m * s.k), ci = hpmlg_array_at(dc, i * mn);
+        hpmlg_batched_product(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_operand(n, &s, ai, false, true),
+                      hpmlg_matrix_operand(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
     }
 }
 
 /* What act' is computed from. */
 HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
 {
-    return n->saved ? hpmlg_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
+    return n->saved ? hpmlg_array_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
 }
 
 HPMLG_FN void hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
 {
     const hpml_tensor *w = n->src[1], *bias = n->src[2];
     int64_t            out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(n->src[0]) / in;
-    hpmlg_array        x = hpmlg_factor(d, n->src[0], n->scratch), wt = hpmlg_factor(d, w, NULL);
-    hpmlg_gemm         g = hpmlg_gemm_of(rows, out, in, hpmlg_matrix(x, in, 0, true), hpmlg_matrix(wt, in, 0, true),
+    hpmlg_array        x = hpmlg_product_input(d, n->src[0], n->scratch), wt = hpmlg_product_input(d, w, NULL);
+    hpmlg_gemm         g = hpmlg_gemm_of(rows, out, in, hpmlg_matrix_operand(x, in, 0, true), hpmlg_matrix_operand(wt, in, 0, true),
                                          hpmlg_value(n->out), out, false);
     g.act = n->attr.act.act, g.slope = n->attr.act.slope;
-    g.z   = hpmlg_of(n->saved, n->out->dtype);
+    g.z   = hpmlg_array_of(n->saved, n->out->dtype);
     if (bias) g.bias = bias->data;
-    if (bias && g.c.type != HPML_DTYPE_F32) g.bias_half = hpmlg_half(d, bias);
-    hpmlg_product(d, &g);
+    if (bias && g.c.type != HPML_DTYPE_F32) g.bias_half = hpmlg_half_copy_of(d, bias);
+    hpmlg_gemm_run(d, &g);
 }
 
 /* The layer before, when n is the first to be recorded of those that read it, and so the last to write its gradient. */
@@ -3393,30 +3393,30 @@ HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     hpml_tensor     *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     const hpml_node *m = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_none();
-    hpmlg_walk       rows_of = hpmlg_stretched(1, rows, out);
-    hpml_act         act = d->left.sloped == n ? HPML_ACT_NONE : n->attr.act.act;
+    hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_array_null();
+    hpmlg_strides    rows_of = hpmlg_broadcast_strides(1, rows, out);
+    hpml_act         act = d->op_notes.activation_grad_done == n ? HPML_ACT_NONE : n->attr.act.act;
     float           *db = bias ? bias->grad : NULL;
-    hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_matrix(dz, out, 0, false),
-                                        hpmlg_matrix(none, in, 0, false), hpmlg_grad(w), in, n->accumulate[1]);
-    hpmlg_gemm       dx = hpmlg_gemm_of(rows, in, out, hpmlg_matrix(dz, out, 0, true),
-                                        hpmlg_matrix(none, in, 0, false), hpmlg_grad(x), in, n->accumulate[0]);
+    hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_matrix_operand(dz, out, 0, false),
+                                        hpmlg_matrix_operand(none, in, 0, false), hpmlg_grad(w), in, n->accumulate[1]);
+    hpmlg_gemm       dx = hpmlg_gemm_of(rows, in, out, hpmlg_matrix_operand(dz, out, 0, true),
+                                        hpmlg_matrix_operand(none, in, 0, false), hpmlg_grad(x), in, n->accumulate[0]);
     bool             ride = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
-    d->left.sloped = NULL;
+    d->op_notes.activation_grad_done = NULL;
     if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
-    else hpmlg_slopes_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows_of, db, n->accumulate[2]);
+    else hpmlg_act_bias_grad(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows_of, db, n->accumulate[2]);
     if (w->grad) {
-        dw.b.x = hpmlg_factor(d, x, n->scratch);
-        hpmlg_product(d, &dw);
+        dw.b.x = hpmlg_product_input(d, x, n->scratch);
+        hpmlg_gemm_run(d, &dw);
     }
-    if (ride && !dw.rode) hpmlg_slopes_run(d, dz, none, HPML_ACT_NONE, 0, rows_of, db, n->accumulate[2]);
+    if (ride && !dw.rode) hpmlg_act_bias_grad(d, dz, none, HPML_ACT_NONE, 0, rows_of, db, n->accumulate[2]);
     else if (ride && n->accumulate[2])
-        hpmlg_copy_run(d, hpmlg_of(db, HPML_DTYPE_F32), hpmlg_of(dw.sums, HPML_DTYPE_F32), out, true);
+        hpmlg_copy_run(d, hpmlg_array_of(db, HPML_DTYPE_F32), hpmlg_array_of(dw.sums, HPML_DTYPE_F32), out, true);
     if (!x->grad) return;
-    dx.b.x = hpmlg_factor(d, w, NULL);
+    dx.b.x = hpmlg_product_input(d, w, NULL);
     if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
-    hpmlg_product(d, &dx);
-    if (dx.rode) d->left.sloped = m;
+    hpmlg_gemm_run(d, &dx);
+    if (dx.rode) d->op_notes.activation_grad_done = m;
 }
 HPMLG_OP(linear) { return back ? hpmlg_linear_backward(d, n) : hpmlg_linear_forward(d, n); }
 
@@ -3451,12 +3451,12 @@ HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
 
 /* Of one axis, `count` pixels first, first + stride, ... of x: `taps` of the kernel's, tap, tap + step, ..., bring the
    first one to at, at - back, ... of y, and each next one further by 1. */
-typedef struct hpmlg_rest { int first, count, tap, step, taps, at, back; } hpmlg_rest;
+typedef struct hpmlg_residue { int first, count, tap, step, taps, at, back; } hpmlg_residue;
 
-HPMLG_FN hpmlg_rest hpmlg_rest_of(const hpmlg_conv *c, int i, int first, int64_t size)
+HPMLG_FN hpmlg_residue hpmlg_residue_of(const hpmlg_conv *c, int i, int first, int64_t size)
 {
-    int        s = c->stride[i], by = c->dilation[i];
-    hpmlg_rest r = { first, (int)((size - first + s - 1) / s), 0, 1, 0, 0, 0 };
+    int           s = c->stride[i], by = c->dilation[i];
+    hpmlg_residue r = { first, (int)((size - first + s - 1) / s), 0, 1, 0, 0, 0 };
     while (r.step * by % s) r.step++;
     while (r.tap < r.step && (first + c->padding[i] - r.tap * by) % s) r.tap++;
     if (r.tap < r.step && r.tap < c->kernel[i]) r.taps = (c->kernel[i] - 1 - r.tap) / r.step + 1;
@@ -3469,34 +3469,34 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
 {
     int64_t size = c->H * c->W, kw = c->kernel[1];
     for (int i = 0; i < c->stride[0] * c->stride[1]; i++) {
-        hpmlg_rest h = hpmlg_rest_of(c, 0, i / c->stride[1], c->H), v = hpmlg_rest_of(c, 1, i % c->stride[1], c->W);
-        hpmlg_axis pixels = hpmlg_folded(h.count, v.count, c->groups * c->OC * c->P, 0, 0);
-        hpmlg_axis taps   = hpmlg_folded(h.taps, v.taps, c->P, 0, 0);
-        hpmlg_job  j      = {};
-        j.batch = c->groups, j.c = hpmlg_from(dx, h.first * c->W + v.first), j.alpha = 1, j.add = add;
+        hpmlg_residue h = hpmlg_residue_of(c, 0, i / c->stride[1], c->H), v = hpmlg_residue_of(c, 1, i % c->stride[1], c->W);
+        hpmlg_axis    pixels = hpmlg_axis_3d(h.count, v.count, c->groups * c->OC * c->P, 0, 0);
+        hpmlg_axis    taps   = hpmlg_axis_3d(h.taps, v.taps, c->P, 0, 0);
+        hpmlg_product j      = {};
+        j.batch = c->groups, j.c = hpmlg_array_at(dx, h.first * c->W + v.first), j.alpha = 1, j.add = add;
         j.m = c->C, j.n = c->B * h.count * v.count, j.k = c->OC * h.taps * v.taps;
         if (j.n == 0 || (j.k == 0 && add)) continue;
         pixels.h0 = (int16_t)h.at, pixels.w0 = (int16_t)v.at, pixels.h = pixels.w = 1;
         taps.h = (int16_t)-h.back, taps.w = (int16_t)-v.back;
-        j.a = hpmlg_side_of(hpmlg_from(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_plain(c->taps),
-                            hpmlg_folded(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
-        j.b = hpmlg_side_of(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
+        j.a = hpmlg_operand_of(hpmlg_array_at(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_axis_1d(c->taps),
+                            hpmlg_axis_3d(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
+        j.b = hpmlg_operand_of(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
         j.ldc = size, j.c_batch = c->C * size;
-        j.col = hpmlg_folded(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
-        hpmlg_job_run(d, &j);
+        j.col = hpmlg_axis_3d(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
+        hpmlg_product_run(d, &j);
     }
 }
 
 /* y (images, C, P) = act(y + bias), in place. */
-static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
+static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
     bool one = P % 8 == 0; /* eight pixels are of one plane */
-    HPMLG_EIGHTS(at, n) {
-        hpmlg_eight e = hpmlg_get_part(y, at, 0, n, 0);
-        float       b = bias && one ? bias[at / P % C] : 0;
+    HPMLG_FOR_EACH_VEC8(at, n) {
+        hpmlg_vec8 e = hpmlg_get_range(y, at, 0, n, 0);
+        float      b = bias && one ? bias[at / P % C] : 0;
         for (int j = 0; j < 8; j++)
-            e.v[j] = hpmlg_act_far(act, 0.01f, e.v[j] + (bias && !one ? bias[(at + j) / P % C] : b));
-        hpmlg_put_part(y, at, 0, n, e, false);
+            e.v[j] = hpmlg_act_called(act, 0.01f, e.v[j] + (bias && !one ? bias[(at + j) / P % C] : b));
+        hpmlg_put_range(y, at, 0, n, e, false);
     }
 }
 
@@ -3509,48 +3509,48 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
 HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                              hpmlg_array y, bool add)
 {
-    hpmlg_conv c = hpmlg_conv_of(n);
-    hpmlg_job  j = {};
-    int64_t    size = c.C * c.taps, image = c.C * c.H * c.W;
-    hpmlg_axis pixels = hpmlg_folded(c.P, 1, c.groups * c.OC * c.P, 1, 0);   /* of y, */
-    hpmlg_axis seen = hpmlg_folded(c.OH, c.OW, c.groups * image, 0, 0);      /* where tap (0, 0) of each lies in x, */
-    hpmlg_axis taps = hpmlg_folded(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* and how far a tap moves */
-    if (!hpmlg_well(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
-    d->ran.convolutions[1]++;
+    hpmlg_conv    c = hpmlg_conv_of(n);
+    hpmlg_product j = {};
+    int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
+    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0); /* of y, */
+    hpmlg_axis    seen = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);    /* where tap (0, 0) of each lies in x, */
+    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* and how far a tap moves */
+    if (!hpmlg_ok(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
+    d->work.convolutions[1]++;
     if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
     seen.h0 = (int16_t)-c.padding[0], seen.h = (int16_t)c.stride[0], taps.h = (int16_t)c.dilation[0];
     seen.w0 = (int16_t)-c.padding[1], seen.w = (int16_t)c.stride[1], taps.w = (int16_t)c.dilation[1];
     j.batch = c.groups, j.m = c.OC, j.alpha = 1, j.add = add;
     if (pass == HPMLG_DNN_Y) {
-        j.a = hpmlg_matrix(w, size, c.OC * size, true);
-        j.b = hpmlg_side_of(x, image, seen, taps, false, c.H, c.W);
+        j.a = hpmlg_matrix_operand(w, size, c.OC * size, true);
+        j.b = hpmlg_operand_of(x, image, seen, taps, false, c.H, c.W);
         j.c = y, j.n = c.B * c.P, j.k = size, j.ldc = c.P, j.c_batch = c.OC * c.P, j.col = pixels;
-        j.bias = hpmlg_param_of(n, 2), j.bias_row = 1, j.bias_batch = c.OC, j.act = n->attr.conv.act, j.slope = 0.01f;
+        j.bias = hpmlg_param_value(n, 2), j.bias_row = 1, j.bias_batch = c.OC, j.act = n->attr.conv.act, j.slope = 0.01f;
     } else {
-        j.a = hpmlg_side_of(y, c.OC * c.P, hpmlg_plain(c.P), pixels, true);
-        j.b = hpmlg_side_of(x, image, taps, seen, true, c.H, c.W);
+        j.a = hpmlg_operand_of(y, c.OC * c.P, hpmlg_axis_1d(c.P), pixels, true);
+        j.b = hpmlg_operand_of(x, image, taps, seen, true, c.H, c.W);
         j.c = w, j.n = j.ldc = size, j.k = c.B * c.P, j.c_batch = c.OC * size, j.flat = true;
     }
-    hpmlg_job_run(d, &j);
+    hpmlg_product_run(d, &j);
 }
 
 HPMLG_OP(conv2d)
 {
     hpml_tensor  *x = n->src[0], *w = n->src[1], *y = n->out;
     if (!back)
-        return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_factor(d, x, n->scratch), hpmlg_factor(d, w, NULL),
+        return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_product_input(d, x, n->scratch), hpmlg_product_input(d, w, NULL),
                               hpmlg_value(y), false);
-    hpmlg_walk planes = {}; /* the bias has a number for each channel */
-    hpmlg_walk_push(&planes, y->shape[2] * y->shape[3], 0, 0);
-    hpmlg_walk_push(&planes, y->shape[1], 1, 0);
-    hpmlg_walk_push(&planes, y->shape[0], 0, 0);
-    hpmlg_slopes_run(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, 0.01f, planes, hpmlg_param_grad(n, 2),
+    hpmlg_strides planes = {}; /* the bias has a number for each channel */
+    hpmlg_strides_push(&planes, y->shape[2] * y->shape[3], 0, 0);
+    hpmlg_strides_push(&planes, y->shape[1], 1, 0);
+    hpmlg_strides_push(&planes, y->shape[0], 0, 0);
+    hpmlg_act_bias_grad(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, 0.01f, planes, hpmlg_param_grad(n, 2),
                      n->accumulate[2]);
     if (w->grad)
-        hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_factor(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
+        hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_product_input(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
                        n->accumulate[1]);
     if (x->grad)
-        hpmlg_conv_run(d, n, HPMLG_DNN_DX, hpmlg_grad(x), hpmlg_factor(d, w, NULL), hpmlg_grad(y), n->accumulate[0]);
+        hpmlg_conv_run(d, n, HPMLG_DNN_DX, hpmlg_grad(x), hpmlg_product_input(d, w, NULL), hpmlg_grad(y), n->accumulate[0]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3567,11 +3567,11 @@ HPMLG_OP(conv2d)
 HPMLG_FN bool hpmlg_workspace_grow(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->workspace_bytes) return true;
-    void *larger = bytes <= d->workspace_most && !d->recording ? hpmlg_alloc(d, bytes) : NULL;
+    void *larger = bytes <= d->workspace_limit && !d->recording ? hpmlg_alloc(d, bytes) : NULL;
     if (!larger) return false;
     hpmlg_free(d, d->workspace, d->workspace_bytes);
     d->workspace = larger, d->workspace_bytes = bytes;
-    for (hpmlg_pass &p : d->passes) hpmlg_drop(&p);
+    for (hpmlg_pass &p : d->passes) hpmlg_destroy(&p);
     return true;
 }
 
@@ -3622,7 +3622,7 @@ typedef struct hpmlg_dnn {
     hpmlg_dnn_plan plans[HPMLG_DNN_PLANS];
 } hpmlg_dnn;
 
-HPMLG_FN void hpmlg_drop(hpmlg_dnn_plan *p)
+HPMLG_FN void hpmlg_destroy(hpmlg_dnn_plan *p)
 {
     if (p->x) cudnnDestroyTensorDescriptor(p->x);
     if (p->y) cudnnDestroyTensorDescriptor(p->y);
@@ -3635,7 +3635,7 @@ HPMLG_FN void hpmlg_drop(hpmlg_dnn_plan *p)
 HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan *p)
 {
     hpmlg_conv      c = hpmlg_conv_of(p->key.n);
-    cudnnDataType_t type = d->store == HPML_DTYPE_F32 ? CUDNN_DATA_FLOAT : d->store == HPML_DTYPE_BF16
+    cudnnDataType_t type = d->act_dtype == HPML_DTYPE_F32 ? CUDNN_DATA_FLOAT : d->act_dtype == HPML_DTYPE_BF16
                          ? CUDNN_DATA_BFLOAT16 : CUDNN_DATA_HALF;
     bool            relu = p->key.n->attr.conv.act == HPML_ACT_RELU;
     int             channels = (int)(c.groups * c.OC);
@@ -3677,11 +3677,11 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
                 (!f32 || HPMLG_DNN_EXACT(KIND, found[i].algo)) && hpmlg_workspace_grow(d, found[i].memory)) {          \
                 p->usable[pass] = true, p->algo[pass] = (int)found[i].algo;                                            \
                 p->math[pass] = f32 ? CUDNN_FMA_MATH : found[i].mathType;                                              \
-                if (found[i].memory > d->workspace_asked) d->workspace_asked = found[i].memory;                        \
+                if (found[i].memory > d->workspace_wanted) d->workspace_wanted = found[i].memory;                      \
             }                                                                                                          \
     } while (0)
 
-HPMLG_FN void hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpmlg_dnn_pass pass)
+HPMLG_FN void hpmlg_dnn_choose(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpmlg_dnn_pass pass)
 {
     bool          f32 = d->d.precision == HPML_CUDA_F32;
     cudnnStatus_t s = cudnnSetConvolutionMathType(p->conv, f32 ? CUDNN_FMA_MATH : CUDNN_TENSOR_OP_MATH);
@@ -3698,13 +3698,13 @@ HPMLG_FN void hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, 
 
 HPMLG_FN hpmlg_dnn_plan *hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, const hpml_node *n, hpmlg_dnn_pass pass)
 {
-    hpmlg_dnn_plan *p = hpmlg_kept(d, dnn->plans, hpmlg_dnn_key{ n, n->out->shape[0] });
+    hpmlg_dnn_plan *p = hpmlg_cache_find(d, dnn->plans, hpmlg_dnn_key{ n, n->out->shape[0] });
     if (!p->set) {
         cudnnStatus_t s = hpmlg_dnn_describe(d, p);
         p->set = true, p->refused = s != CUDNN_STATUS_SUCCESS;
         if (!hpmlg_dnn_refused(s)) hpmlg_dnn_check(d, s, "describing a convolution to cuDNN");
     }
-    if (!p->refused && !p->asked[pass]) hpmlg_dnn_ask(d, dnn, p, pass);
+    if (!p->refused && !p->asked[pass]) hpmlg_dnn_choose(d, dnn, p, pass);
     return p;
 }
 
@@ -3718,7 +3718,7 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
     *whole = !n->src[2] && act == HPML_ACT_NONE;
     if (n->src[2] && !p->unfused && (act == HPML_ACT_NONE || act == HPML_ACT_RELU) &&
         algo == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM) {
-        hpmlg_array   b = hpmlg_factor(d, n->src[2], NULL);
+        hpmlg_array   b = hpmlg_product_input(d, n->src[2], NULL);
         cudnnStatus_t s = cudnnConvolutionBiasActivationForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv, algo,
                                                                 d->workspace, d->workspace_bytes, &zero, p->y, y.p,
                                                                 p->bias, b.p, p->act, p->y, y.p);
@@ -3747,15 +3747,15 @@ HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add)
 {
-    const float     one = 1, zero = 0, beta = add ? 1.0f : 0.0f;
-    bool            narrow = pass == HPMLG_DNN_DW && d->store != HPML_DTYPE_F32, whole = true;
-    void           *dw = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : w.p;
-    int64_t         count = hpml_tensor_count(n->out);
-    uintptr_t       places = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a piece of a batch begins anywhere */
-    if (d->d.own_kernels || x.type != (int)d->store || y.type != (int)d->store || places % 16) return false;
+    const float one = 1, zero = 0, beta = add ? 1.0f : 0.0f;
+    bool        narrow = pass == HPMLG_DNN_DW && d->act_dtype != HPML_DTYPE_F32, whole = true;
+    void       *dw = narrow ? (char *)n->scratch + hpmlg_narrowed_bytes(d, n->src[0]) : w.p;
+    int64_t     count = hpml_tensor_count(n->out);
+    uintptr_t   places = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a piece of a batch begins anywhere */
+    if (d->d.own_kernels || x.type != (int)d->act_dtype || y.type != (int)d->act_dtype || places % 16) return false;
     hpmlg_dnn      *dnn = hpmlg_dnn_open(d);
     hpmlg_dnn_plan *p   = dnn ? hpmlg_dnn_plan_of(d, dnn, n, pass) : NULL;
-    d->ran.convolutions_refused += p && !p->usable[pass];
+    d->work.convolutions_refused += p && !p->usable[pass];
     if (!p || !p->usable[pass]) return false;
     cudnnStatus_t s = cudnnSetConvolutionMathType(p->conv, p->math[pass]);
     if (pass == HPMLG_DNN_Y) HPMLG_TRY(s, hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole));
@@ -3768,13 +3768,13 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
                                                   (cudnnConvolutionBwdDataAlgo_t)p->algo[pass], d->workspace,
                                                   d->workspace_bytes, &beta, p->x, x.p));
     p->usable[pass] = !hpmlg_dnn_refused(s);
-    d->ran.convolutions_refused += !p->usable[pass];
+    d->work.convolutions_refused += !p->usable[pass];
     if (!p->usable[pass]) return false;
-    d->ran.convolutions[0]++;
-    d->ran.fused += whole && n->src[2] && pass == HPMLG_DNN_Y;
+    d->work.convolutions[0]++;
+    d->work.fused += whole && n->src[2] && pass == HPMLG_DNN_Y;
     hpmlg_dnn_check(d, s, "a convolution by cuDNN");
-    if (narrow) hpmlg_copy_run(d, w, hpmlg_of(dw, d->store), hpml_tensor_count(n->src[1]), add);
-    if (!whole) HPMLG_DEAL(d, hpmlg_k_planes_end, count, 2048, y, hpmlg_param_of(n, 2), (int)n->attr.conv.act,
+    if (narrow) hpmlg_copy_run(d, w, hpmlg_array_of(dw, d->act_dtype), hpml_tensor_count(n->src[1]), add);
+    if (!whole) HPMLG_RUN_ITEMS(d, hpmlg_k_bias_act, count, 2048, y, hpmlg_param_value(n, 2), (int)n->attr.conv.act,
                            n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
     return true;
 }
@@ -3792,7 +3792,7 @@ HPMLG_FN int hpmlg_dnn_algorithms(const hpmlg_device *d, int pass, int list[16])
 HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
 {
     hpmlg_dnn *dnn = (hpmlg_dnn *)d->dnn;
-    for (int i = 0; dnn && i < HPMLG_DNN_PLANS; i++) hpmlg_drop(&dnn->plans[i]);
+    for (int i = 0; dnn && i < HPMLG_DNN_PLANS; i++) hpmlg_destroy(&dnn->plans[i]);
     if (dnn && dnn->handle) cudnnDestroy(dnn->handle);
 }
 #endif
@@ -3830,14 +3830,14 @@ typedef struct hpmlg_attn {
     int         T, heads, D;
     float       scale;
     bool        causal, add;
-    bool        wide, wide_o;   /* qkv, o can be copied as they are, 16 bytes at a time */
+    bool        is_aligned, is_aligned_o; /* qkv, o can be copied as they are, 16 bytes at a time */
 } hpmlg_attn;
 
-template <int type> struct hpmlg_cell { typedef unsigned short t; }; /* an element in shared memory */
-template <> struct hpmlg_cell<HPML_DTYPE_F32> { typedef float t; };
+template <int type> struct hpmlg_element { typedef unsigned short t; }; /* an element in shared memory */
+template <> struct hpmlg_element<HPML_DTYPE_F32> { typedef float t; };
 
-HPMLG_DEVICE void hpmlg_cell_put(float *to, float v, int) { *to = v; }
-HPMLG_DEVICE void hpmlg_cell_put(unsigned short *to, float v, int type)
+HPMLG_DEVICE void hpmlg_element_put(float *to, float v, int) { *to = v; }
+HPMLG_DEVICE void hpmlg_element_put(unsigned short *to, float v, int type)
 {
     *to = (unsigned short)hpmlg_narrow(v, 0, type);
 }
@@ -3855,14 +3855,14 @@ HPMLG_DEVICE float hpmlg_exp2(float x)
 }
 
 /* Where 16 bytes number `chunk` of a row of a tile lie. */
-template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_at(E *tile, int row, int chunk)
+template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, int chunk)
 {
     int swap = DP * sizeof(E) % 128 == 0 ? row & 7 : row >> 1 & 3;
     return tile + row * DP + (chunk ^ swap) * (int)(16 / sizeof(E));
 }
 
 /* Where row `row` of a part of pair bh begins. */
-HPMLG_DEVICE int64_t hpmlg_attn_at(const hpmlg_attn &p, int64_t bh, int part, int row)
+HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
 {
     int64_t C = (int64_t)p.heads * p.D, b = bh / p.heads, at = (b * p.T + row) * C, in = (bh - b * p.heads) * p.D;
     return part == HPMLG_ATTN_O ? at + in : 3 * at + part * C + in;
@@ -3870,26 +3870,26 @@ HPMLG_DEVICE int64_t hpmlg_attn_at(const hpmlg_attn &p, int64_t bh, int part, in
 
 /* `rows` rows from `row` on into a tile, by a block of `threads`; zeros where there are none. */
 template <int type, int DP, int threads, int rows>
-HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_cell<type>::t *tile, int64_t bh, int part,
+HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<type>::t *tile, int64_t bh, int part,
                                   int row)
 {
-    typedef typename hpmlg_cell<type>::t E;
+    typedef typename hpmlg_element<type>::t E;
     const int   each = (int)(16 / sizeof(E)), chunks = DP / each, span = chunks < threads ? chunks : threads;
     const int   step = threads / span; /* rows at a time */
-    bool        is_o = part == HPMLG_ATTN_O, wide = is_o ? p.wide_o : p.wide;
+    bool        is_o = part == HPMLG_ATTN_O, is_aligned = is_o ? p.is_aligned_o : p.is_aligned;
     hpmlg_array a  = is_o ? p.o : p.qkv;
     int         r  = (int)threadIdx.x / span;
-    int64_t     at = hpmlg_attn_at(p, bh, part, row + r), ld = (int64_t)p.heads * p.D * (is_o ? 1 : 3);
+    int64_t     at = hpmlg_attn_offset(p, bh, part, row + r), ld = (int64_t)p.heads * p.D * (is_o ? 1 : 3);
     if (r >= step) return;
     for (int c = (int)threadIdx.x % span; c < chunks; c += span) {
         const E *from = (const E *)a.p + at + c * each;
         int      have = c * each < p.D ? p.T - row - r : 0;
-        HPMLG_UNROLL for (int i = 0; wide && i < rows; i += step)
+        HPMLG_UNROLL for (int i = 0; is_aligned && i < rows; i += step)
             if (rows % step == 0 || r + i < rows)
-                hpmlg_copy_async16(hpmlg_tile_at<DP>(tile, r + i, c), i < have ? from + i * ld : (E *)a.p, i < have);
-        HPMLG_ROLLED for (int i = 0; !wide && r + i < rows; i += step)
+                hpmlg_copy_async16(hpmlg_tile_chunk<DP>(tile, r + i, c), i < have ? from + i * ld : (E *)a.p, i < have);
+        HPMLG_ROLLED for (int i = 0; !is_aligned && r + i < rows; i += step)
             for (int j = 0; j < each; j++)
-                hpmlg_cell_put(hpmlg_tile_at<DP>(tile, r + i, c) + j, i < have && c * each + j < p.D
+                hpmlg_element_put(hpmlg_tile_chunk<DP>(tile, r + i, c) + j, i < have && c * each + j < p.D
                                ? hpmlg_get(a, at + i * ld + c * each + j) : 0, type);
     }
 }
@@ -3904,9 +3904,9 @@ HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const unsigned short *a
     HPMLG_UNROLL for (int k = 0; k < DP / 16; k++) {
         unsigned x[M][4], y[4];
         HPMLG_UNROLL for (int m = 0; m < M; m++)
-            hpmlg_ldmatrix_x4(x[m], hpmlg_tile_at<DP>(a, 16 * m + (lane & 15), 2 * k + (lane >> 4)));
+            hpmlg_ldmatrix_x4(x[m], hpmlg_tile_chunk<DP>(a, 16 * m + (lane & 15), 2 * k + (lane >> 4)));
         HPMLG_UNROLL for (int j = 0; j < N; j += 2) {
-            hpmlg_ldmatrix_x4(y, hpmlg_tile_at<DP>(b, 8 * j + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
+            hpmlg_ldmatrix_x4(y, hpmlg_tile_chunk<DP>(b, 8 * j + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
             HPMLG_UNROLL for (int m = 0; m < M; m++) {
                 hpmlg_mma_16816(d[m][j], x[m], y, type == HPML_DTYPE_F16);
                 hpmlg_mma_16816(d[m][j + 1], x[m], y + 2, type == HPML_DTYPE_F16);
@@ -3924,10 +3924,10 @@ HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const float *a, const f
     HPMLG_ROLLED for (int k = 0; k < DP / 4; k++) {
         float4 x[M][2];
         HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
-            x[i / 2][i % 2] = *(const float4 *)hpmlg_tile_at<DP>(a, 8 * i + g, k);
+            x[i / 2][i % 2] = *(const float4 *)hpmlg_tile_chunk<DP>(a, 8 * i + g, k);
         HPMLG_UNROLL for (int j = 0; j < N; j++)
             HPMLG_UNROLL for (int i = 0; i < 2; i++) {
-                float4 y = *(const float4 *)hpmlg_tile_at<DP>(b, 8 * j + 2 * t + i, k);
+                float4 y = *(const float4 *)hpmlg_tile_chunk<DP>(b, 8 * j + 2 * t + i, k);
                 HPMLG_UNROLL for (int m = 0; m < M; m++)
                     HPMLG_UNROLL for (int h = 0; h < 2; h++) {
                         float4 v = x[m][h];
@@ -3939,7 +3939,7 @@ HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const float *a, const f
 
 /* d (16 M, 8 NO) += s (16 M, 8 N) b; s: results as above, b: 8 N rows of a tile, from column `column` on. */
 template <int type, int DP, int M, int N, int NO>
-HPMLG_DEVICE void hpmlg_attn_blend(float (&d)[M][NO][4], const float (&s)[M][N][4], const unsigned short *b, int column)
+HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M][N][4], const unsigned short *b, int column)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP;
     HPMLG_UNROLL for (int k = 0; k < N; k += 2) {
@@ -3948,7 +3948,7 @@ HPMLG_DEVICE void hpmlg_attn_blend(float (&d)[M][NO][4], const float (&s)[M][N][
             HPMLG_UNROLL for (int i = 0; i < 4; i++)
                 x[m][i] = hpmlg_narrow(s[m][k + i / 2][i % 2 * 2], s[m][k + i / 2][i % 2 * 2 + 1], type);
         HPMLG_UNROLL for (int j = 0; j < NO; j += 2) {
-            hpmlg_ldmatrix_x4_trans(y, hpmlg_tile_at<DP>(b, 8 * k + (lane & 15), column / 8 + j + (lane >> 4)));
+            hpmlg_ldmatrix_x4_trans(y, hpmlg_tile_chunk<DP>(b, 8 * k + (lane & 15), column / 8 + j + (lane >> 4)));
             HPMLG_UNROLL for (int m = 0; m < M; m++) {
                 hpmlg_mma_16816(d[m][j], x[m], y, type == HPML_DTYPE_F16);
                 hpmlg_mma_16816(d[m][j + 1], x[m], y + 2, type == HPML_DTYPE_F16);
@@ -3958,16 +3958,16 @@ HPMLG_DEVICE void hpmlg_attn_blend(float (&d)[M][NO][4], const float (&s)[M][N][
 }
 
 template <int type, int DP, int M, int N, int NO>
-HPMLG_DEVICE void hpmlg_attn_blend(float (&d)[M][NO][4], const float (&s)[M][N][4], const float *b, int column)
+HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M][N][4], const float *b, int column)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, t = lane % 4;
     HPMLG_ROLLED for (int from = 0; from < 4; from++) /* what this thread of the four holds of s */
         HPMLG_UNROLL for (int k = 0; k < 2 * N; k++) {
             float x[M][2];
             HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
-                x[i / 2][i % 2] = __shfl_sync(HPMLG_ALL, s[i / 2][k / 2][i % 2 * 2 + k % 2], (lane & 28) + from);
+                x[i / 2][i % 2] = __shfl_sync(HPMLG_ALL_LANES, s[i / 2][k / 2][i % 2 * 2 + k % 2], (lane & 28) + from);
             HPMLG_UNROLL for (int j = 0; j < NO; j++) {
-                const float *row = hpmlg_tile_at<DP>(b, k / 2 * 8 + 2 * from + k % 2, column / 4 + 2 * j + t / 2);
+                const float *row = hpmlg_tile_chunk<DP>(b, k / 2 * 8 + 2 * from + k % 2, column / 4 + 2 * j + t / 2);
                 float2       y   = *(const float2 *)(row + t % 2 * 2);
                 HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
                     d[i / 2][j][i % 2 * 2] += x[i / 2][i % 2] * y.x;
@@ -3992,10 +3992,10 @@ HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, in
         }
     __syncwarp();
     HPMLG_ROLLED for (int i = lane; i < 16 * M * NO; i += HPMLG_WARP) {
-        int         r = i / NO, c = column + i % NO * 8;
-        int64_t     at = hpmlg_attn_at(p, bh, part, row + r);
-        hpmlg_eight e = hpmlg_get8(hpmlg_array{ space + r * HPMLG_ATTN_LD(8 * NO), HPML_DTYPE_F32 }, i % NO);
-        if (row + r < p.T) hpmlg_put_part(p.out, at + c, at, at + p.D, e, p.add);
+        int        r = i / NO, c = column + i % NO * 8;
+        int64_t    at = hpmlg_attn_offset(p, bh, part, row + r);
+        hpmlg_vec8 e = hpmlg_get8(hpmlg_array{ space + r * HPMLG_ATTN_LD(8 * NO), HPML_DTYPE_F32 }, i % NO);
+        if (row + r < p.T) hpmlg_put_range(p.out, at + c, at, at + p.D, e, p.add);
     }
 }
 
@@ -4015,28 +4015,28 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
     float base2 = p.scale * 1.4426950408889634f;
-    bool  moved = false;
+    bool  changed = false;
     float shrink[M][2];
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         float top = most[i / 2][i % 2], add = 0;
-        int   see = p.causal && row + 8 * i + g < p.T ? row + 8 * i + g + 1 : p.T;
+        int   visible = p.causal && row + 8 * i + g < p.T ? row + 8 * i + g + 1 : p.T;
         HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-            v   = edge && key + j / 2 * 8 + 2 * t + j % 2 >= see ? -INFINITY : v * base2;
+            v   = edge && key + j / 2 * 8 + 2 * t + j % 2 >= visible ? -INFINITY : v * base2;
             top = fmaxf(top, v);
         }
-        top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL, top, 2));
+        top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL_LANES, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL_LANES, top, 2));
         HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
             v = hpmlg_exp2(v - top);
             add += v;
         }
         float k = hpmlg_exp2(most[i / 2][i % 2] - top);
-        most[i / 2][i % 2] = top, shrink[i / 2][i % 2] = k, moved |= k != 1;
+        most[i / 2][i % 2] = top, shrink[i / 2][i % 2] = k, changed |= k != 1;
         sum[i / 2][i % 2]  = sum[i / 2][i % 2] * k + add;
     }
-    if (!__any_sync(HPMLG_ALL, moved)) return;
+    if (!__any_sync(HPMLG_ALL_LANES, changed)) return;
     HPMLG_UNROLL for (int m = 0; m < M; m++)
         HPMLG_UNROLL for (int j = 0; j < NO; j++)
             HPMLG_UNROLL for (int e = 0; e < 4; e++) o[m][j][e] *= shrink[m][e / 2];
@@ -4046,7 +4046,7 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
 template <int type, int DP, int M, int W, int N>
 static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn(hpmlg_attn p)
 {
-    typedef typename hpmlg_cell<type>::t E;
+    typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, q);      /* (R, DP) */
     E      *kv = q + R * DP; /* two stages of keys (K, DP) and values (K, DP) */
@@ -4071,13 +4071,13 @@ static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn(hpmlg_attn
         if (key < 0 || (p.causal && key >= row + 16 * M)) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, q + (row - first) * DP, now);
         hpmlg_attn_softmax(p, s, most, sum, o, row, key, key + K > p.T || (p.causal && key + K > row + 1));
-        hpmlg_attn_blend<type, DP>(o, s, now + K * DP, 0);
+        hpmlg_attn_accumulate<type, DP>(o, s, now + K * DP, 0);
     }
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         float &v = sum[i / 2][i % 2];
         int    r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
-        v += __shfl_xor_sync(HPMLG_ALL, v, 1);
-        v += __shfl_xor_sync(HPMLG_ALL, v, 2);
+        v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 1);
+        v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 2);
         if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = most[i / 2][i % 2] + log2f(v);
         v = 1 / v;
     }
@@ -4099,11 +4099,11 @@ static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
         int64_t bt = i / p.heads, h = i - bt * p.heads, at = i * p.D;
         float   sum = 0;
         for (int c = 8 * lane; c < p.D && i < rows; c += 64) {
-            hpmlg_eight x = hpmlg_get_part(o, at + c, at, at + p.D, 0);
-            hpmlg_eight y = hpmlg_get_part(p.o, at + c, at, at + p.D, 0);
+            hpmlg_vec8 x = hpmlg_get_range(o, at + c, at, at + p.D, 0);
+            hpmlg_vec8 y = hpmlg_get_range(p.o, at + c, at, at + p.D, 0);
             for (int j = 0; j < 8; j++) sum += x.v[j] * y.v[j];
         }
-        for (int k = 4; k > 0; k >>= 1) sum += __shfl_xor_sync(HPMLG_ALL, sum, k);
+        for (int k = 4; k > 0; k >>= 1) sum += __shfl_xor_sync(HPMLG_ALL_LANES, sum, k);
         if (lane == 0 && i < rows) p.delta[(bt / p.T * p.heads + h) * p.T + bt % p.T] = sum;
     }
 }
@@ -4111,7 +4111,7 @@ static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
 /* s: scores of rows with a block of columns, becomes P; dp: dP, becomes dS. The kept sum and delta of queries: KEYS,
    line[c] and line[8 N + c] of column c, else of_row. Where edge, some keys are hidden. */
 template <bool KEYS, int M, int N>
-HPMLG_DEVICE void hpmlg_attn_slopes(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
+HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
                                     const float (&of_row)[M][2][2], const float *line, int row, int column, bool edge)
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
@@ -4134,7 +4134,7 @@ HPMLG_DEVICE void hpmlg_attn_slopes(const hpmlg_attn &p, float (&s)[M][N][4], fl
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
 static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg_attn p)
 {
-    typedef typename hpmlg_cell<type>::t E;
+    typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, own);                              /* keys and values, or queries and dO: two of (R, DP) */
     E      *stream = own + 2 * R * DP;                 /* the others: two stages of two (K, DP) */
@@ -4176,10 +4176,10 @@ static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg
         if (c < begin || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, own + at * DP, now);
         hpmlg_attn_scores<type, DP, M, N>(dp, own + (R + at) * DP, now + K * DP);
-        hpmlg_attn_slopes<KEYS>(p, s, dp, of_row, line, row, c, KEYS ? p.causal && c < row + 16 * M - 1
+        hpmlg_attn_dscores<KEYS>(p, s, dp, of_row, line, row, c, KEYS ? p.causal && c < row + 16 * M - 1
                                 : c + K > p.T || (p.causal && c + K > row + 1));
-        if constexpr (KEYS) hpmlg_attn_blend<type, DP>(d1, s, now + K * DP, column);
-        hpmlg_attn_blend<type, DP>(d0, dp, now, column);
+        if constexpr (KEYS) hpmlg_attn_accumulate<type, DP>(d1, s, now + K * DP, column);
+        hpmlg_attn_accumulate<type, DP>(d0, dp, now, column);
     }
     float *space = (float *)own + at * HPMLG_ATTN_LD(DA);
     __syncthreads();
@@ -4188,7 +4188,7 @@ static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg
 }
 
 /* Launches with more shared memory than a kernel has without asking: asks in passes that are not recorded. */
-HPMLG_FN void hpmlg_attn_start(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
+HPMLG_FN void hpmlg_attn_launch(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
                                unsigned parts, int threads, size_t shared)
 {
     int64_t blocks = (p->T + rows - 1) / rows * p->pairs;
@@ -4211,10 +4211,10 @@ template <int type, int DP> HPMLG_FN void hpmlg_attn_run(hpmlg_device *d, const 
     const size_t shared = (size_t)((16 * M * W + 32 * N) * DP * cell);
     const size_t back = (size_t)((32 * BM * BW + 32 * BN) * DP * cell) + (size_t)(32 * BN) * sizeof(float);
     if (!backward)
-        return hpmlg_attn_start(d, hpmlg_k_attn<type, DP, M, W, N>, p, 16 * M * W, 1, HPMLG_WARP * W, shared);
-    hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, large ? 128 : DP, BM, BW, BN, true>, p, 16 * BM * BW, large ? 2 : 1,
+        return hpmlg_attn_launch(d, hpmlg_k_attn<type, DP, M, W, N>, p, 16 * M * W, 1, HPMLG_WARP * W, shared);
+    hpmlg_attn_launch(d, hpmlg_k_attn_back<type, DP, large ? 128 : DP, BM, BW, BN, true>, p, 16 * BM * BW, large ? 2 : 1,
                      HPMLG_WARP * BW, back);
-    hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, DP, BM, BW, BN, false>, p, 16 * BM * BW, 1, HPMLG_WARP * BW, back);
+    hpmlg_attn_launch(d, hpmlg_k_attn_back<type, DP, DP, BM, BW, BN, false>, p, 16 * BM * BW, 1, HPMLG_WARP * BW, back);
 }
 
 template <int type> HPMLG_FN void hpmlg_attn_half(hpmlg_device *d, const hpmlg_attn *p, bool backward)
@@ -4235,14 +4235,14 @@ HPMLG_OP(attention)
                       "GPU's kernels take up to %d columns and 2^31 positions: take more heads", n->out->name,
                       (long long)D, (long long)T, HPMLG_ATTN_MOST);
     p.qkv = hpmlg_value(n->src[0]), p.o = hpmlg_grad(n->out);
-    p.out = hpmlg_writes(n, back);
+    p.out = hpmlg_op_output(n, back);
     p.lse = (float *)n->saved, p.delta = (float *)n->scratch;
     p.T = (int)T, p.heads = n->attr.attention.heads, p.D = (int)D, p.pairs = n->out->shape[0] * p.heads;
-    p.scale = n->attr.attention.scale, p.causal = n->attr.attention.causal, p.add = hpmlg_adds(n, back);
-    p.wide   = p.qkv.type == (int)type && D % each == 0 && ((uintptr_t)p.qkv.p & 15) == 0;
-    p.wide_o = p.o.type == (int)type && D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
+    p.scale = n->attr.attention.scale, p.causal = n->attr.attention.causal, p.add = hpmlg_op_adds(n, back);
+    p.is_aligned   = p.qkv.type == (int)type && D % each == 0 && ((uintptr_t)p.qkv.p & 15) == 0;
+    p.is_aligned_o = p.o.type == (int)type && D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
     if (p.pairs * T == 0) return;
-    if (back) HPMLG_DEAL(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out));
+    if (back) HPMLG_RUN_ITEMS(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out));
     if (type == HPML_DTYPE_BF16) hpmlg_attn_half<HPML_DTYPE_BF16>(d, &p, back);
     else if (type == HPML_DTYPE_F16) hpmlg_attn_half<HPML_DTYPE_F16>(d, &p, back);
     else if (D <= 64) hpmlg_attn_run<HPML_DTYPE_F32, 64>(d, &p, back);
@@ -4268,18 +4268,18 @@ typedef struct hpmlg_lstm {
 HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpmlg_lstm *l)
 {
     const hpml_tensor *x = n->src[0];
-    int64_t rows, size = (int64_t)hpml_dtype_size(d->store);
-    bool    narrow = d->store != HPML_DTYPE_F32;
+    int64_t rows, size = (int64_t)hpml_dtype_size(d->act_dtype);
+    bool    narrow = d->act_dtype != HPML_DTYPE_F32;
     uintptr_t p = (uintptr_t)n->scratch;
     l->B = n->out->shape[0], l->T = n->out->shape[1], l->H = n->out->shape[2], l->in = x->shape[2];
     rows     = l->B * l->T;
     l->gates = (float *)n->saved, l->cells = n->saved ? l->gates + rows * 4 * l->H : NULL;
-    p += hpmlg_factor_bytes(d, x);
+    p += hpmlg_narrowed_bytes(d, x);
     l->dh = (float *)p, p += (uintptr_t)(l->B * l->H + 63) / 64 * 256;
     l->dc = (float *)p, p += (uintptr_t)(l->B * l->H + 63) / 64 * 256;
-    l->da = hpmlg_of(narrow ? (void *)p : n->saved, d->store);
+    l->da = hpmlg_array_of(narrow ? (void *)p : n->saved, d->act_dtype);
     if (narrow) p += (uintptr_t)(rows * 4 * l->H * size + 255) / 256 * 256;
-    l->before = hpmlg_of((void *)p, n->out->dtype), p += (uintptr_t)(rows * l->H * size);
+    l->before = hpmlg_array_of((void *)p, n->out->dtype), p += (uintptr_t)(rows * l->H * size);
     l->h = hpmlg_value(n->out), l->dy = hpmlg_grad(n->out);
     return (size_t)(p - (uintptr_t)n->scratch);
 }
@@ -4289,7 +4289,7 @@ HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 /* One number of h and c at step t: i, f, g, o from their sums. */
 static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 {
-    int64_t at = hpmlg_me(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
+    int64_t at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
     float  *a = l.gates + row * 4 * l.H + j, *c = l.cells + row * l.H + j;
     if (b >= l.B) return;
     float in = hpmlg_sigmoid(a[0]), forget = hpmlg_sigmoid(a[l.H]);
@@ -4303,7 +4303,7 @@ static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 /* The same backward: gates become da; dc goes on to the step before. */
 static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
 {
-    int64_t      at = hpmlg_me(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
+    int64_t      at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
     float       *a = l.gates + row * 4 * l.H + j, d[4];
     const float *c = l.cells + row * l.H + j;
     if (b >= l.B) return;
@@ -4328,16 +4328,16 @@ HPMLG_FN void hpmlg_lstm_forward(hpmlg_device *d, hpml_node *n)
     hpmlg_lstm    l = {};
     hpmlg_lstm_layout(d, n, &l);
     int64_t     H = l.H;
-    hpmlg_array w_h = hpmlg_factor(d, n->src[2], NULL), gates = hpmlg_of(l.gates, HPML_DTYPE_F32);
-    hpmlg_array x = hpmlg_factor(d, n->src[0], n->scratch), w_x = hpmlg_factor(d, n->src[1], NULL);
-    hpmlg_gemm  g = hpmlg_gemm_of(l.B * l.T, 4 * H, l.in, hpmlg_matrix(x, l.in, 0, true),
-                                  hpmlg_matrix(w_x, l.in, 0, true), gates, 4 * H, false);
+    hpmlg_array w_h = hpmlg_product_input(d, n->src[2], NULL), gates = hpmlg_array_of(l.gates, HPML_DTYPE_F32);
+    hpmlg_array x = hpmlg_product_input(d, n->src[0], n->scratch), w_x = hpmlg_product_input(d, n->src[1], NULL);
+    hpmlg_gemm  g = hpmlg_gemm_of(l.B * l.T, 4 * H, l.in, hpmlg_matrix_operand(x, l.in, 0, true),
+                                  hpmlg_matrix_operand(w_x, l.in, 0, true), gates, 4 * H, false);
     g.bias = n->src[3]->data;
-    hpmlg_product(d, &g);
+    hpmlg_gemm_run(d, &g);
     for (int64_t t = 0; t < l.T; t++) {
-        g = hpmlg_gemm_of(l.B, 4 * H, H, hpmlg_matrix(hpmlg_from(l.h, (t - 1) * H), l.T * H, 0, true),
-                          hpmlg_matrix(w_h, H, 0, true), hpmlg_from(gates, t * 4 * H), l.T * 4 * H, true);
-        if (t > 0) hpmlg_product(d, &g);
+        g = hpmlg_gemm_of(l.B, 4 * H, H, hpmlg_matrix_operand(hpmlg_array_at(l.h, (t - 1) * H), l.T * H, 0, true),
+                          hpmlg_matrix_operand(w_h, H, 0, true), hpmlg_array_at(gates, t * 4 * H), l.T * 4 * H, true);
+        if (t > 0) hpmlg_gemm_run(d, &g);
         HPMLG_RUN(d, hpmlg_k_lstm, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
     }
 }
@@ -4348,27 +4348,27 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     hpmlg_gemm    g;
     hpml_tensor  *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *bias = n->src[3];
     hpmlg_lstm_layout(d, n, &l);
-    int64_t       H = l.H, rows = l.B * l.T;
-    hpmlg_array   half_w_h = hpmlg_factor(d, w_h, NULL);
+    int64_t     H = l.H, rows = l.B * l.T;
+    hpmlg_array half_w_h = hpmlg_product_input(d, w_h, NULL);
     for (int64_t t = l.T - 1; t >= 0; t--) {
         HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
         if (t == 0) break; /* dh_{t-1} = da_t W_h */
-        g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_matrix(hpmlg_from(l.da, t * 4 * H), l.T * 4 * H, 0, true),
-                          hpmlg_matrix(half_w_h, H, 0, false), hpmlg_of(l.dh, HPML_DTYPE_F32), H, false);
-        hpmlg_product(d, &g);
+        g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_matrix_operand(hpmlg_array_at(l.da, t * 4 * H), l.T * 4 * H, 0, true),
+                          hpmlg_matrix_operand(half_w_h, H, 0, false), hpmlg_array_of(l.dh, HPML_DTYPE_F32), H, false);
+        hpmlg_gemm_run(d, &g);
     }
-    hpmlg_side da = hpmlg_matrix(l.da, 4 * H, 0, true), turned = hpmlg_matrix(l.da, 4 * H, 0, false);
+    hpmlg_operand da = hpmlg_matrix_operand(l.da, 4 * H, 0, true), turned = hpmlg_matrix_operand(l.da, 4 * H, 0, false);
     if (x->grad)
-        hpmlg_batched(d, 1, rows, l.in, 4 * H, da, hpmlg_matrix(hpmlg_factor(d, w_x, NULL), l.in, 0, false),
+        hpmlg_batched_product(d, 1, rows, l.in, 4 * H, da, hpmlg_matrix_operand(hpmlg_product_input(d, w_x, NULL), l.in, 0, false),
                       hpmlg_grad(x), n->accumulate[0]);
     if (w_x->grad)
-        hpmlg_batched(d, 1, 4 * H, l.in, rows, turned, hpmlg_matrix(hpmlg_factor(d, x, n->scratch), l.in, 0, false),
+        hpmlg_batched_product(d, 1, 4 * H, l.in, rows, turned, hpmlg_matrix_operand(hpmlg_product_input(d, x, n->scratch), l.in, 0, false),
                       hpmlg_grad(w_x), n->accumulate[1]);
     if (w_h->grad)
-        hpmlg_batched(d, 1, 4 * H, H, rows, turned, hpmlg_matrix(l.before, H, 0, false), hpmlg_grad(w_h),
+        hpmlg_batched_product(d, 1, 4 * H, H, rows, turned, hpmlg_matrix_operand(l.before, H, 0, false), hpmlg_grad(w_h),
                       n->accumulate[2]);
-    hpmlg_array all = hpmlg_of(l.gates, HPML_DTYPE_F32);
-    hpmlg_slopes_run(d, all, all, HPML_ACT_NONE, 0, hpmlg_stretched(1, rows, 4 * H), bias->grad, n->accumulate[3]);
+    hpmlg_array all = hpmlg_array_of(l.gates, HPML_DTYPE_F32);
+    hpmlg_act_bias_grad(d, all, all, HPML_ACT_NONE, 0, hpmlg_broadcast_strides(1, rows, 4 * H), bias->grad, n->accumulate[3]);
 }
 HPMLG_OP(lstm) { return back ? hpmlg_lstm_backward(d, n) : hpmlg_lstm_forward(d, n); }
 
@@ -4380,42 +4380,42 @@ HPMLG_OP(lstm) { return back ? hpmlg_lstm_backward(d, n) : hpmlg_lstm_forward(d,
    exp(d_i) / sum - (1 - s) [i = l] - s / V. One group of threads has a row and reads it once: each thread keeps a
    maximum and the sum of exp(x - maximum), which is rescaled when the maximum grows. Probabilities are not stored; kept
    are max, 1 / sum and loss of each row and 1 / rows that count. Hits are counted on the way. */
-typedef struct hpmlg_rows {
-    hpmlg_array      x, dx;    /* (rows, V) */
-    const int       *labels;   /* (rows) */
-    float           *max, *share, *loss, *inverse; /* (rows), 1 / sum (rows), (rows), (1) */
-    const float     *dloss;    /* (1) */
-    int64_t          rows, V, blocks;
-    float            smoothing;
-    int              ignore, tx;
-    bool             add;
-    hpmlg_note      *note;
-    int             *taken;
+typedef struct hpmlg_cross_entropy {
+    hpmlg_array  x, dx;  /* (rows, V) */
+    const int   *labels; /* (rows) */
+    float       *max, *inverse_sum, *loss, *inverse; /* (rows), 1 / sum (rows), (rows), (1) */
+    const float *dloss; /* (1) */
+    int64_t      rows, V, blocks;
+    float        smoothing;
+    int          ignore, tx;
+    bool         add;
+    hpmlg_note  *note;
+    int         *taken;
     unsigned long long *counts; /* hits, rows that count */
-} hpmlg_rows;
+} hpmlg_cross_entropy;
 
 #define HPMLG_LOWEST (-3.402823466e38f) /* not infinity: rows may begin with it, and inf - inf is NaN */
 
-HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
+HPMLG_DEVICE bool hpmlg_label_is_valid(int label, int ignore, int64_t classes)
 {
     return label != ignore && label >= 0 && label < classes;
 }
 
 /* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
    front it is never overtaken. node NULL: hits are counted, nothing else. */
-static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node)
+static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_node *node)
 {
-    __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
-    int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / p.tx) + threadIdx.x / (unsigned)p.tx, first = row * p.V;
+    __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
+    int64_t row = (int64_t)blockIdx.x * (HPMLG_REDUCE_THREADS / p.tx) + threadIdx.x / (unsigned)p.tx, first = row * p.V;
     int64_t end = first + p.V;
     int     lane = (int)threadIdx.x % p.tx, label = row < p.rows ? p.labels[row] : p.ignore;
-    bool    counts = row < p.rows && hpmlg_label_counts(label, p.ignore, p.V);
+    bool    counts = row < p.rows && hpmlg_label_is_valid(label, p.ignore, p.V);
     float   m = HPMLG_LOWEST, s = 0, all = 0, mine = counts ? hpmlg_get(p.x, first + label) : 0;
     float   beaten = counts && label > 0 && (mine != mine || isnan(hpmlg_get(p.x, first)));
     for (int64_t at = first / 8 * 8 + lane * 8; counts && at < end; at += p.tx * 8) {
-        hpmlg_eight e = hpmlg_get_part(p.x, at, first, end, -INFINITY);
-        float       most = m;
-        bool        more = false;
+        hpmlg_vec8 e = hpmlg_get_range(p.x, at, first, end, -INFINITY);
+        float      most = m;
+        bool       more = false;
         for (int j = 0; j < 8; j++)
             more = more || e.v[j] > mine || (e.v[j] == mine && at + j >= first && at + j < first + label);
         if (more) beaten = 1;
@@ -4425,90 +4425,90 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
         for (int j = 0; j < 8; j++) s += __expf(e.v[j] - m);
         for (int j = 0; j < 8 && p.smoothing > 0; j++) all += at + j >= first && at + j < end ? e.v[j] - mine : 0;
     }
-    float most = hpmlg_group(m, space, p.tx, true);
-    s = hpmlg_group(s * __expf(m - most), space, p.tx, false);
-    beaten = hpmlg_group(beaten, space, p.tx, true);
-    if (p.smoothing > 0) all = hpmlg_group(all, space, p.tx, false);
+    float most = hpmlg_group_reduce(m, space, p.tx, true);
+    s = hpmlg_group_reduce(s * __expf(m - most), space, p.tx, false);
+    beaten = hpmlg_group_reduce(beaten, space, p.tx, true);
+    if (p.smoothing > 0) all = hpmlg_group_reduce(all, space, p.tx, false);
     if (lane != 0 || row >= p.rows) return;
     if (counts) atomicAdd(&p.counts[1], 1ull); /* integers may be added in any order */
     if (counts && beaten == 0) atomicAdd(&p.counts[0], 1ull);
     if (!node) return;
     p.max[row]   = most;
-    p.share[row] = 1 / s;
+    p.inverse_sum[row] = 1 / s;
     p.loss[row]  = 0;
     if (counts) p.loss[row] = logf(s) - (mine - most) - p.smoothing * all / (float)p.V; /* all: sum of x - x_l */
-    else if (label != p.ignore) hpmlg_complain(p.note, p.taken, row, label, node);
+    else if (label != p.ignore) hpmlg_report_index(p.note, p.taken, row, label, node);
 }
 
-static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
+static __global__ void hpmlg_k_cross_entropy_back(hpmlg_cross_entropy p)
 {
-    int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / p.tx) + threadIdx.x / (unsigned)p.tx, first = row * p.V;
+    int64_t row = (int64_t)blockIdx.x * (HPMLG_REDUCE_THREADS / p.tx) + threadIdx.x / (unsigned)p.tx, first = row * p.V;
     int64_t end = first + p.V;
     int     lane = (int)threadIdx.x % p.tx;
     if (row >= p.rows) return;
-    bool    counts = hpmlg_label_counts(p.labels[row], p.ignore, p.V);
+    bool    counts = hpmlg_label_is_valid(p.labels[row], p.ignore, p.V);
     int64_t label = first + p.labels[row];
     float   scale = p.inverse[0] * p.dloss[0], rest = scale * p.smoothing / (float)p.V;
-    float   most = p.max[row], share = scale * p.share[row];
+    float   most = p.max[row], share = scale * p.inverse_sum[row];
     if (!counts && p.add) return;
     for (int64_t at = first / 8 * 8 + lane * 8; at < end; at += p.tx * 8) {
-        hpmlg_eight e;
-        if (counts) e = hpmlg_get_part(p.x, at, first, end, 0);
+        hpmlg_vec8 e;
+        if (counts) e = hpmlg_get_range(p.x, at, first, end, 0);
         for (int j = 0; j < 8; j++) e.v[j] = counts ? share * __expf(e.v[j] - most) - rest : 0;
         if (counts && label >= at && label < at + 8)
             for (int j = 0; j < 8; j++)
                 if (at + j == label) e.v[j] -= scale * (1 - p.smoothing);
-        hpmlg_put_part(p.dx, at, first, end, e, p.add);
+        hpmlg_put_range(p.dx, at, first, end, e, p.add);
     }
 }
 
-HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_array x, const void *labels, int64_t rows, int64_t V)
+HPMLG_FN hpmlg_cross_entropy hpmlg_cross_entropy_make(hpmlg_array x, const void *labels, int64_t rows, int64_t V)
 {
-    hpmlg_rows p = {};
+    hpmlg_cross_entropy p = {};
     p.x = x, p.labels = (const int *)labels, p.rows = rows, p.V = V, p.ignore = -1;
-    p.tx = hpmlg_power((V + 14) / 8, HPMLG_FOLD);
-    p.blocks = (rows + HPMLG_FOLD / p.tx - 1) / (HPMLG_FOLD / p.tx);
+    p.tx = hpmlg_power_of_two((V + 14) / 8, HPMLG_REDUCE_THREADS);
+    p.blocks = (rows + HPMLG_REDUCE_THREADS / p.tx - 1) / (HPMLG_REDUCE_THREADS / p.tx);
     return p;
 }
 
-HPMLG_FN void hpmlg_loss_run(hpmlg_device *d, const hpmlg_rows *p, const hpml_node *n)
+HPMLG_FN void hpmlg_cross_entropy_run(hpmlg_device *d, const hpmlg_cross_entropy *p, const hpml_node *n)
 {
     hpmlg_zero(d, p->counts, 2 * sizeof *p->counts);
-    HPMLG_RUN(d, hpmlg_k_cross_entropy, (unsigned)p->blocks, HPMLG_FOLD, 0, *p, n);
+    HPMLG_RUN(d, hpmlg_k_cross_entropy, (unsigned)p->blocks, HPMLG_REDUCE_THREADS, 0, *p, n);
 }
 
 HPMLG_OP(cross_entropy)
 {
-    const hpml_tensor *x = n->src[0];
-    int64_t            V = x->shape[x->ndim - 1];
-    hpmlg_rows         p = hpmlg_rows_make(hpmlg_value(x), n->src[1]->data, hpml_tensor_count(x) / V, V);
-    hpmlg_finish       f = {};
+    const hpml_tensor  *x = n->src[0];
+    int64_t             V = x->shape[x->ndim - 1];
+    hpmlg_cross_entropy p = hpmlg_cross_entropy_make(hpmlg_value(x), n->src[1]->data, hpml_tensor_count(x) / V, V);
+    hpmlg_sum_finish    f = {};
     p.dx = hpmlg_grad(x), p.dloss = n->out->grad, p.add = n->accumulate[0];
-    p.max = (float *)n->saved, p.share = p.max + p.rows, p.loss = p.share + p.rows, p.inverse = p.loss + p.rows;
+    p.max = (float *)n->saved, p.inverse_sum = p.max + p.rows, p.loss = p.inverse_sum + p.rows, p.inverse = p.loss + p.rows;
     p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
     p.note = d->note, p.taken = d->note_taken, p.counts = d->counts;
-    if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_FOLD, 0, p);
+    if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_REDUCE_THREADS, 0, p);
     bool classes = p.ignore < 0 || p.ignore >= V; /* all that count are */
-    d->left.y = classes ? p.x.p : NULL, d->left.labels = p.labels;
-    hpmlg_loss_run(d, &p, n);
+    d->op_notes.y = classes ? p.x.p : NULL, d->op_notes.labels = p.labels;
+    hpmlg_cross_entropy_run(d, &p, n);
     f.part = p.loss, f.n = p.rows, f.counted = &p.counts[1], f.out = n->out->data, f.inverse = p.inverse;
-    HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f);
+    HPMLG_RUN(d, hpmlg_k_sum_finish, 1, 1024, 0, f);
 }
 
-HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
+HPMLG_FN hpml_status hpmlg_count_hits(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                                    int64_t rows, int64_t classes, int64_t counts[2])
 {
-    hpmlg_device *d = hpmlg_enter(ctx);
-    hpmlg_rows    p = hpmlg_rows_make(hpmlg_of((void *)y, dtype), labels, rows, classes);
+    hpmlg_device       *d = hpmlg_device_of(ctx);
+    hpmlg_cross_entropy p = hpmlg_cross_entropy_make(hpmlg_array_of((void *)y, dtype), labels, rows, classes);
     p.counts = (unsigned long long *)counts;
-    if (d->left.y != y || d->left.labels != (const void *)labels) hpmlg_loss_run(d, &p, NULL);
+    if (d->op_notes.y != y || d->op_notes.labels != (const void *)labels) hpmlg_cross_entropy_run(d, &p, NULL);
     else /* the loss has counted them */
         hpmlg_check(d, cudaMemcpyAsync(counts, d->counts, 2 * sizeof *counts, cudaMemcpyDeviceToDevice, d->stream),
                     "hits");
     return hpml_ctx_status(ctx);
 }
 
-HPMLG_DEVICE float hpmlg_term_slope(int what, float delta, float x, float t)
+HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t)
 {
     float d = x - t;
     if (what == HPMLG_BCE) return hpmlg_act_sigmoid(x) - t;
@@ -4518,40 +4518,40 @@ HPMLG_DEVICE float hpmlg_term_slope(int what, float delta, float x, float t)
 }
 
 /* dx (+)= slope * dloss / n, dt (+)= the opposite; p NULL: not wanted. */
-static __global__ void hpmlg_k_term_back(hpmlg_array dx, hpmlg_array dt, hpmlg_array x, hpmlg_array t, int what,
+static __global__ void hpmlg_k_loss_back(hpmlg_array dx, hpmlg_array dt, hpmlg_array x, hpmlg_array t, int what,
                                          float delta, const float *dloss, int64_t n, bool add_x, bool add_t)
 {
     float scale = dloss[0] / (float)n;
-    HPMLG_EIGHTS(at, n) {
-        hpmlg_eight e = hpmlg_get_part(x, at, 0, n, 0), u = hpmlg_get_part(t, at, 0, n, 0);
-        for (int j = 0; j < 8; j++) e.v[j] = scale * hpmlg_term_slope(what, delta, e.v[j], u.v[j]);
-        if (dx.p) hpmlg_put_part(dx, at, 0, n, e, add_x);
+    HPMLG_FOR_EACH_VEC8(at, n) {
+        hpmlg_vec8 e = hpmlg_get_range(x, at, 0, n, 0), u = hpmlg_get_range(t, at, 0, n, 0);
+        for (int j = 0; j < 8; j++) e.v[j] = scale * hpmlg_loss_derivative(what, delta, e.v[j], u.v[j]);
+        if (dx.p) hpmlg_put_range(dx, at, 0, n, e, add_x);
         for (int j = 0; j < 8; j++) e.v[j] = -e.v[j];
-        if (dt.p) hpmlg_put_part(dt, at, 0, n, e, add_t);
+        if (dt.p) hpmlg_put_range(dt, at, 0, n, e, add_t);
     }
 }
 
-HPMLG_FN enum hpmlg_term hpmlg_term_of(const hpml_node *n)
+HPMLG_FN enum hpmlg_loss_kind hpmlg_loss_kind_of(const hpml_node *n)
 {
     return n->op == HPML_OP_BCE ? HPMLG_BCE : n->attr.huber.squared ? HPMLG_MSE : HPMLG_HUBER;
 }
 
-HPMLG_FN void hpmlg_term_pass(hpmlg_device *d, hpml_node *n, bool back)
+HPMLG_FN void hpmlg_loss_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
     const hpml_tensor *x = n->src[0], *t = n->src[1];
     int64_t            count = hpml_tensor_count(x);
     float              delta = n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0;
-    hpmlg_finish       f = {};
+    hpmlg_sum_finish   f = {};
     f.divisor = (double)count, f.out = n->out->data;
-    if (!back) return hpmlg_total_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_term_of(n), delta, count);
+    if (!back) return hpmlg_sum_terms_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_loss_kind_of(n), delta, count);
     if (n->op == HPML_OP_BCE && t->grad)
         hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from parameters; "
                       "only the logits get a gradient", t->name);
-    HPMLG_DEAL(d, hpmlg_k_term_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
-               (int)hpmlg_term_of(n), delta, (const float *)n->out->grad, count, n->accumulate[0], n->accumulate[1]);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_loss_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
+               (int)hpmlg_loss_kind_of(n), delta, (const float *)n->out->grad, count, n->accumulate[0], n->accumulate[1]);
 }
-HPMLG_OP(bce_with_logits) { return hpmlg_term_pass(d, n, back); }
-HPMLG_OP(huber) { return hpmlg_term_pass(d, n, back); }
+HPMLG_OP(bce_with_logits) { return hpmlg_loss_pass(d, n, back); }
+HPMLG_OP(huber) { return hpmlg_loss_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-update   optimizers: one launch for all parameters
@@ -4564,28 +4564,28 @@ HPMLG_OP(huber) { return hpmlg_term_pass(d, n, back); }
 
 #define HPMLG_CHUNK ((int64_t)4096) /* two turns of a block */
 
-typedef struct hpmlg_step {
+typedef struct hpmlg_param_step {
     hpml_update u;
     float       correction1, correction2; /* 1 - beta^step */
     void       *half;                     /* (n) the copy of w in halves, NULL: none */
     int64_t     chunk, chunks;            /* the first of its chunks, and how many */
     int         param;                    /* its number in the context; -1: not known */
-} hpmlg_step;
+} hpmlg_param_step;
 
-typedef struct hpmlg_finder { /* where an update records a non-finite gradient or parameter */
-    unsigned long long *worst;
+typedef struct hpmlg_nonfinite_sink { /* where an update records a non-finite gradient or parameter */
+    unsigned long long *first_nonfinite;
     hpmlg_note         *note;
-} hpmlg_finder;
+} hpmlg_nonfinite_sink;
 
-HPMLG_DEVICE void hpmlg_note_nonfinite(const hpmlg_finder &f, const hpmlg_step *s, bool gradient)
+HPMLG_DEVICE void hpmlg_nonfinite_report(const hpmlg_nonfinite_sink &f, const hpmlg_param_step *s, bool gradient)
 {
-    unsigned long long found = hpmlg_worst_of(s->u.step, s->param, gradient);
-    if (atomicMax(f.worst, found) >= found) return;
+    unsigned long long found = hpmlg_nonfinite_pack(s->u.step, s->param, gradient);
+    if (atomicMax(f.first_nonfinite, found) >= found) return;
     __threadfence_system();
     f.note->nonfinite = 1;
 }
 
-HPMLG_DEVICE const hpmlg_step *hpmlg_step_find(const hpmlg_step *steps, int count, int64_t chunk)
+HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_step *steps, int count, int64_t chunk)
 {
     int low = 0, high = count; /* the last whose first chunk is not beyond */
     while (high - low > 1) {
@@ -4596,7 +4596,7 @@ HPMLG_DEVICE const hpmlg_step *hpmlg_step_find(const hpmlg_step *steps, int coun
     return &steps[low];
 }
 
-HPMLG_DEVICE float hpmlg_step_scale(const hpml_update &u)
+HPMLG_DEVICE float hpmlg_gradient_scale(const hpml_update &u)
 {
     float norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
     return norm > u.clip ? u.grad_scale * (u.clip / norm) : u.grad_scale;
@@ -4605,7 +4605,7 @@ HPMLG_DEVICE float hpmlg_step_scale(const hpml_update &u)
 HPMLG_DEVICE float hpmlg_moment(float *state, float g, float beta) { return *state = fmaf(1 - beta, g, beta * *state); }
 
 /* The new w of one number, for LAMB its direction; hpml.h, vupdate, has the formulas. */
-HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v)
+HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v)
 {
     float step = 0;
     bool  coupled = u->opt != HPML_OPT_ADAMW && u->opt != HPML_OPT_LAMB;
@@ -4638,11 +4638,11 @@ HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, floa
 
 /* The same, where what is not finite stays out as on the CPU: a gradient counts as 0 for LAMB, a weight that would not
    be finite stays, and states that are not start again. *gradient, *step: set where that was so. */
-HPMLG_DEVICE float hpmlg_step_checked(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v,
+HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v,
                                       bool *gradient, bool *step)
 {
     bool  good = isfinite(g * u->grad_scale), lamb = u->opt == HPML_OPT_LAMB;
-    float y = hpmlg_step_one(u, c1, c2, w, good || !lamb ? g : 0, m, v);
+    float y = hpmlg_update_one(u, c1, c2, w, good || !lamb ? g : 0, m, v);
     bool  states = isfinite(*m) && isfinite(*v);
     if (!states) *m = *v = 0;
     *gradient = *gradient || !good;
@@ -4652,59 +4652,59 @@ HPMLG_DEVICE float hpmlg_step_checked(const hpml_update *u, float c1, float c2, 
 
 /* The step of every chunk. With LARS and LAMB it takes two passes: the first leaves the sums of squares of w and of g,
    or, LAMB, of the direction, which is written over g; the second finds the ratio of the layer in the learning rate. */
-static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_t chunks, double2 *part, int half_type,
-                                      int pass, hpmlg_finder finder)
+static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, int64_t chunks, double2 *part, int half_type,
+                                      int pass, hpmlg_nonfinite_sink finder)
 {
     __shared__ float space[HPMLG_WARP];
     for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-        const hpmlg_step *s = hpmlg_step_find(steps, count, chunk);
-        hpml_update       u = s->u;
-        const float       c1 = s->correction1, c2 = s->correction2;
-        const bool        lars = u.opt == HPML_OPT_LARS, lamb = u.opt == HPML_OPT_LAMB;
-        const bool        look = lars && pass == 0, apply = lamb && pass == 1, direction = lamb && pass == 0;
+        const hpmlg_param_step *s = hpmlg_param_step_find(steps, count, chunk);
+        hpml_update             u = s->u;
+        const float             c1 = s->correction1, c2 = s->correction2;
+        const bool              lars = u.opt == HPML_OPT_LARS, lamb = u.opt == HPML_OPT_LAMB;
+        const bool              norms_only = lars && pass == 0, apply = lamb && pass == 1, direction = lamb && pass == 0;
         if (pass == 1 && !lars && !lamb) continue;
-        u.grad_scale = hpmlg_step_scale(u);
+        u.grad_scale = hpmlg_gradient_scale(u);
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
         hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
         bool        gradient = false, step = false; /* what is not finite */
-        if (look || apply) m.p = v.p = NULL;
+        if (norms_only || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
-            hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
+            hpmlg_vec8 x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
             if (m.p) p = hpmlg_row_get(m, 0, u.n, i, 0);
             if (v.p) q = hpmlg_row_get(v, 0, u.n, i, 0);
             for (int j = 0; j < 8; j++) {
                 float y = d.v[j];
                 if (apply) y = fmaf(-u.lr, y, x.v[j]);
-                else if (!look && !u.bad) y = hpmlg_step_one(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j]);
-                else if (!look)
-                    y = hpmlg_step_checked(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j], &gradient, &step);
+                else if (!norms_only && !u.bad) y = hpmlg_update_one(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j]);
+                else if (!norms_only)
+                    y = hpmlg_update_checked(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j], &gradient, &step);
                 ww += x.v[j] * x.v[j], gg += y * y;
                 d.v[j] = y;
             }
-            if (look) continue;
+            if (norms_only) continue;
             if (m.p) hpmlg_row_put(m, 0, u.n, i, p, false);
             if (v.p) hpmlg_row_put(v, 0, u.n, i, q, false);
             hpmlg_row_put(direction ? g : w, 0, u.n, i, d, false);
             if (copy.p && !direction) hpmlg_row_put(copy, 0, u.n, i, d, false);
         }
-        if (gradient) hpmlg_note_nonfinite(finder, s, true);
-        if (step) hpmlg_note_nonfinite(finder, s, false);
+        if (gradient) hpmlg_nonfinite_report(finder, s, true);
+        if (step) hpmlg_nonfinite_report(finder, s, false);
         if (pass == 1 || (!lars && !lamb)) continue;
-        ww = hpmlg_group(ww, space, 256, false), gg = hpmlg_group(gg, space, 256, false);
+        ww = hpmlg_group_reduce(ww, space, 256, false), gg = hpmlg_group_reduce(gg, space, 256, false);
         if (threadIdx.x == 0) part[chunk] = make_double2((double)ww, (double)gg);
     }
 }
 
 /* One block for a parameter: the layer's factor goes into its learning rate. LARS: trust |w| / (|g| + decay |w|), none
    without trust, and the rate into the momentum; LAMB: |w| / |direction|. */
-static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *part)
+static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const double2 *part)
 {
     __shared__ double all[2][256];
-    hpmlg_step *s  = &steps[blockIdx.x];
-    double      ww = 0, gg = 0;
-    bool        lamb = s->u.opt == HPML_OPT_LAMB;
+    hpmlg_param_step *s  = &steps[blockIdx.x];
+    double            ww = 0, gg = 0;
+    bool              lamb = s->u.opt == HPML_OPT_LAMB;
     if ((!lamb && s->u.opt != HPML_OPT_LARS) || s->chunks == 0) return;
     part += s->chunk;
     for (int64_t i = threadIdx.x; i < s->chunks; i += blockDim.x) ww += part[i].x, gg += part[i].y;
@@ -4715,7 +4715,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
     }
     if (threadIdx.x != 0) return;
     ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
-    if (!lamb) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
+    if (!lamb) gg = gg * (double)hpmlg_gradient_scale(s->u) + (double)s->u.weight_decay * ww;
     if (ww > 0 && gg > 0 && (lamb || s->u.trust > 0)) s->u.lr *= (float)((lamb ? 1 : (double)s->u.trust) * ww / gg);
     if (s->u.bad && !lamb && !isfinite(gg)) s->u.lr = 0; /* a non-finite gradient has no direction: no step */
     if (lamb) return;
@@ -4725,12 +4725,12 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
 /* The half copy that w (n) is all or a piece of: the step writes it too. Others that w overlaps are old then. */
 HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
-    for (hpmlg_weights *h = d->weights; h; h = h->next) {
+    for (hpmlg_half_copy *h = d->half_copies; h; h = h->next) {
         if (w < h->w || w + n > h->w + h->n) continue;
         h->fresh = h->fresh || n == h->n;
-        return (char *)h->half + (size_t)(w - h->w) * hpml_dtype_size(d->store);
+        return (char *)h->half + (size_t)(w - h->w) * hpml_dtype_size(d->act_dtype);
     }
-    hpmlg_weights_touch(d, w, (size_t)n * sizeof *w);
+    hpmlg_half_copies_expire(d, w, (size_t)n * sizeof *w);
     return NULL;
 }
 
@@ -4746,9 +4746,9 @@ HPMLG_FN int hpmlg_param_number(const hpml_ctx *ctx, const float *w, int before)
     return -1;
 }
 
-HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t chunk, int before)
+HPMLG_FN hpmlg_param_step hpmlg_param_step_of(hpmlg_device *d, const hpml_update *u, int64_t chunk, int before)
 {
-    hpmlg_step s = {};
+    hpmlg_param_step s = {};
     s.u           = *u;
     s.param       = u->bad && u->n > 0 ? hpmlg_param_number(d->ctx, u->w, before) : before;
     s.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
@@ -4759,46 +4759,46 @@ HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t
 }
 
 /* Room for the table and the parts on the device; grows with the first step of a larger model. */
-HPMLG_FN hpml_status hpmlg_update_room(hpmlg_device *d, size_t bytes)
+HPMLG_FN hpml_status hpmlg_update_reserve(hpmlg_device *d, size_t bytes)
 {
-    if (bytes <= d->updates_room) return HPML_OK;
-    hpmlg_free(d, d->updates, d->updates_room); /* when the step before is done with it */
-    d->updates      = hpmlg_own(d, bytes, "the table of parameters");
-    d->updates_room = d->updates ? bytes : 0;
+    if (bytes <= d->updates_bytes) return HPML_OK;
+    hpmlg_free(d, d->updates, d->updates_bytes); /* when the step before is done with it */
+    d->updates      = hpmlg_alloc_own(d, bytes, "the table of parameters");
+    d->updates_bytes = d->updates ? bytes : 0;
     return hpml_ctx_status(d->ctx);
 }
 
 HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
-    hpmlg_device *d = hpmlg_enter(ctx);
-    hpmlg_step    some[32];
-    int64_t       chunks = 0;
-    bool          twice = false;
+    hpmlg_device    *d = hpmlg_device_of(ctx);
+    hpmlg_param_step some[32];
+    int64_t          chunks = 0;
+    bool             twice = false;
     for (int i = 0; i < count; i++) {
         chunks += (updates[i].n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
         twice = twice || updates[i].opt == HPML_OPT_LARS || updates[i].opt == HPML_OPT_LAMB;
     }
     if (chunks == 0) return HPML_OK;
-    size_t      table  = ((size_t)count * sizeof(hpmlg_step) + 255) / 256 * 256;
-    hpml_status status = hpmlg_update_room(d, table + (twice ? (size_t)chunks * sizeof(double2) : 0));
-    hpmlg_step *steps  = (hpmlg_step *)d->updates;
-    double2    *part   = (double2 *)(void *)((char *)d->updates + table);
-    int64_t     chunk  = 0;
-    int         before = -1;
-    hpmlg_finder finder = { d->worst, d->note };
+    size_t            table  = ((size_t)count * sizeof(hpmlg_param_step) + 255) / 256 * 256;
+    hpml_status       status = hpmlg_update_reserve(d, table + (twice ? (size_t)chunks * sizeof(double2) : 0));
+    hpmlg_param_step *steps  = (hpmlg_param_step *)d->updates;
+    double2          *part   = (double2 *)(void *)((char *)d->updates + table);
+    int64_t           chunk  = 0;
+    int               before = -1;
+    hpmlg_nonfinite_sink finder = { d->first_nonfinite, d->note };
     for (int i = 0; i < count && status == HPML_OK; i += 32) {
         int n = count - i < 32 ? count - i : 32;
         for (int j = 0; j < n; j++) {
-            some[j] = hpmlg_step_of(d, &updates[i + j], chunk, before);
+            some[j] = hpmlg_param_step_of(d, &updates[i + j], chunk, before);
             chunk += some[j].chunks, before = some[j].param;
         }
         status = hpmlg_upload(d, steps + i, some, (size_t)n * sizeof *some);
     }
     for (int pass = 0; pass <= (int)twice; pass++) {
-        HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass, finder);
+        HPMLG_RUN_ITEMS(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->act_dtype, pass, finder);
         if (pass < (int)twice) HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part);
     }
-    for (hpmlg_weights *w = hpmlg_well(d) ? NULL : d->weights; w; w = w->next) w->fresh = false; /* nothing is sure */
+    for (hpmlg_half_copy *w = hpmlg_ok(d) ? NULL : d->half_copies; w; w = w->next) w->fresh = false; /* nothing is sure */
     return hpml_ctx_status(d->ctx);
 }
 
@@ -4820,12 +4820,12 @@ typedef struct hpmlg_pack { /* rows of one call */
     float         *e;        /* (rows, cols), NULL: no feedback */
     const float   *g;        /* (rows, cols) */
     int64_t        rows, cols, row_size;
-    int           *bad;      /* (1 + rows): any, and each */
+    int           *nonfinite; /* (1 + rows): any, and each */
     int            printed;
     float          threshold;
 } hpmlg_pack;
 
-HPMLG_DEVICE void hpmlg_pack_mark(const hpmlg_pack *p, int64_t row) { p->bad[0] = p->bad[1 + row] = 1; }
+HPMLG_DEVICE void hpmlg_mark_nonfinite(const hpmlg_pack *p, int64_t row) { p->nonfinite[0] = p->nonfinite[1 + row] = 1; }
 
 typedef struct hpmlg_chunk { /* one chunk, or row: [0] what is negative, [1] the rest */
     float sum[2], least[2], most[2];
@@ -4845,7 +4845,7 @@ HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned
     HPMLG_UNROLL for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) {
         if (j >= turns) break;
         bool     in = 16 * j + lane < n, high = v[j] >= 0;
-        unsigned m  = __ballot_sync(HPMLG_ALL, in && high) >> shift & 0xffffu;
+        unsigned m  = __ballot_sync(HPMLG_ALL_LANES, in && high) >> shift & 0xffffu;
         if (j / 4 == lane) bits[j / 2 % 2] |= m << 16 * (j % 2);
         s.ones += __popc(m);
         s.sum[0] += high ? 0 : v[j];
@@ -4855,9 +4855,9 @@ HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned
     }
     for (int k = 0; k < 2; k++)
         for (int o = 8; o > 0; o /= 2) {
-            s.sum[k] += __shfl_xor_sync(HPMLG_ALL, s.sum[k], o);
-            s.least[k] = fminf(s.least[k], __shfl_xor_sync(HPMLG_ALL, s.least[k], o));
-            s.most[k]  = fmaxf(s.most[k], __shfl_xor_sync(HPMLG_ALL, s.most[k], o));
+            s.sum[k] += __shfl_xor_sync(HPMLG_ALL_LANES, s.sum[k], o);
+            s.least[k] = fminf(s.least[k], __shfl_xor_sync(HPMLG_ALL_LANES, s.least[k], o));
+            s.most[k]  = fmaxf(s.most[k], __shfl_xor_sync(HPMLG_ALL_LANES, s.most[k], o));
         }
     return s;
 }
@@ -4928,7 +4928,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
         float high = hpmlg_onebit_level(sum[1], ones, least[1], most[1]);
         if (mine && lane == 0 && team % each == 0) {
             hpmlg_onebit_row(&p, row)[0] = low, hpmlg_onebit_row(&p, row)[1] = high;
-            if (!(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
+            if (!(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_mark_nonfinite(&p, row);
         }
         for (int64_t c0 = 0; p.e && c0 < (longer ? chunks : 1); c0 += each) {
             chunk = c0 + team % each;
@@ -4955,24 +4955,24 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
     int64_t     rows = two ? p.rows : 1, cols = two ? p.cols : p.rows * p.cols;
-    int64_t     eights = two ? (cols + 15) / 16 * 2 : (cols + 7) / 8;
-    HPMLG_EACH(u, rows * eights) {
-        int64_t     row = two ? hpmlg_quotient(u, eights) : 0, k = u - row * eights;
-        hpmlg_eight x = hpmlg_row_get(g, row, cols, 8 * k, 0), v = x, lost;
-        unsigned    codes = 0, bad = 0;
+    int64_t     vecs = two ? (cols + 15) / 16 * 2 : (cols + 7) / 8;
+    HPMLG_FOR_EACH(u, rows * vecs) {
+        int64_t    row = two ? hpmlg_quotient(u, vecs) : 0, k = u - row * vecs;
+        hpmlg_vec8 x = hpmlg_row_get(g, row, cols, 8 * k, 0), v = x, lost;
+        unsigned   codes = 0, bad = 0;
         if (p.e) {
             lost = hpmlg_row_get(e, row, cols, 8 * k, 0);
             for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
         }
         for (int j = 0; j < 8; j++) {
             unsigned code = v.v[j] >= p.threshold ? 3 : v.v[j] <= -p.threshold ? 2 : 0;
-            float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_rounded(v.v[j], HPML_DTYPE_BF16);
+            float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_round_to(v.v[j], HPML_DTYPE_BF16);
             codes |= code << 2 * j;
             lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
             bad |= (unsigned)!isfinite(two ? v.v[j] : sent) << j;
         }
         HPMLG_ROLLED for (int j = 0; bad >> j; j++)
-            if (bad >> j & 1) hpmlg_pack_mark(&p, two ? row : hpmlg_quotient(8 * k + j, p.cols));
+            if (bad >> j & 1) hpmlg_mark_nonfinite(&p, two ? row : hpmlg_quotient(8 * k + j, p.cols));
         if (two) ((unsigned short *)hpmlg_onebit_row(&p, row))[k] = (unsigned short)codes;
         else hpmlg_row_put(out, 0, cols, 8 * k, v, false);
         if (p.e) hpmlg_row_put(e, row, cols, 8 * k, lost, false);
@@ -4983,14 +4983,14 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
 static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
 {
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-        if (!p.bad[1 + row]) continue;
+        if (!p.nonfinite[1 + row]) continue;
         for (int64_t i = threadIdx.x; i < p.row_size; i += blockDim.x) p.packed[row * p.row_size + i] = 0;
         for (int64_t i = threadIdx.x; p.e && i < p.cols; i += blockDim.x) p.e[row * p.cols + i] = 0;
     }
 }
 
 /* Which of hpml.h's codecs a tensor gets; one of the user's own has no kernels. */
-HPMLG_FN hpml_status hpmlg_pack_kind(hpml_ctx *ctx, const hpml_packing *p, int *kind)
+HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int *kind)
 {
     for (*kind = HPML_CODEC_NONE; *kind <= HPML_CODEC_TWOBIT; ++*kind)
         if (p->codec == hpml_codec_get((hpml_codec_kind)*kind)) return HPML_OK;
@@ -5008,39 +5008,39 @@ HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int
 }
 
 /* Some rows of a lossy codec. */
-HPMLG_FN void hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
+HPMLG_FN void hpmlg_pack_run(hpmlg_device *d, int kind, hpmlg_pack p)
 {
     int64_t n = p.rows * p.cols, chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK;
     int     each = chunks < 16 ? (int)chunks : 16;
-    hpmlg_zero(d, p.bad + 1, (size_t)p.rows * sizeof(int));
-    if (kind == HPML_CODEC_TWOBIT) HPMLG_DEAL(d, hpmlg_k_pack<true>, n, 2048, p);
-    if (kind == HPML_CODEC_BF16) HPMLG_DEAL(d, hpmlg_k_pack<false>, n, 2048, p);
+    hpmlg_zero(d, p.nonfinite + 1, (size_t)p.rows * sizeof(int));
+    if (kind == HPML_CODEC_TWOBIT) HPMLG_RUN_ITEMS(d, hpmlg_k_pack<true>, n, 2048, p);
+    if (kind == HPML_CODEC_BF16) HPMLG_RUN_ITEMS(d, hpmlg_k_pack<false>, n, 2048, p);
     if (kind == HPML_CODEC_ONEBIT)
-        HPMLG_RUN_EITHER(d, chunks > 16, hpmlg_k_onebit, true, false, hpmlg_blocks(d, p.rows, 16 / each), 256, 0, p,
+        HPMLG_RUN_BOOL(d, chunks > 16, hpmlg_k_onebit, true, false, hpmlg_grid_blocks(d, p.rows, 16 / each), 256, 0, p,
                          chunks, each);
-    HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_pack_wipe, p.rows, 1, p);
 }
 
 HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                                   const float *grad, int64_t rows)
 {
-    hpmlg_device *d = hpmlg_enter(ctx);
-    int           kind, any = 0, *bad = (int *)d->scratch;
-    hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
+    hpmlg_device *d = hpmlg_device_of(ctx);
+    int           kind, any = 0, *marks = (int *)d->scratch;
+    hpml_status   status = hpmlg_codec_kind(ctx, p, &kind);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE) {
-        hpmlg_copy_run(d, hpmlg_of(packed, HPML_DTYPE_F32), hpmlg_of((void *)grad, HPML_DTYPE_F32), rows * p->cols,
+        hpmlg_copy_run(d, hpmlg_array_of(packed, HPML_DTYPE_F32), hpmlg_array_of((void *)grad, HPML_DTYPE_F32), rows * p->cols,
                        false);
         return hpml_ctx_status(ctx);
     }
-    hpmlg_zero(d, bad, sizeof *bad);
+    hpmlg_zero(d, marks, sizeof *marks);
     for (int64_t row = 0; row < rows; row += HPMLG_PACK_ROWS) {
         hpmlg_pack some = hpmlg_pack_of(p, packed, row, rows - row < HPMLG_PACK_ROWS ? rows - row : HPMLG_PACK_ROWS);
-        some.g = grad + row * p->cols, some.bad = bad;
+        some.g = grad + row * p->cols, some.nonfinite = marks;
         if (residual && p->residual_count) some.e = residual + row * p->cols;
-        hpmlg_pack_some(d, kind, some);
+        hpmlg_pack_run(d, kind, some);
     }
-    status = hpmlg_read(d, &any, bad, sizeof any);
+    status = hpmlg_read(d, &any, marks, sizeof any);
     return status == HPML_OK && any ? HPML_ERR_NONFINITE : hpml_ctx_status(d->ctx);
 }
 
@@ -5048,12 +5048,12 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
 template <bool two>
 static __global__ void __launch_bounds__(256, 6) hpmlg_k_unpack(hpmlg_pack p, hpmlg_array out, bool add)
 {
-    int64_t eights = (p.cols + 7) / 8;
-    HPMLG_EACH(u, p.rows * eights) {
-        int64_t      row = hpmlg_quotient(u, eights), k = u - row * eights;
+    int64_t vecs = (p.cols + 7) / 8;
+    HPMLG_FOR_EACH(u, p.rows * vecs) {
+        int64_t      row = hpmlg_quotient(u, vecs), k = u - row * vecs;
         const float *level = hpmlg_onebit_row(&p, row);
         unsigned     codes = two ? ((const unsigned short *)level)[k] : ((const unsigned char *)(level + 2))[k];
-        hpmlg_eight  e;
+        hpmlg_vec8   e;
         for (int j = 0; j < 8; j++)
             e.v[j] = two ? hpmlg_twobit_value(p, codes >> 2 * j & 3) : level[codes >> j & 1];
         hpmlg_row_put(out, row, p.cols, 8 * k, e, add);
@@ -5063,16 +5063,16 @@ static __global__ void __launch_bounds__(256, 6) hpmlg_k_unpack(hpmlg_pack p, hp
 HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                                   int64_t rows, bool add)
 {
-    hpmlg_device *d = hpmlg_enter(ctx);
+    hpmlg_device *d = hpmlg_device_of(ctx);
     int           kind;
-    hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
+    hpml_status   status = hpmlg_codec_kind(ctx, p, &kind);
     hpmlg_pack    all    = hpmlg_pack_of(p, packed, 0, rows);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
-        hpmlg_copy_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ?
+        hpmlg_copy_run(d, hpmlg_array_of(out, HPML_DTYPE_F32), hpmlg_array_of(all.packed, kind == HPML_CODEC_BF16 ?
                        HPML_DTYPE_BF16 : HPML_DTYPE_F32), rows * p->cols, add);
-    else HPMLG_RUN_EITHER(d, kind == HPML_CODEC_TWOBIT, hpmlg_k_unpack, true, false,
-                          hpmlg_blocks(d, rows * p->cols, 2048), 256, 0, all, hpmlg_of(out, HPML_DTYPE_F32), add);
+    else HPMLG_RUN_BOOL(d, kind == HPML_CODEC_TWOBIT, hpmlg_k_unpack, true, false,
+                          hpmlg_grid_blocks(d, rows * p->cols, 2048), 256, 0, all, hpmlg_array_of(out, HPML_DTYPE_F32), add);
     return hpml_ctx_status(d->ctx);
 }
 
@@ -5095,18 +5095,18 @@ typedef struct hpmlg_nccl_calls {
 #undef HPMLG_X
 } hpmlg_nccl_calls;
 
-typedef struct hpmlg_card { /* what each rank shows the others */
+typedef struct hpmlg_rank_identity { /* what each rank shows the others */
     char         host[64];
     cudaUUID_t   gpu;
     int          device;
     ncclUniqueId id; /* rank 0's counts */
-} hpmlg_card;
+} hpmlg_rank_identity;
 
-typedef struct hpmlg_stage { /* at the beginning of a piece of pinned memory */
-    cudaEvent_t         landed;
-    struct hpmlg_stage *next;
-    float               space[12]; /* as wide as a cache line */
-} hpmlg_stage;
+typedef struct hpmlg_staging { /* at the beginning of a piece of pinned memory */
+    cudaEvent_t           arrived;
+    struct hpmlg_staging *next;
+    float                 space[12]; /* as wide as a cache line */
+} hpmlg_staging;
 
 struct hpml_nccl {
     hpml_ctx        *ctx;
@@ -5116,14 +5116,14 @@ struct hpml_nccl {
     ncclComm_t       comm;
     cudaStream_t     stream;
     cudaEvent_t      before, after;
-    hpmlg_stage     *stages;
+    hpmlg_staging   *stages;
     bool             given_up; /* atomic */
-    bool             open, under_way, closing, looked; /* open: between begin and end */
-    char             doing[96];
+    bool             open, in_flight, closing, is_timed; /* open: between begin and end */
+    char             operation[96];
 };
 
 /* Between two looks at what takes long: a short one is not worth a sleep. */
-HPMLG_FN void hpmlg_nap(double since)
+HPMLG_FN void hpmlg_poll_pause(double since)
 {
     struct timespec t = { 0, 50000 };
     if (hpml_now() - since > 1e-3) nanosleep(&t, NULL);
@@ -5138,8 +5138,8 @@ HPMLG_FN hpml_status hpmlg_nccl_fail(hpml_nccl *n, hpml_status status, const cha
     __atomic_store_n(&n->given_up, true, __ATOMIC_RELEASE); /* what lands now is no result */
     if (n->open) n->call.GroupEnd();
     if (n->comm) n->call.CommAbort(n->comm);
-    n->comm = NULL, n->open = n->under_way = false;
-    return hpml_ctx_fail(n->ctx, status, "rank %d: NCCL %s: %s", (int)n->desc.called, n->doing, text);
+    n->comm = NULL, n->open = n->in_flight = false;
+    return hpml_ctx_fail(n->ctx, status, "rank %d: NCCL %s: %s", (int)n->desc.called, n->operation, text);
 }
 
 HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
@@ -5149,10 +5149,10 @@ HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
 }
 
 /* The end of a call that gave r, and of what is before this event, NULL: none. */
-HPMLG_FN hpml_status hpmlg_nccl_done(hpml_nccl *n, ncclResult_t r, cudaEvent_t event)
+HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t event)
 {
     char text[96];
-    for (double start = hpml_now(); hpml_now() - start <= n->desc.timeout; hpmlg_nap(start)) {
+    for (double start = hpml_now(); hpml_now() - start <= n->desc.timeout; hpmlg_poll_pause(start)) {
         cudaError_t  e = r == ncclSuccess && event ? cudaEventQuery(event) : cudaSuccess;
         ncclResult_t asked;
         if (r == ncclSuccess && e != cudaErrorNotReady) return hpmlg_check(n->d, e, "NCCL");
@@ -5202,7 +5202,7 @@ HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *drawn, cha
 
 /* What desc.gather does, by files: mine is written again whenever I have read somebody's new number. Whose file has the
    number that I drew is here, and knows of me; a killed run's files, which lie there still, have not. */
-HPMLG_FN hpml_status hpmlg_nccl_files(hpml_nccl *n, char *all, size_t bytes)
+HPMLG_FN hpml_status hpmlg_nccl_meet_by_files(hpml_nccl *n, char *all, size_t bytes)
 {
     int             me = n->desc.rank, ranks = n->desc.ranks, missing = -1;
     bool            said = false;
@@ -5225,31 +5225,31 @@ HPMLG_FN hpml_status hpmlg_nccl_files(hpml_nccl *n, char *all, size_t bytes)
         if (missing >= 0 && hpml_now() - start > n->desc.timeout)
             hpml_ctx_fail(n->ctx, HPML_ERR_TIMEOUT, "rank %d: NCCL: no %s.%d of this run after %g seconds: rank %d has "
                           "not come, or does not see this file", me, n->desc.file, missing, n->desc.timeout, missing);
-        else if (missing >= 0) hpmlg_nap(start);
+        else if (missing >= 0) hpmlg_poll_pause(start);
     }
     hpml_ctx_release(n->ctx, mine);
     return hpml_ctx_status(n->ctx);
 }
 
 /* Everybody's card to everybody. A rank that has failed comes, too: so the others hear of it. */
-HPMLG_FN hpml_status hpmlg_nccl_cards(hpml_nccl *n, hpmlg_card *all)
+HPMLG_FN hpml_status hpmlg_nccl_exchange_identities(hpml_nccl *n, hpmlg_rank_identity *all)
 {
-    hpmlg_card    *mine = &all[n->desc.rank];
-    cudaDeviceProp p;
-    hpml_status    status = hpmlg_nccl_load(n);
-    snprintf(n->doing, sizeof n->doing, "ncclGetUniqueId");
+    hpmlg_rank_identity *mine = &all[n->desc.rank];
+    cudaDeviceProp       p;
+    hpml_status          status = hpmlg_nccl_load(n);
+    snprintf(n->operation, sizeof n->operation, "ncclGetUniqueId");
     HPMLG_TRY(status, hpmlg_check(n->d, cudaGetDeviceProperties(&p, n->d->d.device), "properties"));
     if (n->desc.rank == 0) HPMLG_TRY(status, hpmlg_nccl_result(n, n->call.GetUniqueId(&mine->id)));
     gethostname(mine->host, sizeof mine->host - 1);
     mine->device = n->d->d.device;
     if (status == HPML_OK) mine->gpu = p.uuid;
     hpml_status met = n->desc.gather ? n->desc.gather(n->desc.user, all, sizeof *all)
-                                     : hpmlg_nccl_files(n, (char *)all, sizeof *all);
+                                     : hpmlg_nccl_meet_by_files(n, (char *)all, sizeof *all);
     return status != HPML_OK ? status : met;
 }
 
 /* NCCL itself finds two ranks on one GPU late, and says little. */
-HPMLG_FN hpml_status hpmlg_nccl_apart(hpml_nccl *n, const hpmlg_card *all)
+HPMLG_FN hpml_status hpmlg_nccl_check_gpus(hpml_nccl *n, const hpmlg_rank_identity *all)
 {
     for (int b = 1; b < n->desc.ranks; b++)
         for (int a = 0; a < b; a++)
@@ -5262,19 +5262,19 @@ HPMLG_FN hpml_status hpmlg_nccl_apart(hpml_nccl *n, const hpmlg_card *all)
 
 HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
 {
-    hpmlg_card  *all = (hpmlg_card *)hpml_ctx_alloc(n->ctx, sizeof *all * (size_t)n->desc.ranks, NULL);
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    char         name[1024];
+    hpmlg_rank_identity *all = (hpmlg_rank_identity *)hpml_ctx_alloc(n->ctx, sizeof *all * (size_t)n->desc.ranks, NULL);
+    ncclConfig_t         config = NCCL_CONFIG_INITIALIZER;
+    char                 name[1024];
     if (!all) return HPML_ERR_MEMORY;
-    hpml_status status = hpmlg_nccl_cards(n, all);
-    HPMLG_TRY(status, hpmlg_nccl_apart(n, all));
+    hpml_status status = hpmlg_nccl_exchange_identities(n, all);
+    HPMLG_TRY(status, hpmlg_nccl_check_gpus(n, all));
     cudaError_t e = cudaStreamCreateWithFlags(&n->stream, cudaStreamNonBlocking);
     HPMLG_TRY(e, cudaEventCreateWithFlags(&n->before, cudaEventDisableTiming));
     HPMLG_TRY(e, cudaEventCreateWithFlags(&n->after, cudaEventDisableTiming));
     HPMLG_TRY(status, hpmlg_check(n->d, e, "a stream for NCCL"));
-    snprintf(n->doing, sizeof n->doing, "communicator of %d ranks", (int)n->desc.ranks);
+    snprintf(n->operation, sizeof n->operation, "communicator of %d ranks", (int)n->desc.ranks);
     config.blocking = 0;
-    HPMLG_TRY(status, hpmlg_nccl_done(n, n->call.CommInitRankConfig(&n->comm, n->desc.ranks, all[0].id, n->desc.rank,
+    HPMLG_TRY(status, hpmlg_nccl_wait(n, n->call.CommInitRankConfig(&n->comm, n->desc.ranks, all[0].id, n->desc.rank,
                                                                     &config), NULL));
     hpml_ctx_release(n->ctx, all);
     if (n->desc.gather) return status;
@@ -5283,14 +5283,14 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
     return status;
 }
 
-HPMLG_FN void hpmlg_nccl_drop(void *object)
+HPMLG_FN void hpmlg_nccl_destroy(void *object)
 {
     hpml_nccl *n = (hpml_nccl *)object;
     n->closing = true;
     __atomic_store_n(&n->given_up, true, __ATOMIC_RELEASE);
     if (n->desc.closed) n->desc.closed(n->desc.owner);
     if (!n->ctx) return;
-    hpmlg_enter(n->ctx);
+    hpmlg_device_of(n->ctx);
     if (n->open) n->call.GroupEnd(); /* an error came between: this thread's next communicator is not part of it */
     if (n->comm && hpml_ctx_status(n->ctx) == HPML_OK && hpml_nccl_link_check(n) == HPML_OK)
         n->call.CommDestroy(n->comm);
@@ -5298,9 +5298,9 @@ HPMLG_FN void hpmlg_nccl_drop(void *object)
     if (n->before) cudaEventDestroy(n->before);
     if (n->after) cudaEventDestroy(n->after);
     if (n->stream) cudaStreamDestroy(n->stream);
-    for (hpmlg_stage *s = n->stages, *next; s; s = next) {
+    for (hpmlg_staging *s = n->stages, *next; s; s = next) {
         next = s->next;
-        if (s->landed) cudaEventDestroy(s->landed);
+        if (s->arrived) cudaEventDestroy(s->arrived);
         cudaFreeHost(s);
     }
 }
@@ -5317,12 +5317,12 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (hpml_ctx_status(ctx) == HPML_OK && hpml_ctx_backend(ctx) != hpml_backend_cuda())
         hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "nccl: rank %d computes on %s; its context needs hpml_backend_cuda()",
                       (int)desc->rank, hpml_ctx_backend(ctx)->name);
-    if (hpml_ctx_status(ctx) == HPML_OK) n = (hpml_nccl *)hpml_ctx_alloc(ctx, sizeof *n, hpmlg_nccl_drop);
+    if (hpml_ctx_status(ctx) == HPML_OK) n = (hpml_nccl *)hpml_ctx_alloc(ctx, sizeof *n, hpmlg_nccl_destroy);
     if (!n) {
         if (good && desc->gather) desc->gather(desc->user, NULL, 0); /* the others hear of the error */
         return NULL;
     }
-    n->ctx = ctx, n->d = hpmlg_enter(ctx), n->desc = *desc, n->desc.closed = NULL;
+    n->ctx = ctx, n->d = hpmlg_device_of(ctx), n->desc = *desc, n->desc.closed = NULL;
     if (n->desc.timeout == 0) n->desc.timeout = 60;
     if (!n->desc.gather) n->desc.called = n->desc.rank;
     if (hpmlg_nccl_open(n) != HPML_OK) {
@@ -5355,7 +5355,7 @@ HPMLG_FN hpml_status hpmlg_nccl_ready(hpml_nccl *n)
     if (!n->comm)
         return hpml_ctx_fail(n->ctx, HPML_ERR_COMM, "rank %d: NCCL was given up after an error; make it anew",
                              (int)n->desc.called);
-    hpmlg_enter(n->ctx);
+    hpmlg_device_of(n->ctx);
     return HPML_OK;
 }
 
@@ -5371,13 +5371,13 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     cudaError_t e = cudaEventRecord(n->before, n->d->stream);
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
-    n->open = true, n->looked = n->d->look_count > 0; /* at the ops */
-    if (n->looked) hpmlg_look_mark(n->d, n->stream, NULL, NULL, 0);
+    n->open = true, n->is_timed = n->d->span_count > 0; /* at the ops */
+    if (n->is_timed) hpmlg_span_mark(n->d, n->stream, NULL, NULL, 0);
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
 
 /* A call within the group has at most been begun. */
-HPMLG_FN hpml_status hpmlg_nccl_begun(hpml_nccl *n, ncclResult_t r)
+HPMLG_FN hpml_status hpmlg_nccl_queued(hpml_nccl *n, ncclResult_t r)
 {
     return r == ncclInProgress ? HPML_OK : hpmlg_nccl_result(n, r);
 }
@@ -5385,19 +5385,19 @@ HPMLG_FN hpml_status hpmlg_nccl_begun(hpml_nccl *n, ncclResult_t r)
 HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t count, bool mean)
 {
     HPMLG_NCCL_ENTER(n, nccl);
-    snprintf(n->doing, sizeof n->doing, "allreduce of %lld floats", (long long)count);
-    hpmlg_weights_touch(n->d, x, (size_t)count * sizeof *x);
-    return hpmlg_nccl_begun(n, n->call.AllReduce(x, x, (size_t)count, ncclFloat32, mean ? ncclAvg : ncclSum, n->comm,
+    snprintf(n->operation, sizeof n->operation, "allreduce of %lld floats", (long long)count);
+    hpmlg_half_copies_expire(n->d, x, (size_t)count * sizeof *x);
+    return hpmlg_nccl_queued(n, n->call.AllReduce(x, x, (size_t)count, ncclFloat32, mean ? ncclAvg : ncclSum, n->comm,
                                                  n->stream));
 }
 
-HPML_API hpml_status hpml_nccl_link_move(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
+HPML_API hpml_status hpml_nccl_link_swap(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
                                          const size_t *in_at)
 {
     HPMLG_NCCL_ENTER(n, nccl);
     hpml_status status = HPML_OK;
     int p = n->desc.ranks, me = n->desc.rank;
-    snprintf(n->doing, sizeof n->doing, "%s, %zu bytes", same ? "sums to all" : "stripes to their owners", in_at[p]);
+    snprintf(n->operation, sizeof n->operation, "%s, %zu bytes", same ? "sums to all" : "stripes to their owners", in_at[p]);
     for (int k = 1; k < p && status == HPML_OK; k++) {
         int          to = (me + k) % p, from = (me - k + p) % p, mine = same ? me : to;
         const char  *what = (const char *)out + out_at[mine];
@@ -5405,7 +5405,7 @@ HPML_API hpml_status hpml_nccl_link_move(void *nccl, const void *out, const size
         ncclResult_t r = n->call.Send(what, out_at[mine + 1] - out_at[mine], ncclUint8, to, n->comm, n->stream);
         if (r == ncclSuccess || r == ncclInProgress)
             r = n->call.Recv(where, in_at[from + 1] - in_at[from], ncclUint8, from, n->comm, n->stream);
-        status = hpmlg_nccl_begun(n, r);
+        status = hpmlg_nccl_queued(n, r);
     }
     return status;
 }
@@ -5414,10 +5414,10 @@ HPML_API hpml_status hpml_nccl_link_end(void *nccl)
 {
     HPMLG_NCCL_ENTER(n, nccl);
     n->open = false;
-    hpml_status status = hpmlg_nccl_done(n, n->call.GroupEnd(), NULL);
+    hpml_status status = hpmlg_nccl_wait(n, n->call.GroupEnd(), NULL);
     if (status != HPML_OK) return status;
-    n->under_way = true;
-    if (n->looked) hpmlg_look_mark(n->d, n->stream, "nccl", NULL, HPML_LANE_COMM);
+    n->in_flight = true;
+    if (n->is_timed) hpmlg_span_mark(n->d, n->stream, "nccl", NULL, HPML_LANE_COMM);
     return hpmlg_check(n->d, cudaEventRecord(n->after, n->stream), "a stream for NCCL");
 }
 
@@ -5431,14 +5431,14 @@ HPML_API hpml_status hpml_nccl_link_wait(void *nccl)
 HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 {
     HPMLG_NCCL_ENTER(n, nccl);
-    hpml_status status = hpmlg_nccl_done(n, ncclInProgress, n->under_way ? n->after : NULL);
-    n->under_way = false;
+    hpml_status status = hpmlg_nccl_wait(n, ncclInProgress, n->in_flight ? n->after : NULL);
+    n->in_flight = false;
     return status;
 }
 
-static __global__ void hpmlg_k_share(float *x, int64_t n, float times, float by)
+static __global__ void hpmlg_k_scale(float *x, int64_t n, float times, float by)
 {
-    HPMLG_EACH(i, n)
+    HPMLG_FOR_EACH(i, n)
         x[i] = x[i] * times / by;
 }
 
@@ -5446,21 +5446,21 @@ HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t count, f
 {
     HPMLG_NCCL_ENTER(n, nccl);
     if (count <= 0) return HPML_OK;
-    HPMLG_DEAL(n->d, hpmlg_k_share, count, 1024, x, count, times, by);
+    HPMLG_RUN_ITEMS(n->d, hpmlg_k_scale, count, 1024, x, count, times, by);
     return hpml_ctx_status(n->ctx);
 }
 
 HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
 {
-    hpml_nccl   *n = (hpml_nccl *)nccl;
-    hpmlg_stage *s = NULL;
-    size_t       bytes = sizeof *s + (size_t)count * sizeof(float);
+    hpml_nccl     *n = (hpml_nccl *)nccl;
+    hpmlg_staging *s = NULL;
+    size_t         bytes = sizeof *s + (size_t)count * sizeof(float);
     if (hpmlg_nccl_ready(n) != HPML_OK) return NULL;
     cudaError_t e = cudaHostAlloc((void **)&s, bytes, cudaHostAllocDefault);
     if (e == cudaSuccess) {
         memset(s, 0, bytes);
         s->next = n->stages, n->stages = s;
-        e = cudaEventCreateWithFlags(&s->landed, cudaEventDisableTiming);
+        e = cudaEventCreateWithFlags(&s->arrived, cudaEventDisableTiming);
     }
     return hpmlg_check(n->d, e, "host memory for gradients between nodes") == HPML_OK ? (float *)(s + 1) : NULL;
 }
@@ -5474,30 +5474,30 @@ HPML_API hpml_status hpml_nccl_link_share(void *nccl, float *x, const int64_t *a
     cudaError_t e      = cudaSuccess;
     hpml_status status = hpml_nccl_link_begin(nccl);
     if (back) e = cudaMemcpyAsync(mine, stage, bytes, cudaMemcpyHostToDevice, n->stream);
-    snprintf(n->doing, sizeof n->doing, "%s of %lld floats", back ? "allgather" : "reduce-scatter",
+    snprintf(n->operation, sizeof n->operation, "%s of %lld floats", back ? "allgather" : "reduce-scatter",
              (long long)at[n->desc.ranks]);
     for (int r = 0; r < n->desc.ranks && status == HPML_OK; r++) {
         float *p = x + at[r];
         size_t count = (size_t)(at[r + 1] - at[r]);
         if (count == 0) continue;
-        status = hpmlg_nccl_begun(n, back ? n->call.Broadcast(p, p, count, ncclFloat32, r, n->comm, n->stream)
+        status = hpmlg_nccl_queued(n, back ? n->call.Broadcast(p, p, count, ncclFloat32, r, n->comm, n->stream)
                                           : n->call.Reduce(p, p, count, ncclFloat32, ncclSum, r, n->comm, n->stream));
     }
     if (status == HPML_OK) status = hpml_nccl_link_end(nccl);
     if (status != HPML_OK || back) return status == HPML_OK ? hpmlg_check(n->d, e, "a share's way back") : status;
     e = cudaMemcpyAsync(stage, mine, bytes, cudaMemcpyDeviceToHost, n->stream);
-    if (e == cudaSuccess) e = cudaEventRecord(((hpmlg_stage *)(void *)stage - 1)->landed, n->stream);
+    if (e == cudaSuccess) e = cudaEventRecord(((hpmlg_staging *)(void *)stage - 1)->arrived, n->stream);
     return hpmlg_check(n->d, e, "a share's way to the host");
 }
 
 HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage)
 {
-    hpml_nccl   *n = (hpml_nccl *)nccl;
-    hpmlg_stage *s = (hpmlg_stage *)(void *)stage - 1;
-    cudaError_t  e = cudaErrorNotReady;
-    hpmlg_enter(n->ctx);
-    for (double start = hpml_now(); e == cudaErrorNotReady; hpmlg_nap(start)) {
-        e = cudaEventQuery(s->landed);
+    hpml_nccl     *n = (hpml_nccl *)nccl;
+    hpmlg_staging *s = (hpmlg_staging *)(void *)stage - 1;
+    cudaError_t    e = cudaErrorNotReady;
+    hpmlg_device_of(n->ctx);
+    for (double start = hpml_now(); e == cudaErrorNotReady; hpmlg_poll_pause(start)) {
+        e = cudaEventQuery(s->arrived);
         if (__atomic_load_n(&n->given_up, __ATOMIC_ACQUIRE)) return HPML_ERR_COMM;
         if (e == cudaErrorNotReady && hpml_now() - start > n->desc.timeout) return HPML_ERR_TIMEOUT;
     }
@@ -5538,11 +5538,11 @@ HPML_API void hpml_nccl_free(hpml_nccl *n) { (void)n; }
 /* What the passes of a node want kept and as working space here; the CPU's wishes stand when nothing is set. */
 HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
 {
-    hpmlg_device *d      = (hpmlg_device *)device;
-    int64_t       cols   = hpmlg_last_dim(n->out);
-    hpml_node    *before = d->planned;
-    hpmlg_lstm    lstm   = {};
-    hpmlg_buckets buckets = {};
+    hpmlg_device     *d      = (hpmlg_device *)device;
+    int64_t           cols   = hpmlg_last_dim(n->out);
+    hpml_node        *before = d->planned;
+    hpmlg_lstm        lstm   = {};
+    hpmlg_token_lists buckets = {};
     d->planned = n;
     switch (n->op) {
     case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
@@ -5555,11 +5555,11 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     case HPML_OP_EMBEDDING: n->scratch_bytes = hpmlg_embedding_layout(n, &buckets); break;
     case HPML_OP_LINEAR:
         if (n->saved_bytes) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);
-        n->scratch_bytes = hpmlg_factor_bytes(d, n->src[0]);
+        n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]);
         break;
     case HPML_OP_CONV2D: /* the input in halves, and the gradient of the weights in halves */
-        n->scratch_bytes = hpmlg_factor_bytes(d, n->src[0]);
-        if (d->store != HPML_DTYPE_F32) n->scratch_bytes += (size_t)hpml_tensor_count(n->src[1]) * 2;
+        n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]);
+        if (d->act_dtype != HPML_DTYPE_F32) n->scratch_bytes += (size_t)hpml_tensor_count(n->src[1]) * 2;
         break;
     case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
     default: break;
@@ -5583,7 +5583,7 @@ HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
     HPMLG_TRY(e, cudaGetDeviceProperties(&p, d->d.device));
     if (e != cudaSuccess) return hpmlg_check(d, e, "opening");
     d->sms = p.multiProcessorCount;
-    if (d->workspace_most == 0) d->workspace_most = p.totalGlobalMem / 16;
+    if (d->workspace_limit == 0) d->workspace_limit = p.totalGlobalMem / 16;
     if (d->d.precision != HPML_CUDA_F32 && p.major < 8)
         return hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "cuda: precision %d needs compute capability 8.0, %s has "
                              "%d.%d; take HPML_CUDA_F32", (int)d->d.precision, p.name, p.major, p.minor);
@@ -5599,21 +5599,21 @@ HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
     HPMLG_TRY(e, cudaStreamCreateWithFlags(&d->copies, cudaStreamNonBlocking));
     HPMLG_TRY(e, cudaHostAlloc((void **)&d->pinned, ring + HPMLG_RESULT + sizeof *d->note, cudaHostAllocMapped));
     for (int i = 0; i < HPMLG_SLOTS; i++) {
-        HPMLG_TRY(e, cudaEventCreateWithFlags(&d->slots[i].landed, cudaEventDisableTiming));
-        HPMLG_TRY(e, cudaEventCreateWithFlags(&d->slots[i].free, cudaEventDisableTiming));
+        HPMLG_TRY(e, cudaEventCreateWithFlags(&d->slots[i].arrived, cudaEventDisableTiming));
+        HPMLG_TRY(e, cudaEventCreateWithFlags(&d->slots[i].reusable, cudaEventDisableTiming));
     }
     if (hpmlg_check(d, e, what) != HPML_OK) return hpml_ctx_status(d->ctx);
     d->result = d->pinned + ring, d->note = (hpmlg_note *)(void *)(d->pinned + ring + HPMLG_RESULT);
     memset(d->note, 0, sizeof *d->note);
-    d->scratch    = hpmlg_own(d, HPMLG_SCRATCH, what);
-    d->workspace  = hpmlg_own(d, d->d.workspace, what);
-    d->worst      = (unsigned long long *)hpmlg_own(d, sizeof *d->worst, what);
-    d->now        = (hpmlg_now *)hpmlg_own(d, sizeof *d->now, what);
-    d->counts     = (unsigned long long *)hpmlg_own(d, 2 * sizeof *d->counts, what);
-    d->note_taken = (int *)hpmlg_own(d, sizeof *d->note_taken, what);
+    d->scratch    = hpmlg_alloc_own(d, HPMLG_SCRATCH, what);
+    d->workspace  = hpmlg_alloc_own(d, d->d.workspace, what);
+    d->first_nonfinite      = (unsigned long long *)hpmlg_alloc_own(d, sizeof *d->first_nonfinite, what);
+    d->random_key        = (hpmlg_random_key *)hpmlg_alloc_own(d, sizeof *d->random_key, what);
+    d->counts     = (unsigned long long *)hpmlg_alloc_own(d, 2 * sizeof *d->counts, what);
+    d->note_taken = (int *)hpmlg_alloc_own(d, sizeof *d->note_taken, what);
     for (int i = 0; i < HPMLG_SLOTS; i++) {
         d->slots[i].host   = d->pinned + i * HPMLG_SLOT_BYTES;
-        d->slots[i].device = (unsigned char *)hpmlg_own(d, HPMLG_SLOT_BYTES, what);
+        d->slots[i].device = (unsigned char *)hpmlg_alloc_own(d, HPMLG_SLOT_BYTES, what);
     }
     return hpml_ctx_status(d->ctx);
 }
@@ -5663,8 +5663,8 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
     int                      list[16];
     if (size > 0) buffer[0] = 0;
     if (!hpml_cuda_stream(ctx)) return 0;
-    const hpmlg_device *d = (const hpmlg_device *)hpml_ctx_device(ctx);
-    const hpmlg_ran    *r = &d->ran;
+    const hpmlg_device      *d = (const hpmlg_device *)hpml_ctx_device(ctx);
+    const hpmlg_work_counts *r = &d->work;
     hpmlg_line_add(&l, "products: %lld by cuBLASLt", r->products[0]);
     hpmlg_line_epilogues(&l, " with ", r->epilogues[0]);
     hpmlg_line_list(&l, "; algorithms", list, hpmlg_blas_algorithms(d, list));
@@ -5676,34 +5676,34 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
         hpmlg_line_list(&l, passes[pass], list, hpmlg_dnn_algorithms(d, pass, list));
     hpmlg_line_own(&l, r->convolutions, r->convolutions_refused);
     hpmlg_line_add(&l, " | workspace %.1f MiB, %.1f asked for", (double)d->workspace_bytes / (1 << 20),
-                   (double)d->workspace_asked / (1 << 20));
+                   (double)d->workspace_wanted / (1 << 20));
     hpmlg_line_add(&l, " | passes: %lld op by op, %lld recorded, %lld replayed, %lld given up | %lld waits",
-                   d->passes_ran[HPMLG_OP_BY_OP], d->passes_ran[HPMLG_RECORDED], d->passes_ran[HPMLG_REPLAYED],
-                   d->passes_ran[HPMLG_GIVEN_UP], d->waits);
+                   d->pass_counts[HPMLG_OP_BY_OP], d->pass_counts[HPMLG_RECORDED], d->pass_counts[HPMLG_REPLAYED],
+                   d->pass_counts[HPMLG_GIVEN_UP], d->waits);
     return (int)l.used;
 }
 
 HPMLG_FN void hpmlg_close(void *device)
 {
-    hpmlg_device *d = hpmlg_current(device);
+    hpmlg_device *d = hpmlg_make_current(device);
     if (d->stream) cudaStreamSynchronize(d->stream);
     hpmlg_blas_close(d);
     hpmlg_dnn_close(d);
-    for (hpmlg_pass &p : d->passes) hpmlg_drop(&p);
-    for (hpmlg_block *b = d->blocks; b; b = b->next) cudaFree(b->p);
+    for (hpmlg_pass &p : d->passes) hpmlg_destroy(&p);
+    for (hpmlg_allocation *b = d->allocations; b; b = b->next) cudaFree(b->p);
     for (hpmlg_slot &s : d->slots) {
-        if (s.landed) cudaEventDestroy(s.landed);
-        if (s.free) cudaEventDestroy(s.free);
+        if (s.arrived) cudaEventDestroy(s.arrived);
+        if (s.reusable) cudaEventDestroy(s.reusable);
     }
-    for (hpmlg_look *l = d->looks; l < d->looks + HPMLG_LOOKS && l->from; l++)
+    for (hpmlg_span *l = d->spans; l < d->spans + HPMLG_SPANS && l->from; l++)
         cudaEventDestroy(l->from), cudaEventDestroy(l->to);
-    if (d->look_zero) cudaEventDestroy(d->look_zero);
+    if (d->span_clock) cudaEventDestroy(d->span_clock);
     if (d->pinned) cudaFreeHost(d->pinned);
     if (d->copies) cudaStreamDestroy(d->copies);
     if (d->stream) cudaStreamDestroy(d->stream);
 }
 
-static __global__ void hpmlg_k_hello(int *taken) { *taken = 0; }
+static __global__ void hpmlg_k_first(int *taken) { *taken = 0; }
 
 HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
 {
@@ -5714,19 +5714,19 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     if (d->d._begin || d->d._end || (int)d->d.precision < 0 || (int)d->d.precision > HPML_CUDA_F16)
         return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "cuda desc: precision %d, or a canary is not zero; zero the "
                              "struct before you set fields", (int)d->d.precision);
-    d->workspace_most = d->d.workspace;
+    d->workspace_limit = d->d.workspace;
     if (d->d.workspace == 0) d->d.workspace = (size_t)64 << 20;
     d->workspace_bytes = d->d.workspace;
-    d->store = d->d.precision == HPML_CUDA_BF16 ? HPML_DTYPE_BF16
+    d->act_dtype = d->d.precision == HPML_CUDA_BF16 ? HPML_DTYPE_BF16
              : d->d.precision == HPML_CUDA_F16 ? HPML_DTYPE_F16 : HPML_DTYPE_F32;
     cudaGetLastError();
     if (hpmlg_open_device(d) == HPML_OK && hpmlg_open_memory(d) == HPML_OK) {
-        HPMLG_RUN(d, hpmlg_k_hello, 1, 1, 0, d->note_taken);
+        HPMLG_RUN(d, hpmlg_k_first, 1, 1, 0, d->note_taken);
         hpmlg_check(d, cudaStreamSynchronize(d->stream), "the first kernel");
-        hpmlg_kernels_open(d);
+        hpmlg_product_open(d);
         if (!d->d.own_kernels) hpmlg_blas_open(d);
     }
-    if (hpmlg_well(d)) *device = d;
+    if (hpmlg_ok(d)) *device = d;
     else hpmlg_close(d);
     return hpml_ctx_status(ctx);
 }
@@ -5734,7 +5734,7 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
 template <void (*op)(hpmlg_device *, const hpml_run *, hpml_node *, bool), bool back>
 static hpml_status hpmlg_run_op(const hpml_run *run, hpml_node *n)
 {
-    op(hpmlg_enter(run->ctx), run, n, back);
+    op(hpmlg_device_of(run->ctx), run, n, back);
     return hpml_ctx_status(run->ctx);
 }
 
@@ -5746,8 +5746,8 @@ HPML_API const hpml_backend *hpml_backend_cuda(void)
 #undef HPMLG_X
     };
     static const hpml_backend cuda = { "cuda", hpmlg_open, hpmlg_close, hpmlg_alloc, hpmlg_free, hpmlg_write,
-        hpmlg_read, hpmlg_zero, hpmlg_sync, ops, hpmlg_update, hpmlg_sumsq, hpmlg_store, hpmlg_plan, hpmlg_begin,
-        hpmlg_end, hpmlg_correct, hpmlg_encode, hpmlg_decode, hpmlg_look_at, false };
+        hpmlg_read, hpmlg_zero, hpmlg_sync, ops, hpmlg_update, hpmlg_sumsq, hpmlg_act_dtype, hpmlg_plan, hpmlg_begin,
+        hpmlg_end, hpmlg_count_hits, hpmlg_encode, hpmlg_decode, hpmlg_time_op, false };
     return &cuda;
 }
 
