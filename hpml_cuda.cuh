@@ -365,7 +365,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 // >>gpu-language   the CUDA features that kernels use
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Kernels are plain CUDA C++. This section has all that differs between nvcc and the emulation in tests/cuda_on_cpu.h,
+/* Kernels are plain CUDA C++. This section has all that differs between nvcc and the emulation in tests/emulator/cuda_on_cpu.h,
    which runs the same text on a CPU, thread by thread: how a kernel is launched, its dynamic shared memory, the
    tensor-core instructions and asynchronous copies.
 
