@@ -69,7 +69,6 @@
 //     move            what one rank sends, receives and adds in one round of an allreduce
 //
 // INDEX (grep '^// >>' hpml_comm.h)
-// INTERFACE
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
@@ -96,11 +95,18 @@
 //     stripes   the five steps of an exchange, on the host or on a device
 //     methods   top-k and low rank
 // PART III   STEP TOGETHER: data parallelism, mixing
-//     distribute   synchronous data parallelism: buckets, overlap
-//     distribute-step   buffers, weights, double buffering
-//     exact   the same bits for every number of ranks
-//     attach   attaching to a trainer, reports
-//     carried   checkpoints of the whole job; the largest batch that does not hurt
+//     distribute   data parallelism: layout of the parameters, buckets of gradients
+//     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
+//     state   one list of what a training carries from step to step
+//     strategy-sync   synchronous steps, gradients exchanged on the host
+//     strategy-delayed   double buffering: steps apply the gradients of the step before
+//     strategy-exact   the same bits for every number of ranks
+//     strategy-link   synchronous steps, gradients exchanged on devices
+//     strategy-nodes   synchronous steps, a device link inside nodes, messages between them
+//     strategies   the table of strategies; attaching one to a trainer
+//     report   where the time of steps went
+//     resume   checkpoints of the whole job
+//     batch-search   the largest batch that does not hurt
 //     mix   averaging with neighbours
 // PART V   FORESEE: steps in virtual time
 //     simulate   moves in virtual time, by a queue of ranks
@@ -545,36 +551,41 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 // >>api-distribute   synchronous data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters
-   start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
-   code does not change: hpml_trainer_fit gets the whole data set on all ranks, and each takes its share of every batch
-   (disjoint, complete, shuffled with one seed); hpml_trainer_step gets this rank's samples; hpml_trainer_evaluate goes
-   through all of its data on each rank that calls it. The short last batch is weighted right, and a rank without
-   samples takes part. Batchnorm sees a rank's share alone unless sync_batchnorm is set. A trainer on a device is
-   served, too: by the communicator's link, where it has one (codecs and plain sums, neither exact nor delayed), else
-   what is exchanged goes through the host. A link that ends at the node adds up plain floats inside; the codec packs
-   what goes from node to node. */
+/* Data parallelism: p ranks, each with a share of every global batch, train as one rank with all of it. Parameters
+   start as those of rank 0, gradients are added up over ranks while the backward pass still runs, all ranks make the
+   same optimizer step. Serial code does not change: hpml_trainer_fit gets the whole data set on all ranks, and each
+   rank takes its share of every batch (disjoint, complete, shuffled with one seed); hpml_trainer_step gets this rank's
+   samples; hpml_trainer_evaluate evaluates all of its data on each rank that calls it. A short last batch is weighted
+   by its samples, and a rank without samples takes part. Batchnorm normalizes a rank's share alone unless
+   sync_batchnorm is set.
+
+   Gradients of a trainer on a device are exchanged by the communicator's link, if there is one (codecs and plain sums,
+   neither exact nor delayed); else a copy of them is exchanged on the host. Where the link ends at the node, it adds up
+   floats inside the node, and the codec packs what is sent between nodes.
+
+   The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
-    hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
+    hpml_codec_desc codec;        /* how gradients are packed, as in hpml_exchange_desc; so are the next five */
     hpml_method     method;
     float           ratio, momentum;
     int32_t         lowrank;
     hpml_algorithm  algorithm;
-    bool            sum;          /* the sum of the ranks' mean gradients; else the mean over the global batch */
-    int64_t         global_batch; /* samples a step, all ranks; 0: ranks * model batch. Shares differ by 1 at most */
-    int64_t         bucket_bytes; /* travel together; 0: 256 KiB, by a link 8 MiB; 1: every tensor alone */
-    bool            no_overlap;   /* exchange after the backward pass, not during it. So it is, at once and in one
-                                     bucket, where ranks of one machine keep all its cores busy and no link is slow;
-                                     two such add up in the optimizer's pass, and keep their own gradients */
-    bool            delayed;      /* double buffering: a step applies the gradients (and moves of batchnorm's running
-                                     statistics) of the one before, the first none */
-    int64_t         warm_steps;   /* the first steps travel uncompressed */
-    bool            sync_batchnorm; /* batchnorm on the statistics of the global batch, as one rank would have them: a
-                                     small sum over the ranks for each such layer, forward and backward */
+    bool            sum;          /* apply the sum of the ranks' mean gradients; else the mean over the global batch */
+    int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
+    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
+                                     1: each tensor alone */
+    bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
+                                     one bucket, where the ranks of one machine keep all its cores busy and no network
+                                     is slow, because a background thread would take time from the computation */
+    bool            delayed;      /* double buffering: a step applies the gradients (and changes of batchnorm's running
+                                     statistics) of the step before; the first step applies none */
+    int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
+    bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
+                                     small sum over ranks for each such layer, forward and backward */
     bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
-    int32_t         history;      /* steps that hpml_distribute_steps can tell of; 0: 64 */
+    int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
     uint32_t        _end;
 } hpml_distribute_desc;
 
@@ -582,21 +593,23 @@ typedef struct hpml_distribute_desc {
    a fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two
    so that the sum of all leaves fits 62 bits, round each leaf to 64-bit integers, add those, and convert back once. So
    1, 2, 3, ... ranks give the same bits (same build, same kind of CPU), at 2 times the bytes of f32 and the memory of
-   one gradient for each leaf of a rank. With a codec, residuals belong to leaves, which are added up in order. */
+   one gradient for each leaf of a rank. With a codec each leaf has residuals, and leaves are added up in order. */
 
 /* Collective; NULL on failure, the error on the context. */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc);
+/* Optional: the trainer is serial again. Waits for what is in flight, hence on all ranks, between two steps. */
+HPML_API void hpml_distribute_free(hpml_distributed *d);
 
-/* Since the start or the last call with reset; seconds are hpml_comm_now's. */
+/* Means over the steps since the start, or since the last call with reset; seconds are those of hpml_comm_now. */
 typedef struct hpml_distribute_report {
     int64_t steps;
-    double  step_s, compute_s; /* mean of a step; forward and backward */
-    double  comm_s, exposed_s; /* exchanging; and waiting for it with nothing left to compute */
+    double  step_s, compute_s; /* a whole step; its forward and backward pass */
+    double  comm_s, exposed_s; /* exchanging; waiting for the exchange with nothing left to compute */
     double  hidden;            /* 1 - exposed_s / comm_s */
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
-    double  plain_bytes;       /* what a ring allreduce of f32 would have sent */
+    double  plain_bytes;       /* that a ring allreduce of f32 would have sent */
     double  loss;              /* mean over all ranks' samples of the last step; with `delayed` of the step before,
                                   because the loss is sent with the gradients. NaN: before the first step */
     int64_t samples;           /* of the same step, on all ranks */
@@ -605,54 +618,57 @@ typedef struct hpml_distribute_report {
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line; warns below 50 % */
 
-/* One step of one rank: where its time went, from the end of the wait of the step before to the end of its own. What is
-   not in compute, exposed and bubble is data and update. With `delayed` the exchange is that of the step before. */
+/* Where the time of one step of one rank went, from the end of the wait of the step before to the end of its own. The
+   time that is not in compute, exposed and bubble is data and update. With `delayed` the exchange is that of the step
+   before. */
 typedef struct hpml_step_row {
     int64_t step;      /* updates done, this one included */
     int32_t rank;
-    double  step_s, compute_s; /* in all; forward and backward */
-    double  overlap_s; /* exchanging behind computation */
-    double  exposed_s; /* waiting for the exchange with nothing left to compute, ... */
-    double  bubble_s;  /* ... but as long as the slowest rank still computed, it waited for that one */
+    double  step_s, compute_s; /* the whole step; its forward and backward pass */
+    double  overlap_s; /* exchanging while computing */
+    double  exposed_s; /* waiting for the exchange with nothing left to compute, without bubble_s */
+    double  bubble_s;  /* waiting for the slowest rank, as long as that still computed */
     double  bytes;     /* sent */
 } hpml_step_row;
-/* The last steps of all ranks, by step, then rank; only whole steps, so many as `capacity` rows hold. Collective, with
-   the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the context. */
+/* The rows of the last steps of all ranks, by step, then rank; whole steps only, as many as `capacity` rows hold.
+   Collective, with the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the
+   context. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity);
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size); /* as snprintf */
 
-/* A checkpoint of the whole job, residuals of all ranks and, with `delayed`, the gradients not yet applied included;
-   collective. It loads on any number of ranks: what residuals owe to the gradients to come is carried over, so nothing
-   that was computed is lost. On as many ranks as before, or with `exact`, the job continues bit for bit. What a codec
-   owes between nodes (a link that ends at the node) loads on the same ranks of the same nodes only. */
+/* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
+   included; collective. It loads on any number of ranks: the residuals of all ranks are shared out among the ranks that
+   load them, so that no part of a gradient is lost. On as many ranks as before, or with `exact`, the job continues bit
+   for bit. Residuals between nodes (a link that ends at the node) load on as many nodes with as many ranks each only.
+   */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
-/* Samples a step, from the next pass of fit on: at most what the models' batches hold together. Not with `exact`. The
-   learning rate follows by the trainer's lr_rule. Same call on all ranks; a checkpoint does not hold it. */
-HPML_API hpml_status hpml_distribute_batch(hpml_distributed *d, int64_t global_batch);
+/* Sets the samples of a step, from the next pass of fit on: at most the sum of the models' batches. Not with `exact`.
+   The learning rate follows by the trainer's lr_rule. Same call on all ranks; checkpoints do not hold it. */
+HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t global_batch);
 
-/* How large may a step be before training suffers? As in Seide et al. 2014, sizes are tried on a part of the data, from
-   `min` up, each from the same checkpoint and on the same samples (without double buffering, which would favour small
-   ones). The first whose mean loss exceeds the first one's by more than `slack` ends the search; the one before it is
-   taken. Repeat it now and then, from half to twice the size: later in training larger steps do. Their learning rates
-   were per sample: lr_rule LINEAR. */
+/* How large may a step be before training suffers? As in Seide et al. 2014, batch sizes are tried on a part of the
+   data, from `min` up, each from the same checkpoint and on the same samples (without double buffering, which would
+   favour small ones). The first size whose mean loss exceeds that of `min` by more than `slack` ends the search; the
+   size before it is taken. Repeat the search now and then, from half to twice the size, because larger steps do no harm
+   later in training. Their learning rates were per sample: lr_rule LINEAR. */
 typedef struct hpml_batch_search_desc {
     uint32_t    _begin;
-    const char *path;     /* of the checkpoint that trials start from, written here and read by all ranks; required */
-    int64_t     min, max; /* samples a step; 0: as now; as many as the models' batches hold */
+    const char *path;     /* required: of the checkpoint that trials start from, written here and read by all ranks */
+    int64_t     min, max; /* samples a step; 0: min: as now, max: the sum of the models' batches */
     double      factor;   /* from one size to the next; 0: the square root of 2 */
-    int64_t     multiple; /* sizes are multiples of this; 0: 1 */
+    int64_t     multiple; /* sizes are multiples of this number; 0: 1 */
     int64_t     samples;  /* that each size trains on; 0: a tenth of the data */
-    double      slack;    /* share of the loss; 0: 0.01 */
+    double      slack;    /* as a fraction of the loss; 0: 0.01 */
     uint32_t    _end;
 } hpml_batch_search_desc;
 typedef struct hpml_batch_trial {
-    int64_t batch; /* 0: no more were tried */
-    double  loss;  /* mean over the samples; infinite: it diverged */
+    int64_t batch; /* samples a step; 0: the list ends here */
+    double  loss;  /* mean over the samples; infinite: training diverged */
 } hpml_batch_trial;
-/* Collective, between two passes. Returns the size taken, which is then set; everything else is as before, but for the
-   report, which starts anew. -1: an error, on the context. trials: (capacity) what was tried; may be NULL. */
+/* Collective, between two passes. Returns the size taken, which is then set; all else is as before, except the report,
+   which starts anew. -1: an error, on the context. trials: (capacity) the sizes that were tried; may be NULL. */
 HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
                                         hpml_batch_trial *trials, int capacity);
 
@@ -802,7 +818,7 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
 #define HPMLC_PRINTF(text, args) __attribute__((format(printf, text, args)))
-HPMLI_PLAIN
+HPMLI_COMPILE_FAST_BEGIN
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -4827,7 +4843,8 @@ HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
     int64_t all = 0;
     bool    in_order = true, alike = x->d.padded || x->d.share;
     for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t n = it->g.rows * it->g.cols, room = x->d.padded ? (n + 15) / 16 * 16 : n;
+        int64_t n = it->g.rows * it->g.cols, align = x->d.padded ? HPML_GRADIENT_ALIGN : 1;
+        int64_t room = (n + align - 1) / align * align;
         if (!it->plain) continue;
         in_order = in_order && (!low || it->g.data == high);
         if (!low || it->g.data < low) low = it->g.data;
@@ -5508,617 +5525,1067 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>distribute   synchronous data parallelism: buckets, overlap
+// >>distribute   data parallelism: layout of the parameters, buckets of gradients
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The trainer's hooks: `run` scales this rank's gradient by its share of the global batch; `grad` counts a bucket's
-   tensors and starts its exchange in the background when the last one is final, buckets in order, from the last layer
-   to the first; `update` waits for what is still under way and makes the step. Samples, loss and the running statistics
-   of batchnorm travel in one small sum behind the last bucket. */
+/* Data parallelism: p ranks have a copy of one model each. Rank r computes the gradient g_r of the mean loss over its
+   n_r samples of the global batch; all ranks then make the optimizer step with the same sum
+
+       g = sum of n_r g_r / sum of n_r        (.sum: g = sum of g_r)
+
+   The engine (this section and the next) knows where parameters and gradients lie, cuts the gradients into buckets that
+   are exchanged as one, adds up loss, samples and running statistics, and keeps the report. What is exchanged, when,
+   and what the optimizer gets is a strategy: a row of hpmlc_strategies (>>strategies), with a section and a struct of
+   its own and the functions of hpmlc_strategy, which the trainer's hooks call. Adding a strategy is a section, a row
+   and a word of hpmlc_strategy_kind.
+
+   Buckets hold gradients from the last layer to the first, because the backward pass makes them final in this order:
+   the exchange of one bucket overlaps with the computation of the next (Li et al. 2020, "PyTorch Distributed"). */
+
+/* Work on a communicator: a job in the background, or (without a background thread) done when it was started. */
+typedef struct hpmlc_task {
+    hpml_job   *job;    /* NULL: it is done, with this status: */
+    hpml_status status;
+} hpmlc_task;
 
 typedef struct hpmlc_bucket {
-    hpml_exchange *x, *warm; /* warm: uncompressed, for the first steps */
-    hpml_exchange *now;      /* the one that has begun */
-    hpml_job      *job;      /* NULL: done at once, with this: */
-    hpml_status    status;
-    int            count, ready;
-    int64_t        at, floats; /* its part of the trainer's gradients, last ones first: they lie side by side */
-    const hpml_device_link *link; /* that ends at the node: */
-    int64_t       *cut;      /* (its ranks + 1) everybody's shares of `floats`, */
-    float         *share;    /* mine on the host, */
-    int64_t        share_at, share_floats;
-    int            divide;   /* it by so many: the mean of the node */
+    hpml_exchange *x, *warm;     /* warm: uncompressed, for the first .warm_steps steps; NULL: there are none */
+    hpml_exchange *now;          /* the one of the two that this step uses; NULL: before the first step */
+    hpmlc_task     task;         /* its exchange in this step */
+    int            count, ready; /* tensors; of these, tensors whose gradient is final in this step */
+    int64_t        at, floats;   /* its range of the trainer's array of gradients */
 } hpmlc_bucket;
 
-enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS }; /* then the buffers */
+typedef struct hpmlc_buckets {
+    hpmlc_bucket *item;          /* (count) */
+    int           count, posted; /* posted: buckets whose exchange has been started in this step */
+} hpmlc_buckets;
+
+/* Where parameters and gradients lie. The trainer has all gradients in one array, in the order of the parameters, each
+   padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
+typedef struct hpmlc_layout {
+    int         params;          /* parameters of the context, running statistics ("buffers") included */
+    int        *bucket_of;       /* (params) number of the bucket; -1: in none */
+    int        *by_name;         /* (params) indices of the parameters in the order of their names */
+    float      *first;           /* the trainer's array of gradients, in the memory of the backend */
+    int64_t     span;            /* its floats, padding included */
+    float      *host;            /* (span) gradients as the host finds them: `first`, or a copy of a device's array;
+                                    NULL: this strategy exchanges them on the device */
+    int64_t     grad_total;      /* floats of gradients, and of running statistics, without padding */
+    int64_t     buffer_total;
+    int64_t     batch;           /* samples that the model's input holds */
+    int64_t     grain;           /* samples of the global batch that stay on one rank; 0: 1 */
+    hpmlc_reach reach;           /* host access to arrays of the trainer */
+} hpmlc_layout;
+
+/* Contributions to the sum: each rank has one, unless its strategy has cut the batch into more. */
+typedef struct hpmlc_copies {
+    int64_t first, count, all;   /* this rank's are [first, first + count) of all */
+} hpmlc_copies;
+
+enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS };
+
+/* What is added up over all ranks in each step, in addition to gradients. */
+typedef struct hpmlc_stats {
+    double    *sum;              /* (HPMLC_STATS + buffer_total) samples, loss times samples, ranks with a loss that is
+                                    NaN or infinite, such a rank; running statistics times samples */
+    hpmlc_task task;             /* the summation of this step */
+    float     *buffers;          /* (buffer_total) scratch: running statistics side by side, in the order of by_name */
+    double     samples, loss;    /* of this rank in this step: samples, loss times samples */
+} hpmlc_stats;
+
+typedef struct hpmlc_reporting {
+    hpml_distribute_report r;    /* sums since the last reset */
+    double                 began;    /* time of that reset, in seconds */
+    hpml_counters          at_reset; /* counters of the communicator at that time */
+    hpml_step_row         *row;      /* (history) ring of the last steps */
+    int64_t                rows;     /* steps noted */
+    hpml_distribute_report at_row;   /* r, when the last row was noted, */
+    double                 row_time; /* the time, */
+    hpml_counters          row_sent; /* and the counters */
+} hpmlc_reporting;
+
+/* A trial of the batch search (>>batch-search): divergence is no error then, and steps apply their own gradients. */
+typedef struct hpmlc_trial {
+    bool   on;
+    double loss, samples;        /* loss times samples, added up over the steps; samples */
+} hpmlc_trial;
+
+typedef struct hpmlc_states   hpmlc_states; /* see >>resume */
+typedef struct hpmlc_strategy hpmlc_strategy;
+
+/* Starts the exchange of one bucket. An error of an exchange that is done at once is kept in the bucket's task, because
+   all ranks must go on with the next bucket; the status is of the start alone. */
+typedef hpml_status hpmlc_start_fn(hpml_distributed *d, hpmlc_bucket *b);
 
 struct hpml_distributed {
-    hpml_trainer        *t;
-    hpml_comm           *c;
-    hpml_ctx            *ctx;
-    hpml_distribute_desc d;
-    hpml_progress        progress;  /* of the caller, while a checkpoint is written */
-    int                  params;
-    int                 *bucket_of; /* (params) -1: not trained */
-    int                 *by_name;   /* (params) their numbers in the order of their names, as checkpoints have them */
-    hpmlc_bucket        *bucket;    /* (buckets) */
-    int                  buckets, posted; /* posted: buckets whose exchange has begun in this step */
-    int32_t              accumulate, micro;
-    double              *stats;     /* (HPMLC_STATS + buffer_total), f64 sums */
-    int64_t              buffer_total, grad_total, batch; /* batch: the model's */
-    hpml_job            *stats_job;
-    hpml_status          stats_status;
-    bool                 direct;   /* no thread in the background: each exchange is over when it has begun */
-    bool                 pair;     /* two ranks: the optimizer adds up as it goes, see hpmlc_dist_pair: */
-    double               since;    /* when the wait for the other began, */
-    float                scale;    /* what the sum is multiplied by, */
-    hpml_status          stepped;  /* and what the optimizer said */
-    double               samples, loss_sum; /* of this rank, this step */
-    hpmlc_reach          reach;     /* where the trainer's arrays live: on the host, or on a device: */
-    const hpml_device_link *link;   /* then this moves the gradients, */
-    float               *mirror;    /* or, without one, that is their place on the host, laid out like them */
-    hpml_exchange      **ended;     /* (buckets) link: those of this step */
-    bool                 looks, clips; /* link: the trainer looks at gradients before it uses them; or clips them */
-    float               *first;     /* the trainer's gradients: where the first one is, */
-    int64_t              span;      /* and the floats from there to the end of the last, padded */
-    float               *shadow;    /* delayed: and those under way, laid out like them */
-    bool                 under_way; /* delayed: false before the first step */
-    double               full;      /* delayed: samples of a whole step when they were computed */
-    float               *before;    /* (buffer_total) delayed, exact: running statistics that the step began with, */
-    float               *now;       /* (buffer_total) and scratch for those of now */
-    float               *leaf;      /* exact: (leaves, leaf_total) */
-    int64_t             *sum;       /* exact: (leaf_total) */
-    float               *largest;   /* exact: (tensors) */
-    int64_t              leaf_total, leaf_first, leaf_count, leaf_all; /* not exact: each rank is one leaf */
-    hpml_distribute_report r;       /* sums since the reset */
-    double               began;     /* the reset: its time, */
-    hpml_counters        at_reset;  /* and what had been sent by then */
-    hpml_step_row       *row;       /* (history) ring of the last steps */
-    int64_t              rows;      /* steps noted */
-    hpml_distribute_report row_r;   /* as it was when the last one was noted, */
-    double               row_time;  /* and when that was, */
-    hpml_counters        row_sent;  /* and what had been sent */
-    bool                 trial;     /* a search: what diverges is no error, nothing is delayed */
-    double               trial_loss, trial_samples;
+    hpml_trainer         *t;
+    hpml_comm            *c;
+    hpml_ctx             *ctx;
+    hpml_distribute_desc  d;
+    const hpmlc_strategy *strategy;
+    void                 *own;        /* the strategy's struct */
+    bool                  background; /* tasks are jobs of the communicator's background thread */
+    hpmlc_start_fn       *start;
+    hpmlc_layout          layout;
+    hpmlc_buckets         buckets;
+    hpmlc_copies          copies;
+    hpmlc_stats           stats;
+    hpmlc_reporting       report;
+    hpmlc_trial           trial;
+    int32_t               accumulate, micro; /* micro-batches of an update; those of this update that are done */
+};
+
+struct hpmlc_strategy {
+    const char *name;         /* the field of hpml_distribute_desc, if there is one; begins its names in checkpoints */
+    bool        is_asked_for; /* a field of the desc asks for it. Two such strategies exclude each other, and one goes
+                                 before those that are chosen because they fit */
+    const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
+    const char *pending;      /* array of a checkpoint with gradients that only this strategy applies; NULL: none */
+    bool (*is_chosen)(hpml_comm *c, const hpml_distribute_desc *desc);
+    hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch); /* sets defaults */
+    bool (*open)(hpml_distributed *d);   /* takes memory, makes exchanges; collective; false: an error on the context */
+    /* Computes the gradient of this rank's samples, by hpmlc_dist_pass or another way. Behind the last micro-batch of
+       an update it may start what `update` waits for. */
+    hpml_status (*begin)(hpml_distributed *d, int64_t samples, float *loss);
+    hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: this gradient is final in this update */
+    hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
+    bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
+    void (*close)(hpml_distributed *d); /* releases what `open` has taken; nothing is in flight */
 };
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
-/* Gradients from the device to their place in the mirror; hpmlc_dist_update puts them back. */
-HPMLC_FN void hpmlc_fetch(hpml_distributed *d, int64_t at, int64_t n)
+/* The first float of parameter p in the trainer's array of gradients. */
+HPMLC_FN int64_t hpmlc_gradient_at(const hpml_distributed *d, const hpml_tensor *p)
 {
-    if (!d->mirror || n == 0) return;
-    d->reach.device->read(d->reach.at, d->mirror + at, d->first + at, (size_t)n * sizeof(float));
+    return hpml_trainer_gradient_at(d->t, p->param->index);
 }
-
-/* Where the host finds, and leaves, the gradients. */
-HPMLC_FN float *hpmlc_grads(const hpml_distributed *d) { return d->mirror ? d->mirror : d->first; }
 
 HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
 {
-    g->name = p->name, g->data = data;
+    g->name = p->name;
+    g->data = data;
     g->rows = p->ndim > 1 ? p->shape[0] : 1;
     g->cols = hpml_tensor_count(p) / g->rows;
 }
 
-HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, bool warm, hpml_exchange_desc *e)
+/* Gives a strategy that exchanges on the host the gradients there. */
+HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
 {
-    memset(e, 0, sizeof *e);
-    e->algorithm = d->d.algorithm, e->reduce = d->d.sum ? HPML_SUM : HPML_MEAN, e->padded = true;
-    e->linked = d->link != NULL;
-    if (warm) return;
-    e->codec = d->d.codec, e->method = d->d.method;
-    e->ratio = d->d.ratio, e->momentum = d->d.momentum, e->lowrank = d->d.lowrank;
+    hpmlc_layout *l = &d->layout;
+    l->host = l->first;
+    if (l->reach.device) l->host = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->span * sizeof(float), NULL);
+    return l->host != NULL;
 }
 
-HPMLC_FN hpml_status hpmlc_shares_meet(hpml_comm *c, void *user)
+/* Copies n gradients from the device to the host; hpmlc_host_return copies all of them back. */
+HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
-    hpmlc_bucket *b = (hpmlc_bucket *)user;
-    hpml_status   status = b->link->landed(b->link->user, b->share);
-    if (status != HPML_OK) return hpmlc_fail(c, status, "what this node's devices have added up has not come");
-    hpmlc_divide_f32(b->share, b->share_floats, (float)b->divide);
-    status = hpmlc_exchange_on(c, b->now);
-    return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* b->now->bad says it to all */
+    const hpmlc_layout *l = &d->layout;
+    if (l->host == l->first || n == 0) return;
+    l->reach.device->read(l->reach.at, l->host + at, l->first + at, (size_t)n * sizeof(float));
 }
 
-/* A link that ends at the node: its ranks take shares of the bucket, whole rows where a codec packs them. Devices add
-   them up, a job on the host exchanges mine with those of the same place on other nodes, devices share the result. */
-HPMLC_FN bool hpmlc_shares_create(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
+HPMLC_FN void hpmlc_host_return(hpml_distributed *d)
 {
-    int p = d->c->size / d->link->across->size, me = 0;
-    for (int r = 0; r < d->c->rank; r++) me += d->c->node[r] == d->c->node[d->c->rank];
-    b->link = d->link, b->divide = d->d.sum ? 1 : p;
-    b->cut  = (int64_t *)hpml_ctx_alloc(d->ctx, sizeof *b->cut * (size_t)(p + 1), NULL);
-    if (!b->cut) return false;
-    for (int r = 1; r <= p; r++) {
-        b->cut[r] = hpml_block(b->floats, p, r);
-        for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
-            int64_t into = b->cut[r] - (g[i].data - d->first - b->at);
-            if (into > 0 && into < g[i].rows * g[i].cols) b->cut[r] -= into % g[i].cols;
-        }
-    }
-    b->share_at = b->cut[me], b->share_floats = b->cut[me + 1] - b->share_at;
-    b->share = b->link->stage(b->link->user, b->share_floats + 1); /* never none */
-    return b->share != NULL;
+    const hpmlc_layout *l = &d->layout;
+    if (l->host != l->first) l->reach.device->write(l->reach.at, l->first, l->host, (size_t)l->span * sizeof(float));
 }
 
-/* Tensors g, or what is of them in my share. */
-HPMLC_FN hpml_exchange *hpmlc_bucket_exchange(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g, bool warm)
+HPMLC_FN void hpmlc_host_close(hpml_distributed *d)
 {
-    hpml_exchange_desc e;
-    hpmlc_exchange_settings(d, warm, &e);
-    e.count = b->count, e.tensors = g;
-    if (!b->cut) return hpml_exchange_create(d->c, &e);
-    hpml_gradient *part = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *part * (size_t)(b->count + 1), NULL);
-    if (!part) return NULL;
-    e.padded = e.linked = false, e.share = true, e.tensors = part, e.count = 0;
-    for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
-        int64_t first = g[i].data - d->first - b->at - b->share_at, at = hpmlc_max(first, 0);
-        int64_t end = hpmlc_min(first + g[i].rows * g[i].cols, b->share_floats);
-        if (at >= end) continue;
-        part[e.count] = g[i], part[e.count].data = b->share + at;
-        part[e.count++].rows = (end - at) / g[i].cols;
-    }
-    if (e.count == 0) part->data = b->share, part->rows = e.count = 1, part->cols = b->share_floats + 1;
-    hpml_exchange *x = hpml_exchange_create(b->link->across, &e);
-    hpml_ctx_release(d->ctx, part);
-    return x;
+    if (d->layout.host != d->layout.first) hpml_ctx_release(d->ctx, d->layout.host);
+    d->layout.host = NULL;
 }
 
-HPMLC_FN hpml_status hpmlc_shares_begin(hpml_distributed *d, hpmlc_bucket *b)
+/* The factor of gradients that were scaled for `full` samples, where there were fewer. */
+HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double full)
 {
-    hpml_comm  *across = b->link->across;
-    hpml_status status = b->link->share(b->link->user, d->first + b->at, b->cut, b->share, false);
-    d->c->counters.bytes += 4 * (b->floats + (d->c->size / across->size - 2) * b->share_floats);
-    if (status != HPML_OK || d->direct) return status;
-    b->job = hpml_background(across, hpmlc_shares_meet, b);
-    return hpml_ctx_status(d->ctx);
+    return d->d.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
 }
 
-HPMLC_FN hpml_status hpmlc_shares_finish(hpml_distributed *d)
+HPMLC_FN void hpmlc_host_rescale(hpml_distributed *d, double samples, double full)
 {
-    const hpml_device_link *l = d->link;
-    hpml_counters  sent;
-    hpml_status    status = HPML_OK;
-    for (int i = 0; i < d->buckets && status == HPML_OK; i++) {
-        hpmlc_bucket *b = &d->bucket[i];
-        if (d->direct) status = hpmlc_shares_meet(l->across, b);
-        if (status == HPML_OK) status = l->share(l->user, d->first + b->at, b->cut, b->share, true);
-    }
-    hpml_comm_counters(l->across, &sent);
-    hpml_comm_counters_reset(l->across);
-    hpmlc_counters_add(&d->c->counters, &sent);
-    return status == HPML_OK ? hpmlc_linked_wait(d->c, d->looks) : status;
+    float scale = hpmlc_rescale(d, samples, full);
+    if (scale == 1) return;
+    for (int64_t k = 0; k < d->layout.span; k++) d->layout.host[k] *= scale;
 }
 
-/* A thread in the background pays where there is something to wait for, a network, or a core to spare; else it takes
-   from the computation what it gains, and its waking up is added. Any rank's need decides for all. */
-HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
+/* Starts a task; the status is of the start alone. */
+HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *task, hpml_comm *c, hpml_rank_fn *fn,
+                                      void *user)
 {
-    int32_t near = 0, pays = hpmlc_has_delay(c);
+    if (d->background) task->job = hpml_background(c, fn, user);
+    else task->status = fn(c, user);
+    return d->background && !task->job ? hpml_ctx_status(d->ctx) : HPML_OK;
+}
+
+/* Waits for a task and returns its status, once: a second call returns HPML_OK. */
+HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
+{
+    hpml_status status = task->job ? hpml_job_wait(task->job) : task->status;
+    task->job    = NULL;
+    task->status = HPML_OK;
+    return status;
+}
+
+/* Sets d->background. A background thread pays off where there is a network to wait for or a core to spare; else it
+   takes from the computation what it gains, and waking it costs time. All ranks decide alike: one that gains decides
+   for all. */
+HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
+{
+    hpml_comm *c = d->c;
+    int32_t    near = 0, pays = hpmlc_has_delay(c);
     for (int i = 0; i < c->size; i++) near += c->t->one_process || c->node[i] == c->node[c->rank];
     if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
     hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
-    return pays != 0;
+    d->background = pays != 0;
 }
 
-/* In f16 without a fixed loss scale gradients overflow now and then. */
-HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
+/* Settings of an exchange as the desc has them; the caller sets tensors. */
+HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e)
 {
-    const hpml_backend *b = hpml_ctx_backend(ctx);
-    bool                f16 = b->store && b->store(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
-    return f16 && hpml_trainer_settings(t)->loss_scale == 0;
+    memset(e, 0, sizeof *e);
+    e->algorithm = d->d.algorithm;
+    e->reduce    = d->d.sum ? HPML_SUM : HPML_MEAN;
+    e->padded    = true;
+    e->codec     = d->d.codec;
+    e->method    = d->d.method;
+    e->ratio     = d->d.ratio;
+    e->momentum  = d->d.momentum;
+    e->lowrank   = d->d.lowrank;
 }
 
-/* Nothing is packed, nobody chose an algorithm, and no norm of the sum is wanted before the step. */
-HPMLC_FN bool hpmlc_pair_fits(const hpml_distributed *d)
+/* Makes the exchanges of a bucket on c: compressed as e says, and plain for the first steps if there are such. */
+HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b, hpml_comm *c, hpml_exchange_desc *e)
 {
-    const hpml_trainer_desc    *t = hpml_trainer_settings(d->t);
-    const hpml_distribute_desc *s = &d->d;
-    bool plain = s->codec.kind == HPML_CODEC_NONE && !s->codec.custom && s->method == HPML_METHOD_CODEC;
-    bool norm  = t->clip_norm > 0 || t->optimizer == HPML_OPT_LARS || t->optimizer == HPML_OPT_LAMB ||
-                 hpmlc_overflows(d->t, d->ctx);
-    return d->direct && d->c->size == 2 && d->c->t->one_process && plain && s->algorithm == HPML_AUTO &&
-           !s->delayed && !norm &&
-           hpml_ctx_backend(d->ctx) == hpml_backend_cpu();
+    b->x = hpml_exchange_create(c, e);
+    if (!b->x) return false;
+    b->x->bucket = (int)(b - d->buckets.item) + 1;
+    if (d->d.warm_steps == 0) return true;
+    memset(&e->codec, 0, sizeof e->codec);
+    e->method = HPML_METHOD_CODEC;
+    b->warm   = hpml_exchange_create(c, e);
+    if (b->warm) b->warm->bucket = b->x->bucket;
+    return b->warm != NULL;
 }
 
-/* Cuts the trained parameters, last first, into buckets of at least bucket_bytes. */
-HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
+/* Opens bucket b, whose tensors are g, for a strategy that exchanges on the host. */
+HPMLC_FN bool hpmlc_host_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
-    d->direct = !hpmlc_background_pays(d->c);
-    d->pair   = hpmlc_pair_fits(d);
-    if (!d->link) d->d.no_overlap |= d->direct; /* a link needs no thread */
-    hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
-    d->bucket = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket * (size_t)d->params, NULL);
-    d->ended  = (hpml_exchange **)hpml_ctx_alloc(d->ctx, sizeof *d->ended * (size_t)d->params, NULL);
-    if (!g || !d->bucket || !d->ended) return false;
-    int64_t at = d->span, end = at, bytes = 0, limit = (int64_t)1 << 18;
-    if (d->d.bucket_bytes > 0) limit = d->d.bucket_bytes;
-    else if (d->link) limit = (int64_t)8 << 20;
-    else if (d->direct) limit = INT64_MAX;
+    hpml_exchange_desc e;
+    hpmlc_exchange_settings(d, &e);
+    e.count   = b->count;
+    e.tensors = g;
+    return hpmlc_bucket_exchanges(d, b, d->c, &e);
+}
+
+HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
+{
+    return hpmlc_task_start(d, &b->task, b->now->c, hpmlc_exchange_on, b->now);
+}
+
+/* Cuts the trained parameters, last first, into buckets of at least `bytes` (.bucket_bytes, where that is set), and
+   opens each. gradients: (layout.span) where exchanges find them. */
+HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
+                                   bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
+{
+    hpmlc_layout  *l = &d->layout;
+    hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)l->params, NULL);
+    d->buckets.item  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->buckets.item * (size_t)l->params, NULL);
+    if (!g || !d->buckets.item) return false;
+    int64_t limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : bytes;
+    int64_t at = l->span, end = at, filled = 0;
     int     count = 0;
-    for (int i = d->params - 1; i >= -1; i--) {
-        hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
-        if (count > 0 && (i < 0 || bytes >= limit)) {
-            hpmlc_bucket *b = &d->bucket[d->buckets++];
-            b->count = count, b->at = at, b->floats = end - at, end = at;
-            if (d->link && d->link->across && !hpmlc_shares_create(d, b, g)) return false;
-            b->x = hpmlc_bucket_exchange(d, b, g, false);
-            if (b->x && d->d.warm_steps > 0) b->warm = hpmlc_bucket_exchange(d, b, g, true);
-            if (!b->x || (d->d.warm_steps > 0 && !b->warm)) return false;
-            b->x->bucket = d->buckets;
-            if (b->warm) b->warm->bucket = d->buckets;
-            count = 0, bytes = 0;
+    for (int i = l->params - 1; i >= -1; i--) {
+        if (count > 0 && (i < 0 || filled >= limit)) {
+            hpmlc_bucket *b = &d->buckets.item[d->buckets.count++];
+            b->count  = count;
+            b->at     = at;
+            b->floats = end - at;
+            if (!open(d, b, g)) return false;
+            end    = at;
+            count  = 0;
+            filled = 0;
         }
-        if (i < 0) break;
-        d->bucket_of[i] = -1;
-        if (!p->grad) continue;
-        d->bucket_of[i] = d->buckets;
-        at = p->grad - d->first;
-        hpmlc_gradient_of(p, (d->shadow ? d->shadow : hpmlc_grads(d)) + at, &g[count]);
-        bytes += 4 * hpml_tensor_count(p);
-        count++;
+        hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
+        if (!p || !p->grad) continue;
+        l->bucket_of[i] = d->buckets.count;
+        at = hpmlc_gradient_at(d, p);
+        hpmlc_gradient_of(p, gradients + at, &g[count++]);
+        filled += (int64_t)sizeof(float) * hpml_tensor_count(p);
     }
     hpml_ctx_release(d->ctx, g);
     return true;
 }
 
-/* Starts every bucket that is ready and whose turn it is. */
+HPMLC_FN void hpmlc_buckets_close(hpml_distributed *d)
+{
+    for (int i = 0; i < d->buckets.count; i++) {
+        hpml_exchange_free(d->buckets.item[i].x);
+        hpml_exchange_free(d->buckets.item[i].warm);
+    }
+    hpml_ctx_release(d->ctx, d->buckets.item);
+    memset(&d->buckets, 0, sizeof d->buckets);
+}
+
+/* Starts the exchange of every bucket that is ready and whose turn it is. */
 HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
 {
-    bool warm = hpml_trainer_step_count(d->t) < d->d.warm_steps;
-    while (d->posted < d->buckets && d->bucket[d->posted].ready == d->bucket[d->posted].count) {
-        hpmlc_bucket  *b = &d->bucket[d->posted++];
-        hpml_exchange *x = warm ? b->warm : b->x;
-        if (!d->d.delayed) hpmlc_fetch(d, b->at, b->floats);
-        b->now = x;
-        if (b->cut) b->status = hpmlc_shares_begin(d, b);
-        else if (d->link) b->status = hpmlc_linked_begin(x);
-        else if (d->direct) b->status = hpml_exchange_run(x);
-        else if (!(b->job = hpml_exchange_start(x))) return hpml_ctx_status(d->ctx);
+    hpmlc_buckets *all    = &d->buckets;
+    bool           warm   = hpml_trainer_step_count(d->t) < d->d.warm_steps;
+    hpml_status    status = HPML_OK;
+    while (status == HPML_OK && all->posted < all->count) {
+        hpmlc_bucket *b = &all->item[all->posted];
+        if (b->ready < b->count) break;
+        b->now = warm ? b->warm : b->x;
+        all->posted++;
+        status = d->start(d, b);
     }
-    return HPML_OK;
+    return status;
 }
 
-HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, int param)
+/* Counts a final gradient; true if it is in a bucket. */
+HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 {
-    hpml_distributed *d = (hpml_distributed *)user;
-    if (d->bucket_of[param] < 0) return HPML_OK;
-    d->bucket[d->bucket_of[param]].ready++;
-    return d->d.no_overlap || d->d.delayed ? HPML_OK : hpmlc_buckets_post(d);
+    int number = d->layout.bucket_of[param];
+    if (number >= 0) d->buckets.item[number].ready++;
+    return number >= 0;
+}
+
+/* Waits for all tasks of the step, also behind an error, and returns the first one. */
+HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
+{
+    hpml_status status = HPML_OK;
+    for (int i = 0; i < d->buckets.count; i++) {
+        hpml_status s = hpmlc_task_wait(&d->buckets.item[i].task);
+        if (status == HPML_OK) status = s;
+    }
+    hpml_status s = hpmlc_task_wait(&d->stats.task);
+    return s != HPML_OK ? s : status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>distribute-step   buffers, weights, double buffering
+// >>distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Running statistics, side by side and by name: copied to `row`, or from there back to their places. */
-HPMLC_FN void hpmlc_buffers_copy(hpml_distributed *d, float *row, bool back)
+/* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
+   the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r. */
+
+/* Copies the running statistics to a row, side by side in the order of their names. */
+HPMLC_FN void hpmlc_buffers_get(const hpml_distributed *d, float *row)
 {
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, d->by_name[i]);
+    const hpmlc_layout *l = &d->layout;
+    for (int i = 0; i < l->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
         int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        float       *x = back && d->reach.device ? d->reach.window : hpmlc_open(&d->reach, p->data, n);
-        memcpy(back ? x : row, back ? row : x, (size_t)n * sizeof(float));
-        if (back) hpmlc_close(&d->reach, p->data, n);
+        memcpy(row, hpmlc_open(&l->reach, p->data, n), (size_t)n * sizeof(float));
         row += n;
     }
 }
 
-/* Running statistics are again what the step began with, and `before` how far it moved them. */
-HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
+/* Copies a row back to the running statistics. */
+HPMLC_FN void hpmlc_buffers_set(const hpml_distributed *d, const float *row)
 {
-    hpmlc_buffers_copy(d, d->now, false);
-    hpmlc_buffers_copy(d, d->before, true);
-    for (int64_t k = 0; k < d->buffer_total; k++) d->before[k] = d->now[k] - d->before[k];
+    const hpmlc_layout *l = &d->layout;
+    for (int i = 0; i < l->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
+        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
+        memcpy(l->reach.device ? l->reach.window : p->data, row, (size_t)n * sizeof(float));
+        hpmlc_close(&l->reach, p->data, n);
+        row += n;
+    }
 }
 
-/* Nothing was left to compute since `start`. */
+/* Reports the time from `start` to now as exposed: this rank had nothing left to compute. */
 HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
 {
     double end = hpml_comm_now(d->c);
     hpml_trace_span(d->ctx, HPML_LANE_COMPUTE, "wait", start, end);
-    d->r.exposed_s += end - start;
+    d->report.r.exposed_s += end - start;
 }
 
-/* Statistics of the global batch. The others compute as long as this one does: the time is the network's. */
+/* Hook `sum`: statistics of the global batch. The other ranks compute as long as this one does, hence its time is the
+   network's. */
 HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
-    hpml_distributed *d     = (hpml_distributed *)user;
-    double            start = hpml_comm_now(d->c);
-    hpml_status status = hpmlc_reduce_all(d->c, values, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
-    start = hpml_comm_now(d->c) - start;
-    d->r.exposed_s += start, d->r.compute_s -= start;
+    hpml_distributed *d      = (hpml_distributed *)user;
+    double            start  = hpml_comm_now(d->c);
+    hpml_status       status = hpmlc_reduce_all(d->c, values, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+    double            spent  = hpml_comm_now(d->c) - start;
+    d->report.r.exposed_s += spent;
+    d->report.r.compute_s -= spent;
     return status;
 }
 
-/* Samples, loss, buffers (delayed: their moves): into the sum of all ranks. */
-HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
+/* Fills in this rank's summands. buffers: (buffer_total) what is averaged over samples; NULL: nothing. */
+HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d, const float *buffers)
 {
-    double      *s = d->stats;
-    const float *x = d->d.delayed ? d->before : d->now;
-    bool         bad = !(d->loss_sum - d->loss_sum == 0);
-    s[HPMLC_SAMPLES]  = d->samples;
-    s[HPMLC_LOSS]     = bad ? 0 : d->loss_sum;
-    s[HPMLC_BAD]      = bad;
-    s[HPMLC_BAD_RANK] = bad ? d->c->rank : 0;
-    if (!d->d.delayed) hpmlc_buffers_copy(d, d->now, false);
-    for (int64_t k = 0; k < d->buffer_total; k++) s[HPMLC_STATS + k] = d->samples * (double)x[k];
+    double *s      = d->stats.sum;
+    bool    is_bad = !(d->stats.loss - d->stats.loss == 0); /* NaN or infinite */
+    s[HPMLC_SAMPLES]  = d->stats.samples;
+    s[HPMLC_LOSS]     = is_bad ? 0 : d->stats.loss;
+    s[HPMLC_BAD]      = is_bad;
+    s[HPMLC_BAD_RANK] = is_bad ? d->c->rank : 0;
+    for (int64_t k = 0; buffers && k < d->layout.buffer_total; k++)
+        s[HPMLC_STATS + k] = d->stats.samples * (double)buffers[k];
 }
 
 HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    c->about.first = d->buffer_total > 0 ? "loss, samples, running statistics" : "loss, samples";
-    hpml_status status = hpmlc_reduce_all(c, d->stats, HPMLC_STATS + d->buffer_total, HPML_ELEMENT_F64, HPML_SUM,
-                                          HPML_AUTO);
+    int64_t           n = d->layout.buffer_total;
+    c->about.first = n > 0 ? "loss, samples, running statistics" : "loss, samples";
+    hpml_status status = hpmlc_reduce_all(c, d->stats.sum, HPMLC_STATS + n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     c->about.first = NULL;
     return status;
 }
 
-HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
-{
-    hpmlc_stats_fill(d);
-    if (d->direct) return d->stats_status = hpmlc_stats_sum(d->c, d);
-    d->stats_job = hpml_background(d->c, hpmlc_stats_sum, d);
-    return d->stats_job ? HPML_OK : hpml_ctx_status(d->ctx);
-}
-
-/* What the others said: a NaN somewhere, the mean loss, */
+/* Reads samples and mean loss of the step from the sums; an error if the loss of a rank is NaN or infinite. */
 HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 {
-    const double *s = d->stats;
-    if (s[HPMLC_BAD] > 0 && d->trial) return HPML_ERR_NONFINITE;
+    const double *s     = d->stats.sum;
+    bool          many  = s[HPMLC_BAD] > 1;
+    double        whose = many ? s[HPMLC_BAD] : s[HPMLC_BAD_RANK];
+    if (s[HPMLC_BAD] > 0 && d->trial.on) return HPML_ERR_NONFINITE;
     if (s[HPMLC_BAD] > 0)
         return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss is not finite on %s %.0f", d->c->rank,
-                             (long long)hpml_trainer_step_count(d->t) + 1, s[HPMLC_BAD] > 1 ? "so many ranks:" : "rank",
-                             s[HPMLC_BAD] > 1 ? s[HPMLC_BAD] : s[HPMLC_BAD_RANK]);
+                             (long long)hpml_trainer_step_count(d->t) + 1, many ? "this number of ranks:" : "rank",
+                             whose);
     if (s[HPMLC_SAMPLES] <= 0) return hpml_ctx_fail(d->ctx, HPML_ERR_STATE, "a step without samples on any rank");
-    d->r.loss    = s[HPMLC_LOSS] / s[HPMLC_SAMPLES];
-    d->r.samples = (int64_t)s[HPMLC_SAMPLES];
+    d->report.r.loss    = s[HPMLC_LOSS] / s[HPMLC_SAMPLES];
+    d->report.r.samples = (int64_t)s[HPMLC_SAMPLES];
     return HPML_OK;
 }
 
-/* and the mean of the running statistics. */
-HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
+/* Sets the running statistics to the mean of all ranks. */
+HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
 {
-    if (d->d.delayed) hpmlc_buffers_copy(d, d->now, false);
-    for (int64_t k = 0; k < d->buffer_total; k++) {
-        float mean = (float)(d->stats[HPMLC_STATS + k] / d->stats[HPMLC_SAMPLES]);
-        d->now[k]  = d->d.delayed ? d->now[k] + mean : mean;
-    }
-    hpmlc_buffers_copy(d, d->now, true);
+    const double *s = d->stats.sum;
+    for (int64_t k = 0; k < d->layout.buffer_total; k++)
+        d->stats.buffers[k] = (float)(s[HPMLC_STATS + k] / s[HPMLC_SAMPLES]);
+    hpmlc_buffers_set(d, d->stats.buffers);
 }
 
-HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d)
+/* Starts what remains of a step's exchange: buckets, and behind them the statistics with `buffers`. */
+HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 {
     double      start  = hpml_comm_now(d->c);
-    hpml_status status = d->pair ? HPML_OK : hpmlc_buckets_post(d);
-    if (status == HPML_OK) status = hpmlc_stats_post(d);
-    if (d->direct) hpmlc_dist_waited(d, start);
+    hpml_status status = hpmlc_buckets_post(d);
+    if (status == HPML_OK) {
+        hpmlc_stats_fill(d, buffers);
+        status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
+        if (status == HPML_OK) status = d->stats.task.status; /* if it was done at once */
+    }
+    if (!d->background) hpmlc_dist_waited(d, start);
     return status;
 }
 
-HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
+/* Forward and backward pass of a micro-batch, its gradient scaled such that the mean over ranks is the mean over the
+   global batch. Clears the step's counts before the first micro-batch of an update. */
+HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
-    hpml_distributed *d     = (hpml_distributed *)user;
-    double            start = hpml_comm_now(d->c), share = (double)samples * d->c->size / (double)d->d.global_batch;
-    float             scale = (float)((d->d.sum ? 1 : share) / d->accumulate);
-    hpml_status       status = HPML_OK;
-    bool              last = d->micro + 1 == d->accumulate;
-    d->c->step = hpml_trainer_step_count(t) + 1;
-    /* What the last step left under way: behind it stands the loss that the host will wait for without a deadline. The
-       device does its update meanwhile. */
-    if (d->link && d->link->check(d->link->user) != HPML_OK) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
+    double start = hpml_comm_now(d->c);
+    double share = (double)samples * d->c->size / (double)d->d.global_batch;
+    float  scale = (float)((d->d.sum ? 1 : share) / d->accumulate);
     if (d->micro == 0) {
-        d->samples = d->loss_sum = 0, d->posted = 0;
-        for (int i = 0; i < d->buckets; i++) d->bucket[i].ready = 0;
-        if (d->d.delayed) hpmlc_buffers_copy(d, d->before, false);
+        d->stats.samples  = 0;
+        d->stats.loss     = 0;
+        d->buckets.posted = 0;
+        for (int i = 0; i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
     }
     *loss = 0;
-    status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
-    d->samples += (double)samples;
-    d->loss_sum += (double)*loss * (double)samples;
-    if (d->trial) *loss = 0; /* the trainer need not look for a NaN */
-    d->r.compute_s += hpml_comm_now(d->c) - start;
+    hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, d->micro > 0, loss);
+    d->stats.samples += (double)samples;
+    d->stats.loss += (double)*loss * (double)samples;
+    if (d->trial.on) *loss = 0; /* because the trainer would refuse a NaN */
+    d->report.r.compute_s += hpml_comm_now(d->c) - start;
     d->micro++;
-    if (status != HPML_OK) return hpmlc_failed(d->c), status;
-    return last && !d->d.delayed ? hpmlc_dist_post(d) : HPML_OK;
+    if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
+    return status;
 }
 
-/* Waits for all buckets and the sum behind them; what has been waited for is not waited for again. */
-HPMLC_FN hpml_status hpmlc_dist_jobs(hpml_distributed *d)
-{
-    hpml_status status = HPML_OK;
-    for (int i = 0; i < d->buckets; i++) {
-        hpml_status s = d->bucket[i].job ? hpml_job_wait(d->bucket[i].job) : d->bucket[i].status;
-        d->bucket[i].job = NULL, d->bucket[i].status = HPML_OK;
-        if (s != HPML_OK && status == HPML_OK) status = s;
-    }
-    hpml_status s = d->stats_job ? hpml_job_wait(d->stats_job) : d->stats_status;
-    d->stats_job  = NULL, d->stats_status = HPML_OK;
-    return s != HPML_OK ? s : status;
-}
-
-/* hpml_exchange.bad of the first bucket that has one, with the number of the parameter instead of the tensor's. */
+/* hpml_exchange.bad of the first bucket that has one, with the index of the parameter instead of the tensor's. */
 HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
 {
-    for (int b = 0; b < d->buckets; b++) {
-        const hpml_exchange *x = d->bucket[b].now;
-        for (int i = 0; x && x->bad && i < d->params; i++)
+    for (int b = 0; b < d->buckets.count; b++) {
+        const hpml_exchange *x = d->buckets.item[b].now;
+        if (!x || !x->bad) continue;
+        for (int i = 0; i < d->layout.params; i++)
             if (hpmlc_param(d, i)->name == x->item[x->bad >> 20].g.name) return x->bad % (1 << 20) + ((int64_t)i << 20);
     }
     return 0;
 }
 
-/* bad: on all ranks the same; of a rank that is not known with 0 in the rank's place. */
+/* Names parameter and rank of a gradient that is NaN or infinite. bad: as hpmlc_dist_bad returns it, the same on all
+   ranks; with 0 in the rank's place the rank is not known. */
 HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, int64_t bad)
 {
     int  rank = (int)(bad % (1 << 20)) - 1;
     char whose[24] = "some rank";
-    if (status != HPML_ERR_NONFINITE || d->trial) return status;
+    if (status != HPML_ERR_NONFINITE || d->trial.on) return status;
     if (rank >= 0) snprintf(whose, sizeof whose, "rank %d", rank);
     return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: the gradient of \"%s\" is NaN or infinite on %s; lower "
                          "the learning rate or set clip_norm", d->c->rank, (long long)d->c->step,
                          hpmlc_param(d, (int)(bad >> 20))->name, whose);
 }
 
-/* What is left to do when gradients move by a link. */
-HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
-{
-    double      start = hpml_comm_now(d->c);
-    hpml_status status;
-    for (int i = 0; i < d->buckets; i++) d->ended[i] = d->bucket[i].now;
-    status = d->link->across ? hpmlc_shares_finish(d) : hpmlc_linked_finish(d->c, d->ended, d->buckets, d->looks);
-    int64_t bad = hpmlc_dist_bad(d);
-    if (status == HPML_OK && d->d.codec.kind != HPML_CODEC_NONE)
-        status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    hpmlc_dist_waited(d, start);
-    return hpmlc_dist_blame(d, status == HPML_OK && bad ? HPML_ERR_NONFINITE : status, bad);
-}
-
-HPMLC_FN hpml_status hpmlc_dist_settle(hpml_distributed *d)
-{
-    double      start = hpml_comm_now(d->c);
-    hpml_status status = hpmlc_dist_jobs(d), s = HPML_OK;
-    hpmlc_dist_waited(d, start);
-    if (hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d);
-    return status == HPML_OK ? s : s == HPML_OK ? hpmlc_dist_blame(d, status, hpmlc_dist_bad(d)) : status;
-}
-
+/* Waits for the tasks of a step and reads its statistics; names a gradient that is NaN or infinite. */
 HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 {
-    const hpml_device_link *l = d->link;
-    /* Who waits for a job that waits for the link has its deadline only here. */
-    if (l && l->across && l->check(l->user) != HPML_OK) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
-    hpml_status status = hpmlc_dist_settle(d);
-    if (status == HPML_OK) hpmlc_buffers_read(d);
-    return status == HPML_OK && d->link ? hpmlc_dist_linked(d) : status;
+    double      start  = hpml_comm_now(d->c);
+    hpml_status status = hpmlc_tasks_wait(d), stats = HPML_OK;
+    hpmlc_dist_waited(d, start);
+    if (hpml_ctx_status(d->ctx) == HPML_OK) stats = hpmlc_stats_read(d);
+    if (status == HPML_OK) return stats;
+    return stats == HPML_OK ? hpmlc_dist_blame(d, status, hpmlc_dist_bad(d)) : status;
 }
 
-/* Gradients were scaled for a full batch; a short one has fewer samples. */
-HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples, double full)
-{
-    if (d->d.sum || samples <= 0 || samples == full) return;
-    float *g = hpmlc_grads(d), scale = (float)(full / samples);
-    if (d->link) d->link->scale(d->link->user, d->first, d->span, scale, 1);
-    for (int64_t k = 0; !d->link && k < d->span; k++) g[k] *= scale;
-}
+/* Samples of a whole update on all ranks. */
+HPMLC_FN double hpmlc_whole_samples(const hpml_distributed *d) { return (double)d->d.global_batch * d->accumulate; }
 
-/* The next row begins here. */
+/* Begins the next row of hpml_distribute_steps. */
 HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
 {
-    d->row_r    = d->r;
-    d->row_time = hpml_comm_now(d->c);
-    hpml_comm_counters(d->c, &d->row_sent);
+    hpmlc_reporting *r = &d->report;
+    r->at_row   = r->r;
+    r->row_time = hpml_comm_now(d->c);
+    hpml_comm_counters(d->c, &r->row_sent);
 }
 
-/* Called when nothing is under way: counters wait for what is. bubble_s comes when the rows of all ranks are there. */
+/* Ends a row, when nothing is in flight, because hpml_comm_counters waits for jobs. bubble_s is computed when the rows
+   of all ranks are there. */
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
-    hpml_step_row *row = &d->row[d->rows++ % d->d.history];
-    hpml_counters  sent = d->row_sent;
-    double         then = d->row_time;
-    row->step = hpml_trainer_step_count(d->t) + 1, row->rank = d->c->rank;
-    row->compute_s = d->r.compute_s - d->row_r.compute_s;
-    row->exposed_s = d->r.exposed_s - d->row_r.exposed_s;
+    hpmlc_reporting *r    = &d->report;
+    hpml_step_row   *row  = &r->row[r->rows++ % d->d.history];
+    hpml_counters    sent = r->row_sent;
+    double           then = r->row_time;
+    row->step      = hpml_trainer_step_count(d->t) + 1;
+    row->rank      = d->c->rank;
+    row->compute_s = r->r.compute_s - r->at_row.compute_s;
+    row->exposed_s = r->r.exposed_s - r->at_row.exposed_s;
     hpmlc_steps_mark(d);
-    row->step_s    = d->row_time - then;
-    row->bytes     = (double)(d->row_sent.bytes - sent.bytes);
-    row->overlap_s = fmax(0, d->row_sent.seconds - sent.seconds - row->exposed_s);
+    row->step_s    = r->row_time - then;
+    row->bytes     = (double)(r->row_sent.bytes - sent.bytes);
+    row->overlap_s = fmax(0, r->row_sent.seconds - sent.seconds - row->exposed_s);
     HPMLC_ZERO(hpml_trace_event, e);
-    e.kind = HPML_TRACE_COUNTER, e.name = "bytes sent", e.start = d->row_time, e.value = row->bytes;
+    e.kind  = HPML_TRACE_COUNTER;
+    e.name  = "bytes sent";
+    e.start = r->row_time;
+    e.value = row->bytes;
     hpml_trace_add(d->ctx, &e);
 }
 
-/* Gradients under way and the trainer's change places. */
-HPMLC_FN void hpmlc_shadow_swap(hpml_distributed *d)
+/* Hook `run`. */
+HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
-    float *mine = hpmlc_grads(d), *other = d->shadow;
-    for (int64_t k = 0; k < d->span; k++) {
-        float g = mine[k];
-        mine[k] = other[k], other[k] = g;
+    hpml_distributed *d = (hpml_distributed *)user;
+    d->c->step = hpml_trainer_step_count(t) + 1;
+    return d->strategy->begin(d, samples, loss);
+}
+
+/* Hook `grad`. */
+HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, int param)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    return d->strategy->gradient(d, param);
+}
+
+/* Hook `update`. */
+HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    d->micro = 0;
+    return d->strategy->update(d);
+}
+
+/* Hook `data`. Ranks take their shares of a batch by position, hence all must have the same data in the same order:
+   shares that the program made would be divided once more. Times and bytes of this check are kept out of the report,
+   which is of steps. */
+HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
+{
+    hpml_distributed   *d = (hpml_distributed *)user;
+    hpmlc_reporting    *r = &d->report;
+    const hpml_counters before = d->c->counters;
+    const double        start = hpml_comm_now(d->c);
+    bool                is_same;
+    hpml_status status  = hpmlc_same(d->c, mark, &is_same);
+    int64_t     bytes   = d->c->counters.bytes - before.bytes;
+    double      seconds = d->c->counters.seconds - before.seconds;
+    r->at_reset.bytes += bytes;
+    r->row_sent.bytes += bytes;
+    r->at_reset.seconds += seconds;
+    r->row_sent.seconds += seconds;
+    r->began += hpml_comm_now(d->c) - start;
+    r->row_time += hpml_comm_now(d->c) - start;
+    if (status != HPML_OK || is_same) return status;
+    return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
+                      "other ranks'. Pass the same data set and settings on all ranks, because fit takes each rank's "
+                      "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
+}
+
+/* In f16 without a fixed loss scale gradients overflow now and then. */
+HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
+{
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    bool                f16 = b->activation_dtype && b->activation_dtype(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
+    return f16 && hpml_trainer_settings(t)->loss_scale == 0;
+}
+
+/* Does the model's batch hold this rank's share of the global one? grain: samples that stay on one rank. */
+HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc *d, int64_t batch, int64_t grain)
+{
+    int64_t grains = (d->global_batch + grain - 1) / grain;
+    int64_t most   = (grains + c->size - 1) / c->size * grain;
+    if (most <= batch && d->leaf <= batch) return HPML_OK;
+    return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
+                      "samples (leaves of %lld), the model's batch is %lld", (long long)d->global_batch, c->size,
+                      (long long)most, (long long)d->leaf, (long long)batch);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>state   one list of what a training carries from step to step
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Beside parameters and the optimizer's state, which the trainer saves, a training carries residuals of codecs,
+   velocity of top-k, Q of low rank, gradients in flight. A strategy lists these arrays in its function `state`; saving,
+   loading and clearing walk the list (>>resume). In the file an array is called KIND.COPY.TENSOR, e.g.
+   "residual.ranks.linear0.weight". */
+
+typedef enum hpmlc_scope {
+    HPMLC_RANK,  /* a copy of each rank (or leaf), which are summands: any number of ranks loads them, by adding */
+    HPMLC_NODE,  /* a copy of each node, of which each rank of the node has a part: loads on as many nodes */
+    HPMLC_SHARED /* one copy, of which each rank has a part, or which all ranks have */
+} hpmlc_scope;
+
+typedef struct hpmlc_state {
+    char        *name;
+    hpmlc_scope  scope;
+    float       *data;       /* (copies.count, floats) this rank's part; NULL: none */
+    const hpmlc_reach *reach; /* host access to data */
+    int64_t      count;      /* floats of a copy */
+    int64_t      at, floats; /* this rank's range of a copy */
+    hpmlc_copies copies;     /* in the file: `all` */
+    bool         is_mean;    /* the copies are shares of a mean: the fewer there are, the larger is each */
+    bool         is_same;    /* all ranks have all of it: rank 0 saves it */
+    bool        *present;    /* not NULL: it is not always there; this flag says if, for all arrays of the flag */
+    int64_t      offset;     /* where it begins in the floats that are saved */
+} hpmlc_state;
+
+struct hpmlc_states {
+    hpml_distributed *d;
+    hpmlc_state      *item;      /* (count) */
+    int               count, capacity;
+    bool              is_saving; /* the list is for saving; else it is for loading */
+    const char       *copy;      /* what a copy of scope RANK is one of: "ranks" */
+    bool             *present;   /* of the arrays that are added next */
+    hpmlc_reach       host;      /* of arrays on the host */
+};
+
+/* Adds an array of `count` floats a copy, of which this rank has no part yet; NULL: an error on the context. The item
+   stays where it is until the next is added. tensor: NULL: the array belongs to none. */
+HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, const char *kind, const char *copy,
+                                      const char *tensor, int64_t count)
+{
+    hpml_distributed *d      = list->d;
+    const char       *parts[] = { kind, copy, tensor };
+    size_t            length = 1;
+    if (list->count == list->capacity) {
+        int          capacity = list->capacity > 0 ? 2 * list->capacity : 64;
+        hpmlc_state *more = (hpmlc_state *)hpml_ctx_alloc(d->ctx, sizeof *more * (size_t)capacity, NULL);
+        if (!more) return NULL;
+        if (list->count > 0) memcpy(more, list->item, sizeof *more * (size_t)list->count);
+        hpml_ctx_release(d->ctx, list->item);
+        list->item     = more;
+        list->capacity = capacity;
+    }
+    for (int i = 0; i < 3; i++) length += parts[i] ? strlen(parts[i]) + 1 : 0;
+    char *name = (char *)hpml_ctx_alloc(d->ctx, length, NULL);
+    if (!name) return NULL;
+    for (int i = 0; i < 3; i++) {
+        size_t at = strlen(name);
+        if (parts[i]) snprintf(name + at, length - at, "%s%s", at > 0 ? "." : "", parts[i]);
+    }
+    hpmlc_state *it = &list->item[list->count++];
+    memset(it, 0, sizeof *it);
+    it->name         = name;
+    it->scope        = scope;
+    it->count        = count;
+    it->reach        = &list->host;
+    it->present      = list->present;
+    it->copies.count = 1;
+    it->copies.all   = 1;
+    return it;
+}
+
+/* Sets this rank's part of a copy: floats [at, at + floats), in the memory of an exchange. */
+HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *data, int64_t at, int64_t floats)
+{
+    it->reach  = &x->reach;
+    it->data   = data;
+    it->at     = at;
+    it->floats = floats;
+}
+
+/* Adds an array that all ranks have all of. */
+HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, const char *tensor, float *data,
+                                       int64_t count)
+{
+    hpmlc_state *it = hpmlc_state_add(list, HPMLC_SHARED, kind, NULL, tensor, count);
+    if (!it) return NULL;
+    it->is_same = true;
+    it->data    = data;
+    it->floats  = count;
+    return it;
+}
+
+/* Adds an array of which each contribution to the sum has a copy. */
+HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, const char *kind, const char *tensor,
+                                 float *data, int64_t count)
+{
+    hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, kind, list->copy, tensor, count);
+    if (!it) return;
+    it->copies  = list->d->copies;
+    it->is_mean = x->d.reduce == HPML_MEAN;
+    hpmlc_state_part(it, x, data, 0, count);
+}
+
+/* Adds what an exchange of the whole communicator carries for one tensor. */
+HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const hpmlc_item *it)
+{
+    const char *name = it->g.name;
+    int64_t     cols = it->g.cols, n = it->g.rows * cols;
+    if (it->residual) hpmlc_state_copies(list, x, "residual", name, it->residual, n);
+    if (x->d.method == HPML_METHOD_TOPK && it->p) hpmlc_state_copies(list, x, "velocity", name, it->p, n);
+    if (x->d.method == HPML_METHOD_LOWRANK && it->q) {
+        hpmlc_state *q = hpmlc_state_same(list, "lowrank", name, it->q, cols * hpmlc_lowrank_of(x, it));
+        if (q) q->reach = &x->reach;
+    } else if (it->stripe) {
+        hpmlc_state *sum = hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", name, n);
+        if (sum) hpmlc_state_part(sum, x, it->stripe, it->my_row * cols, it->my_rows * cols);
     }
 }
 
-/* Double buffering: the gradients of the step before, already added up, come in, this step's go out. */
-HPMLC_FN hpml_status hpmlc_dist_delay(hpml_distributed *d, double *samples, double *full)
+/* Adds what the exchanges of all buckets carry, tensors in the order of their names. */
+HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 {
-    hpmlc_buffers_back(d);
-    hpml_status status = d->under_way ? hpmlc_dist_wait(d) : HPML_OK;
+    for (int i = 0; i < d->layout.params; i++) {
+        int                  param = d->layout.by_name[i], b = d->layout.bucket_of[param];
+        const hpml_exchange *x     = b < 0 ? NULL : d->buckets.item[b].x;
+        const char          *name  = hpmlc_param(d, param)->name;
+        for (int k = 0; x && k < x->d.count; k++)
+            if (x->item[k].g.name == name) hpmlc_item_state(list, x, &x->item[k]);
+    }
+    return hpml_ctx_status(d->ctx) == HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-sync   synchronous steps, gradients exchanged on the host
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* In step t all ranks apply the mean of the gradients of step t: w_(t+1) = w_t - lr f(sum_r n_r g_r(w_t) / n). The
+   exchange of a bucket starts when its last gradient is final, behind the backward pass with .no_overlap or where no
+   background thread pays off. (Synchronous SGD: Das et al. 2016, "Distributed Deep Learning Using Synchronous SGD";
+   Goyal et al. 2017 for its learning rates.) A trainer on a device has its gradients copied to the host and back. */
+
+HPMLC_FN bool hpmlc_sync_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc HPMLC_UNUSED)
+{
+    return true; /* the last row */
+}
+
+HPMLC_FN hpml_status hpmlc_sync_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_distribute_desc *desc,
+                                      int64_t batch)
+{
+    return hpmlc_batch_legal(c, desc, batch, 1);
+}
+
+HPMLC_FN hpml_status hpmlc_sync_start(hpml_distributed *d, hpmlc_bucket *b)
+{
+    hpmlc_host_fetch(d, b->at, b->floats);
+    return hpmlc_host_start(d, b);
+}
+
+HPMLC_FN bool hpmlc_sync_open(hpml_distributed *d)
+{
+    hpmlc_background_choose(d);
+    if (!d->background) d->d.no_overlap = true;
+    d->start = hpmlc_sync_start;
+    if (!hpmlc_host_open(d)) return false;
+    return hpmlc_buckets_create(d, d->layout.host, d->background ? (int64_t)1 << 18 : INT64_MAX, hpmlc_host_bucket);
+}
+
+HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpml_status status = hpmlc_dist_pass(d, samples, loss);
+    if (status != HPML_OK || d->micro < d->accumulate) return status;
+    hpmlc_buffers_get(d, d->stats.buffers);
+    return hpmlc_dist_post(d, d->stats.buffers);
+}
+
+HPMLC_FN hpml_status hpmlc_sync_gradient(hpml_distributed *d, int param)
+{
+    return hpmlc_buckets_count(d, param) && !d->d.no_overlap ? hpmlc_buckets_post(d) : HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
+{
+    hpml_status status = hpmlc_dist_wait(d);
     if (status != HPML_OK) return status;
-    *samples = d->under_way ? d->stats[HPMLC_SAMPLES] : 0;
-    *full    = d->full;
-    d->full  = (double)d->d.global_batch * d->accumulate;
-    hpmlc_fetch(d, 0, d->span);
-    hpmlc_shadow_swap(d);
+    hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
-    d->under_way = !d->trial;
-    d->posted    = 0;
-    status = hpmlc_dist_post(d);
-    if (!d->trial || status != HPML_OK) return status;
-    status   = hpmlc_dist_wait(d);
-    *samples = d->stats[HPMLC_SAMPLES], *full = d->full;
-    hpmlc_shadow_swap(d);
-    return status;
+    d->report.r.steps++;
+    hpmlc_host_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
+    hpmlc_host_return(d);
+    return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
-HPMLC_FN void hpmlc_pair_step(void *into, const void *from, size_t bytes HPMLC_UNUSED)
+HPMLC_FN bool hpmlc_sync_state(hpml_distributed *d, hpmlc_states *list)
 {
-    hpml_distributed *d = (hpml_distributed *)into;
-    hpmlc_dist_waited(d, d->since);
-    d->stepped = hpml_trainer_update_sum(d->t, (const float *)from, d->scale);
-    d->since   = hpml_comm_now(d->c);
+    return hpmlc_buckets_state(d, list);
 }
 
-/* Two ranks that see each other's memory: the receive is the step. Instead of three passes that end with the sum in
-   place and a fourth that reads it, the optimizer reads both gradients, in the same order of additions as any
-   algorithm between two. Then none is written before both have been read. */
-HPMLC_FN hpml_status hpmlc_dist_pair(hpml_distributed *d, double scale)
+HPMLC_FN void hpmlc_sync_close(hpml_distributed *d)
 {
-    hpml_comm *c   = d->c;
-    int        tag = hpmlc_enter(c, "gradients", d->span, HPML_ELEMENT_F32, d->d.sum ? HPML_SUM : HPML_MEAN, NULL, -1);
-    size_t     bytes = (size_t)d->span * sizeof(float);
-    if (tag < 0) return hpml_ctx_status(d->ctx);
-    hpmlc_about(c, d->bucket[0].x, true, 0, d->span);
-    d->scale = (float)scale, d->since = c->since, d->stepped = HPML_OK;
-    hpml_status status = hpmlc_round(c, tag, !c->rank, (const char *)d->first, bytes, !c->rank, (char *)d, bytes,
-                                     hpmlc_pair_step);
-    hpmlc_dist_waited(d, d->since);
-    hpmlc_leave(c, status);
-    hpmlc_about(c, NULL, true, 0, 0);
-    hpmlc_steps_note(d);
-    d->r.steps++;
-    return status == HPML_OK ? d->stepped : status;
-}
-
-HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
-{
-    hpml_distributed *d = (hpml_distributed *)user;
-    double      samples = 0, full = (double)d->d.global_batch * d->accumulate;
-    hpml_status s = d->d.exact ? HPML_OK : d->d.delayed ? hpmlc_dist_delay(d, &samples, &full) : hpmlc_dist_wait(d);
-    d->micro = 0;
-    if (s != HPML_OK) return s;
-    if (!d->d.exact && !d->d.delayed) samples = d->stats[HPMLC_SAMPLES];
-    if (d->pair) return hpmlc_dist_pair(d, d->d.sum ? 1 : 0.5 * (full / samples));
-    if (!d->d.delayed) hpmlc_steps_note(d);
-    d->r.steps++;
-    if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
-    if (!d->d.exact) hpmlc_dist_rescale(d, samples, full);
-    if (d->mirror) d->reach.device->write(d->reach.at, d->first, d->mirror, (size_t)d->span * sizeof(float));
-    s = hpml_trainer_update_local(t, 0, d->params); /* whose norm somebody may wait for without a deadline */
-    return s == HPML_OK && d->link && d->clips ? d->link->check(d->link->user) : s;
+    hpmlc_buckets_close(d);
+    hpmlc_host_close(d);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>exact   the same bits for every number of ranks
+// >>strategy-delayed   double buffering: steps apply the gradients of the step before
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Leaf l of the global batch is samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the
-   same running statistics, and keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g|
-   of all leaves and ranks is m < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62.
-   Rounding a leaf loses less than 2^(e + k - 62), far below a float's last bit. Integers do not mind the order. */
+/* .delayed: w_(t+1) = w_t - lr f(g(w_(t-1))), so that the exchange of a step's gradients has the whole next step to
+   hide behind (double buffering of Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; a staleness of one step).
+   Two sets of gradients: the trainer's own, which the backward pass writes, and those in flight; an update swaps them.
+   The running statistics of batchnorm are treated alike: what travels is their change in the step, and it is added one
+   step late. A trial of the batch search applies each step's own gradients instead, because the delay would favour
+   small batches. */
+
+enum { HPMLC_DELAYED_SAMPLES, HPMLC_DELAYED_LOSS, HPMLC_DELAYED_WHOLE, HPMLC_DELAYED_HEAD };
+
+typedef struct hpmlc_delayed {
+    float *in_flight;    /* (span) gradients of the step before, laid out as the trainer's */
+    float *before;       /* (buffer_total) running statistics when the step began; then their change in the step */
+    float *change;       /* (buffer_total) mean change of the running statistics of the step before, by name */
+    float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of a whole step then */
+    double whole;        /* samples of a whole step, when what is in flight was computed */
+    bool   is_in_flight; /* false before the first step */
+    bool   is_complete;  /* its exchange is over: in_flight, change and head are set */
+    bool   is_loaded;    /* they are those of a checkpoint */
+} hpmlc_delayed;
+
+HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc)
+{
+    return desc->delayed;
+}
+
+HPMLC_FN hpml_status hpmlc_delayed_legal(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch)
+{
+    if (hpmlc_overflows(t, c->ctx))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: with delayed a gradient is applied in the step after "
+                          "its own, in f16 under another loss scale perhaps; take bf16 or a fixed loss_scale");
+    return hpmlc_batch_legal(c, desc, batch, 1);
+}
+
+HPMLC_FN bool hpmlc_delayed_open(hpml_distributed *d)
+{
+    hpmlc_delayed *own  = (hpmlc_delayed *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    const size_t   row  = sizeof(float) * (size_t)(d->layout.buffer_total + 1);
+    d->own = own;
+    if (!own) return false;
+    own->in_flight = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->layout.span * sizeof(float), NULL);
+    own->before    = (float *)hpml_ctx_alloc(d->ctx, row, NULL);
+    own->change    = (float *)hpml_ctx_alloc(d->ctx, row, NULL);
+    if (!own->change || !hpmlc_host_open(d)) return false;
+    hpmlc_background_choose(d);
+    d->start = hpmlc_host_start;
+    return hpmlc_buckets_create(d, own->in_flight, d->background ? (int64_t)1 << 18 : INT64_MAX, hpmlc_host_bucket);
+}
+
+HPMLC_FN hpml_status hpmlc_delayed_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_delayed *own = (hpmlc_delayed *)d->own;
+    if (d->micro == 0) hpmlc_buffers_get(d, own->before);
+    return hpmlc_dist_pass(d, samples, loss);
+}
+
+HPMLC_FN hpml_status hpmlc_delayed_gradient(hpml_distributed *d, int param)
+{
+    hpmlc_buckets_count(d, param);
+    return HPML_OK; /* it is sent when the update has swapped the gradients */
+}
+
+/* Completes the exchange in flight: its mean loss and mean change of the running statistics. */
+HPMLC_FN hpml_status hpmlc_delayed_complete(hpml_distributed *d)
+{
+    hpmlc_delayed *own = (hpmlc_delayed *)d->own;
+    const double  *s   = d->stats.sum;
+    if (own->is_loaded) {
+        d->report.r.loss    = (double)own->head[HPMLC_DELAYED_LOSS];
+        d->report.r.samples = (int64_t)own->head[HPMLC_DELAYED_SAMPLES];
+        own->whole          = (double)own->head[HPMLC_DELAYED_WHOLE];
+        own->is_loaded      = false;
+        own->is_complete    = true;
+    }
+    if (own->is_complete) return HPML_OK;
+    hpml_status status = hpmlc_dist_wait(d);
+    if (status != HPML_OK) return status;
+    for (int64_t k = 0; k < d->layout.buffer_total; k++)
+        own->change[k] = (float)(s[HPMLC_STATS + k] / s[HPMLC_SAMPLES]);
+    own->head[HPMLC_DELAYED_SAMPLES] = (float)s[HPMLC_SAMPLES];
+    own->head[HPMLC_DELAYED_LOSS]    = (float)(s[HPMLC_LOSS] / s[HPMLC_SAMPLES]);
+    own->head[HPMLC_DELAYED_WHOLE]   = (float)own->whole;
+    own->is_complete = true;
+    return HPML_OK;
+}
+
+/* Takes the change of the running statistics back, and keeps it in own->before. */
+HPMLC_FN void hpmlc_delayed_undo(hpml_distributed *d)
+{
+    hpmlc_delayed *own = (hpmlc_delayed *)d->own;
+    float         *now = d->stats.buffers;
+    hpmlc_buffers_get(d, now);
+    hpmlc_buffers_set(d, own->before);
+    for (int64_t k = 0; k < d->layout.buffer_total; k++) own->before[k] = now[k] - own->before[k];
+}
+
+/* Adds the mean change of the step before to the running statistics. */
+HPMLC_FN void hpmlc_delayed_redo(hpml_distributed *d)
+{
+    const hpmlc_delayed *own = (const hpmlc_delayed *)d->own;
+    float               *now = d->stats.buffers;
+    hpmlc_buffers_get(d, now);
+    for (int64_t k = 0; k < d->layout.buffer_total; k++) now[k] += own->change[k];
+    hpmlc_buffers_set(d, now);
+}
+
+/* Exchanges the trainer's gradients for those in flight. */
+HPMLC_FN void hpmlc_delayed_swap(hpml_distributed *d)
+{
+    hpmlc_delayed *own  = (hpmlc_delayed *)d->own;
+    float         *mine = d->layout.host, *other = own->in_flight;
+    for (int64_t k = 0; k < d->layout.span; k++) {
+        float g  = mine[k];
+        mine[k]  = other[k];
+        other[k] = g;
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
+{
+    hpmlc_delayed *own     = (hpmlc_delayed *)d->own;
+    hpml_status    status  = HPML_OK;
+    double         samples = 0, whole;
+    hpmlc_delayed_undo(d);
+    if (own->is_in_flight) {
+        status = hpmlc_delayed_complete(d);
+        if (status != HPML_OK) return status;
+        hpmlc_delayed_redo(d);
+        samples = (double)own->head[HPMLC_DELAYED_SAMPLES];
+    }
+    whole      = own->whole;
+    own->whole = hpmlc_whole_samples(d);
+    hpmlc_host_fetch(d, 0, d->layout.span);
+    hpmlc_delayed_swap(d);
+    hpmlc_steps_note(d);
+    own->is_in_flight = !d->trial.on;
+    own->is_complete  = false;
+    own->is_loaded    = false;
+    d->buckets.posted = 0;
+    status = hpmlc_dist_post(d, own->before);
+    if (d->trial.on && status == HPML_OK) {
+        status = hpmlc_delayed_complete(d);
+        if (status == HPML_OK) hpmlc_delayed_redo(d);
+        samples = d->stats.sum[HPMLC_SAMPLES];
+        whole   = own->whole;
+        hpmlc_delayed_swap(d);
+    }
+    if (status != HPML_OK) return status;
+    d->report.r.steps++;
+    if (samples <= 0) return HPML_OK; /* the first step has nothing to apply */
+    hpmlc_host_rescale(d, samples, whole);
+    hpmlc_host_return(d);
+    return hpml_trainer_apply(d->t, 0, d->layout.params);
+}
+
+/* Beside what exchanges carry: gradients and changes of running statistics in flight, the same on all ranks. */
+HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
+{
+    hpmlc_delayed *own   = (hpmlc_delayed *)d->own;
+    int64_t        moved = 0;
+    if (list->is_saving && own->is_in_flight && hpmlc_delayed_complete(d) != HPML_OK) return false;
+    if (!list->is_saving) {
+        own->is_in_flight = false;
+        own->is_loaded    = true;
+    }
+    if (!hpmlc_buckets_state(d, list)) return false;
+    list->present = &own->is_in_flight;
+    hpmlc_state_same(list, "delayed", "step", own->head, HPMLC_DELAYED_HEAD);
+    for (int i = 0; i < d->layout.params; i++) {
+        const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
+        int64_t            n = hpml_tensor_count(p);
+        if (p->grad) hpmlc_state_same(list, "delayed.gradient", p->name, own->in_flight + hpmlc_gradient_at(d, p), n);
+        if (!p->param->buffer) continue;
+        hpmlc_state_same(list, "delayed.change", p->name, own->change + moved, n);
+        moved += n;
+    }
+    list->present = NULL;
+    return hpml_ctx_status(d->ctx) == HPML_OK;
+}
+
+HPMLC_FN void hpmlc_delayed_close(hpml_distributed *d)
+{
+    hpmlc_delayed *own = (hpmlc_delayed *)d->own;
+    hpmlc_buckets_close(d);
+    hpmlc_host_close(d);
+    if (!own) return;
+    hpml_ctx_release(d->ctx, own->in_flight);
+    hpml_ctx_release(d->ctx, own->before);
+    hpml_ctx_release(d->ctx, own->change);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-exact   the same bits for every number of ranks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* .exact: floats do not add up to the same bits in every order, integers do. Leaf l of the global batch is samples
+   [l L, (l + 1) L). A rank computes its leaves one after another, each from the same running statistics, and keeps
+   their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all leaves and ranks is m <
+   2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62. Rounding a leaf to a 64-bit integer
+   loses less than 2^(e + k - 62), far below a float's last bit, and integers are added in any order (as in Demmel and
+   Nguyen 2013, "Fast Reproducible Floating-Point Summation"). Tensors that a codec packs go through an exchange with
+   one residual a leaf, whose sums are made in the order of the leaves. */
+
+typedef struct hpmlc_exact {
+    float   *leaf;    /* (copies.count, total) gradients, and changes of running statistics, of this rank's leaves */
+    int64_t *sum;     /* (total) of the rounded leaves */
+    float   *largest; /* (params) largest |g| of each tensor */
+    float   *before;  /* (buffer_total) running statistics that the step began with */
+    int64_t  total;   /* floats of a leaf */
+} hpmlc_exact;
+
+HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc) { return desc->exact; }
+
+HPMLC_FN hpml_status hpmlc_exact_legal(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch)
+{
+    if (desc->leaf == 0) desc->leaf = hpmlc_min(batch, 8);
+    hpml_status status = hpmlc_batch_legal(c, desc, batch, desc->leaf);
+    if (status != HPML_OK) return status;
+    /* leaves are computed one by one, hence no part of the batch knows another */
+    bool is_split = hpml_trainer_settings(t)->accumulate > 1 || desc->sync_batchnorm;
+    if (desc->sum || desc->warm_steps || desc->method != HPML_METHOD_CODEC || is_split)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
+                          "step; not with sum, warm_steps, top-k, low rank, accumulate or sync_batchnorm");
+    if (hpmlc_overflows(t, c->ctx))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and integers "
+                          "cannot carry an infinity; take bf16, a fixed loss_scale, or sums that are not exact");
+    if (!hpml_graph_batchable(hpml_trainer_graph(t)))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
+                          "cannot be computed apart");
+    return HPML_OK;
+}
 
 /* Floats of a leaf that parameter i has. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
@@ -6127,244 +6594,641 @@ HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
     return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
 }
 
-/* Tensors to a leaf's row of floats; notes each one's largest. Buffers: how far the leaf moved them, times samples. */
-HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
+/* Makes one exchange for the tensors that the codec packs, on the leaves. */
+HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
 {
-    const float *before = d->before;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = hpmlc_leaf_floats(d, i);
-        float       *x = hpmlc_open(&d->reach, p->grad ? p->grad : p->data, n);
-        if (p->grad) memcpy(row, x, (size_t)n * sizeof(float));
-        else {
-            for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)x[k] - (double)before[k]));
-            memcpy(x, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
-            hpmlc_close(&d->reach, p->data, n);
-            before += n;
-        }
-        for (const float *end = row + n; row < end; row++)
-            if (fabsf(*row) > d->largest[i] || *row != *row) d->largest[i] = fabsf(*row); /* a NaN stays */
-    }
-}
-
-HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, float *loss)
-{
-    float       part = 0;
-    hpml_status status = HPML_OK;
-    hpmlc_buffers_copy(d, d->before, false);
-    memset(d->leaf, 0, (size_t)(d->leaf_total * d->leaf_count) * sizeof(float));
-    memset(d->largest, 0, (size_t)d->params * sizeof(float));
-    for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
-        int64_t n = hpmlc_min(samples - at, d->d.leaf);
-        status    = hpml_trainer_run_local(d->t, at, n, (float)n, false, &part);
-        hpmlc_leaf_store(d, d->leaf + l * d->leaf_total, (double)n);
-        d->loss_sum += (double)part * (double)n;
-    }
-    d->samples = (double)samples;
-    *loss      = samples > 0 ? (float)(d->loss_sum / (double)samples) : 0;
-    return status;
-}
-
-HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
-{
-    int e = 0, k = hpmlc_log2((int)d->leaf_all) + 1;
-    if (!(largest > 0)) return 0;
-    frexp((double)largest, &e);
-    return ldexp(1, 62 - e - k);
-}
-
-/* Leaves, rounded to integers, into the sum of all ranks. */
-HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
-{
-    const hpml_algorithm a = d->d.algorithm;
-    int64_t              at = 0, used = 0;
-    memset(d->sum, 0, (size_t)d->leaf_total * sizeof *d->sum);
-    hpml_status          status = hpmlc_reduce_all(d->c, d->largest, d->params, HPML_ELEMENT_F32, HPML_MAX, a);
-    for (int i = 0; i < d->params && status == HPML_OK; i++) {
-        int64_t n = hpmlc_leaf_floats(d, i);
-        if (!(d->largest[i] - d->largest[i] == 0)) return hpmlc_dist_blame(d, HPML_ERR_NONFINITE, (int64_t)i << 20);
-        const double scale = hpmlc_exact_scale(d, d->largest[i]);
-        int64_t     *sum   = d->sum + used;
-        for (int64_t l = 0; l < d->leaf_count && d->bucket_of[i] < 0; l++) {
-            const float *row = d->leaf + l * d->leaf_total + at;
-            for (int64_t k = 0; k < n; k++) sum[k] += (int64_t)rint((double)row[k] * scale);
-        }
-        at += n, used += d->bucket_of[i] < 0 ? n : 0;
-    }
-    if (status != HPML_OK) return status;
-    d->c->about.first = hpmlc_param(d, 0)->name, d->c->about.last = hpmlc_param(d, d->params - 1)->name;
-    status = hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a);
-    hpmlc_about(d->c, NULL, true, 0, 0);
-    return status;
-}
-
-/* Integers back to gradients and buffers; packed tensors come from leaf 0, where the exchange has left their sum. */
-HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
-{
-    const int64_t *sum = d->sum;
-    int64_t        at  = 0;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = hpmlc_leaf_floats(d, i);
-        double       scale = hpmlc_exact_scale(d, d->largest[i]), back = scale > 0 ? 1 / scale : 0;
-        bool         packed = d->bucket_of[i] >= 0;
-        float       *to = p->grad ? p->grad : p->data, *x = hpmlc_open(&d->reach, to, n);
-        for (int64_t k = 0; k < n; k++) {
-            double mean = (packed ? (double)d->leaf[at + k] : (double)*sum++ * back) / samples;
-            x[k] = p->grad ? (float)mean : (float)((double)x[k] + mean);
-        }
-        hpmlc_close(&d->reach, to, n);
-        at += n;
-    }
-}
-
-HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
-{
-    hpml_distributed *d     = (hpml_distributed *)user;
-    double            start = hpml_comm_now(d->c);
-    d->c->step  = hpml_trainer_step_count(t) + 1;
-    d->loss_sum = 0;
-    hpml_status status = hpmlc_exact_leaves(d, samples, loss);
-    d->r.compute_s += hpml_comm_now(d->c) - start;
-    if (status != HPML_OK) return hpmlc_failed(d->c), status;
-    start = hpml_comm_now(d->c);
-    hpmlc_stats_fill(d);
-    status = hpmlc_reduce_all(d->c, d->stats, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
-    if (status == HPML_OK) status = hpmlc_stats_read(d);
-    if (status == HPML_OK && d->buckets > 0) {
-        status = hpml_exchange_run(d->bucket[0].x);
-        if (status == HPML_ERR_NONFINITE) return hpmlc_dist_blame(d, status, hpmlc_dist_bad(d));
-    }
-    if (status == HPML_OK) status = hpmlc_exact_sum(d);
-    if (status == HPML_OK) hpmlc_exact_apply(d, d->stats[HPMLC_SAMPLES]);
-    hpmlc_dist_waited(d, start);
-    return status;
-}
-
-/* Memory for leaves, and one exchange for the tensors that a codec packs. */
-HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
-{
+    const hpmlc_exact *own = (const hpmlc_exact *)d->own;
     hpml_exchange_desc e;
     int64_t            at = 0;
-    int                p = d->c->size;
-    hpml_gradient     *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
-    d->leaf_all   = (d->d.global_batch + d->d.leaf - 1) / d->d.leaf;
-    d->leaf_first = hpml_block(d->leaf_all, p, d->c->rank);
-    d->leaf_count = hpml_block(d->leaf_all, p, d->c->rank + 1) - d->leaf_first;
-    d->leaf_total = d->grad_total + d->buffer_total;
-    d->leaf    = (float *)hpml_ctx_alloc(d->ctx, (size_t)(d->leaf_total * d->leaf_count + 1) * sizeof(float), NULL);
-    d->sum     = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)d->leaf_total * sizeof(int64_t), NULL);
-    d->largest = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->params * sizeof(float), NULL);
-    d->bucket  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket, NULL);
-    if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
-    hpmlc_exchange_settings(d, false, &e);
-    for (int i = 0; i < d->params; i++) {
+    int                params = d->layout.params;
+    hpml_gradient     *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)params, NULL);
+    if (!g) return false;
+    hpmlc_exchange_settings(d, &e);
+    for (int i = 0; i < params; i++) {
         hpml_tensor *t = hpmlc_param(d, i);
         hpml_packing pack;
-        d->bucket_of[i] = -1;
-        hpmlc_gradient_of(t, d->leaf + at, &g[e.count]);
-        hpml_status good = hpml_packing_init(&pack, &d->d.codec, g[e.count].rows, g[e.count].cols);
-        if (t->grad && good == HPML_OK && !pack.codec->linear) d->bucket_of[i] = 0, e.count++;
+        hpmlc_gradient_of(t, own->leaf + at, &g[e.count]);
+        hpml_status status = hpml_packing_init(&pack, &d->d.codec, g[e.count].rows, g[e.count].cols);
         at += hpmlc_leaf_floats(d, i);
+        if (!t->grad || status != HPML_OK || pack.codec->linear) continue;
+        d->layout.bucket_of[i] = 0;
+        e.count++;
     }
+    if (e.count > 0 && d->copies.count == 0)
+        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: %lld leaves for %d ranks leave this one without; "
+                          "lower .leaf or the number of ranks", (long long)d->copies.all, d->c->size), false;
     if (e.count > 0) {
-        e.tensors = g, e.reduce = HPML_SUM, e.padded = false;
-        e.leaves = (int32_t)d->leaf_count, e.leaf_step = d->leaf_total;
-        if (d->leaf_count == 0)
-            return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: %lld leaves for %d ranks leave this one "
-                              "without; lower .leaf or the number of ranks", (long long)d->leaf_all, p), false;
-        d->bucket[0].x = d->bucket[0].now = hpml_exchange_create(d->c, &e);
-        d->buckets     = 1;
+        hpmlc_bucket *b = &d->buckets.item[d->buckets.count++];
+        e.tensors   = g;
+        e.reduce    = HPML_SUM;
+        e.padded    = false;
+        e.leaves    = (int32_t)d->copies.count;
+        e.leaf_step = own->total;
+        b->x        = hpml_exchange_create(d->c, &e);
+        b->now      = b->x;
     }
     hpml_ctx_release(d->ctx, g);
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>attach   attaching to a trainer, reports
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* The same model on all ranks, and everybody starts from rank 0's. */
-HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
+HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
 {
-    int64_t shape[4];
-    shape[0] = hpml_param_total(d->ctx), shape[1] = -shape[0], shape[2] = d->params, shape[3] = -shape[2];
-    hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
-        return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, "
-                          "others up to %lld in %lld; record the same model on all ranks",
-                          (long long)hpml_param_total(d->ctx), d->params, (long long)shape[0], (long long)shape[2]);
-    for (int i = 0; i < d->params && status == HPML_OK; i++) {
+    hpmlc_exact        *own    = (hpmlc_exact *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    hpmlc_layout       *l      = &d->layout;
+    hpmlc_copies       *leaves = &d->copies;
+    const int           p      = d->c->size;
+    d->own = own;
+    if (!own) return false;
+    leaves->all   = (d->d.global_batch + d->d.leaf - 1) / d->d.leaf;
+    leaves->first = hpml_block(leaves->all, p, d->c->rank);
+    leaves->count = hpml_block(leaves->all, p, d->c->rank + 1) - leaves->first;
+    own->total    = l->grad_total + l->buffer_total;
+    l->grain      = d->d.leaf;
+    own->leaf     = (float *)hpml_ctx_alloc(d->ctx, (size_t)(own->total * leaves->count + 1) * sizeof(float), NULL);
+    own->sum      = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)own->total * sizeof(int64_t), NULL);
+    own->largest  = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->params * sizeof(float), NULL);
+    own->before   = (float *)hpml_ctx_alloc(d->ctx, (size_t)(l->buffer_total + 1) * sizeof(float), NULL);
+    d->buckets.item = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->buckets.item, NULL);
+    return hpml_ctx_status(d->ctx) == HPML_OK && hpmlc_exact_exchange(d);
+}
+
+/* Copies the tensors to a leaf's row of floats and notes each one's largest. Running statistics: how far the leaf moved
+   them, times samples. */
+HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
+{
+    const hpmlc_exact *own    = (const hpmlc_exact *)d->own;
+    const hpmlc_reach *reach  = &d->layout.reach;
+    const float       *before = own->before;
+    for (int i = 0; i < d->layout.params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = hpml_tensor_count(p);
-        status = hpml_broadcast(d->c, hpmlc_open(&d->reach, p->data, n), (size_t)n * sizeof(float), 0);
-        if (status == HPML_OK) hpmlc_close(&d->reach, p->data, n);
+        int64_t      n = hpmlc_leaf_floats(d, i);
+        float       *x = hpmlc_open(reach, p->grad ? p->grad : p->data, n);
+        if (p->grad) memcpy(row, x, (size_t)n * sizeof(float));
+        else {
+            for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)x[k] - (double)before[k]));
+            memcpy(x, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
+            hpmlc_close(reach, p->data, n);
+            before += n;
+        }
+        for (const float *end = row + n; row < end; row++) {
+            bool is_nan = *row != *row; /* which no later value replaces */
+            if (fabsf(*row) > own->largest[i] || is_nan) own->largest[i] = fabsf(*row);
+        }
     }
+}
+
+HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_exact *own = (hpmlc_exact *)d->own;
+    float        part = 0;
+    hpml_status  status = HPML_OK;
+    hpmlc_buffers_get(d, own->before);
+    memset(own->leaf, 0, (size_t)(own->total * d->copies.count) * sizeof(float));
+    memset(own->largest, 0, (size_t)d->layout.params * sizeof(float));
+    d->stats.loss = 0;
+    for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
+        int64_t n = hpmlc_min(samples - at, d->d.leaf);
+        status    = hpml_trainer_forward_backward(d->t, at, n, (float)n, false, &part);
+        hpmlc_leaf_store(d, own->leaf + l * own->total, (double)n);
+        d->stats.loss += (double)part * (double)n;
+    }
+    d->stats.samples = (double)samples;
+    *loss            = samples > 0 ? (float)(d->stats.loss / (double)samples) : 0;
     return status;
 }
 
-HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
+HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
 {
-    if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
-        d->history < 0)
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative");
-    if (hpml_trainer_settings(t)->input->ctx != c->ctx)
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
-                          "hpml_comm_ctx(comm)");
-    if (d->global_batch == 0) d->global_batch = c->size * batch;
-    if (d->leaf == 0) d->leaf = hpmlc_min(batch, 8);
-    if (d->history == 0) d->history = 64;
-    int64_t grain = d->exact ? d->leaf : 1, grains = (d->global_batch + grain - 1) / grain;
-    int64_t most  = (grains + c->size - 1) / c->size * grain;
-    if (most > batch || d->leaf > batch)
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
-                          "samples (leaves of %lld), the model's batch is %lld", (long long)d->global_batch, c->size,
-                          (long long)most, (long long)d->leaf, (long long)batch);
-    bool several = hpml_trainer_settings(t)->accumulate > 1 || d->sync_batchnorm; /* leaves come one by one */
-    if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || several))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
-                          "step; not with sum, delayed, warm_steps, top-k, low rank, accumulate or sync_batchnorm");
-    bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
-    if ((d->exact || lossy) && hpmlc_overflows(t, c->ctx))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "
-                          "them cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
-    if (d->delayed && hpmlc_overflows(t, c->ctx))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: with delayed a gradient is applied in the step after "
-                          "its own, in f16 under another loss scale perhaps; take bf16 or a fixed loss_scale");
-    if (d->exact && !hpml_graph_batchable(hpml_trainer_graph(t)))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
-                          "cannot be computed apart");
+    int e = 0, k = hpmlc_log2((int)d->copies.all) + 1;
+    if (!(largest > 0)) return 0;
+    frexp((double)largest, &e);
+    return ldexp(1, 62 - e - k);
+}
+
+/* Rounds this rank's leaves to integers and adds up those of all ranks. */
+HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
+{
+    const hpmlc_exact   *own = (const hpmlc_exact *)d->own;
+    const hpml_algorithm a = d->d.algorithm;
+    const int            params = d->layout.params;
+    int64_t              at = 0, used = 0;
+    memset(own->sum, 0, (size_t)own->total * sizeof *own->sum);
+    hpml_status status = hpmlc_reduce_all(d->c, own->largest, params, HPML_ELEMENT_F32, HPML_MAX, a);
+    for (int i = 0; i < params && status == HPML_OK; i++) {
+        int64_t n = hpmlc_leaf_floats(d, i);
+        bool    is_packed = d->layout.bucket_of[i] >= 0;
+        if (!(own->largest[i] - own->largest[i] == 0)) return hpmlc_dist_blame(d, HPML_ERR_NONFINITE, (int64_t)i << 20);
+        const double scale = hpmlc_exact_scale(d, own->largest[i]);
+        int64_t     *sum   = own->sum + used;
+        for (int64_t l = 0; l < d->copies.count && !is_packed; l++) {
+            const float *row = own->leaf + l * own->total + at;
+            for (int64_t k = 0; k < n; k++) sum[k] += (int64_t)rint((double)row[k] * scale);
+        }
+        at += n;
+        if (!is_packed) used += n;
+    }
+    if (status != HPML_OK) return status;
+    d->c->about.first = hpmlc_param(d, 0)->name;
+    d->c->about.last  = hpmlc_param(d, params - 1)->name;
+    status = hpmlc_reduce_all(d->c, own->sum, used, HPML_ELEMENT_I64, HPML_SUM, a);
+    hpmlc_about(d->c, NULL, true, 0, 0);
+    return status;
+}
+
+/* Converts the integers back to gradients and running statistics. The sums of packed tensors are in leaf 0, where the
+   exchange has left them. */
+HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
+{
+    const hpmlc_exact *own = (const hpmlc_exact *)d->own;
+    const hpmlc_reach *reach = &d->layout.reach;
+    const int64_t     *sum = own->sum;
+    int64_t            at  = 0;
+    for (int i = 0; i < d->layout.params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        int64_t      n = hpmlc_leaf_floats(d, i);
+        double       scale = hpmlc_exact_scale(d, own->largest[i]), inverse = scale > 0 ? 1 / scale : 0;
+        bool         is_packed = d->layout.bucket_of[i] >= 0;
+        float       *to = p->grad ? p->grad : p->data, *x = hpmlc_open(reach, to, n);
+        for (int64_t k = 0; k < n; k++) {
+            double total = is_packed ? (double)own->leaf[at + k] : (double)*sum++ * inverse;
+            double mean  = total / samples;
+            x[k] = p->grad ? (float)mean : (float)((double)x[k] + mean);
+        }
+        hpmlc_close(reach, to, n);
+        at += n;
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_exact_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    double      start  = hpml_comm_now(d->c);
+    hpml_status status = hpmlc_exact_leaves(d, samples, loss);
+    d->report.r.compute_s += hpml_comm_now(d->c) - start;
+    if (status != HPML_OK) {
+        hpmlc_failed(d->c); /* sends the error to the other ranks */
+        return status;
+    }
+    start = hpml_comm_now(d->c);
+    hpmlc_stats_fill(d, NULL);
+    status = hpmlc_reduce_all(d->c, d->stats.sum, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+    if (status == HPML_OK) status = hpmlc_stats_read(d);
+    if (status == HPML_OK && d->buckets.count > 0) {
+        status = hpml_exchange_run(d->buckets.item[0].x);
+        if (status == HPML_ERR_NONFINITE) return hpmlc_dist_blame(d, status, hpmlc_dist_bad(d));
+    }
+    if (status == HPML_OK) status = hpmlc_exact_sum(d);
+    if (status == HPML_OK) hpmlc_exact_apply(d, d->stats.sum[HPMLC_SAMPLES]);
+    hpmlc_dist_waited(d, start);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_exact_update(hpml_distributed *d)
+{
+    hpmlc_steps_note(d);
+    d->report.r.steps++;
+    return hpml_trainer_apply(d->t, 0, d->layout.params);
+}
+
+/* Residuals belong to leaves, not to ranks. */
+HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
+{
+    list->copy = "leaves";
+    return hpmlc_buckets_state(d, list);
+}
+
+HPMLC_FN void hpmlc_exact_close(hpml_distributed *d)
+{
+    hpmlc_exact *own = (hpmlc_exact *)d->own;
+    hpmlc_buckets_close(d);
+    if (!own) return;
+    hpml_ctx_release(d->ctx, own->leaf);
+    hpml_ctx_release(d->ctx, own->sum);
+    hpml_ctx_release(d->ctx, own->largest);
+    hpml_ctx_release(d->ctx, own->before);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-link   synchronous steps, gradients exchanged on devices
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* As strategy sync, but the gradients stay on the device: the communicator's link (hpml_device_link: NCCL) adds them up
+   on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin, _finish in >>stripes).
+   The host starts collectives and does not wait for them. It waits for the collectives of a step at the start of the
+   next one, because the link's wait has a deadline and the host's own wait for the loss has none. */
+
+typedef struct hpmlc_link {
+    const hpml_device_link *l;
+    hpml_exchange         **ended;      /* (buckets) the exchanges of this step */
+    bool                    is_checked; /* the trainer checks the gradients' norm before it uses them */
+    bool                    is_clipped; /* the trainer clips them */
+} hpmlc_link;
+
+HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
+{
+    const hpml_backend *b = hpml_ctx_backend(c->ctx);
+    bool packs = desc->codec.kind == HPML_CODEC_NONE || (b->encode && b->decode);
+    bool plain = desc->method == HPML_METHOD_CODEC && !desc->codec.custom;
+    return b != hpml_backend_cpu() && c->link.begin && plain && packs;
+}
+
+HPMLC_FN hpml_status hpmlc_link_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_distribute_desc *desc,
+                                      int64_t batch)
+{
+    return hpmlc_batch_legal(c, desc, batch, 1);
+}
+
+HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bucket *b)
+{
+    b->task.status = hpmlc_linked_begin(b->now);
     return HPML_OK;
 }
 
-/* May gradients stay on the device? The other strategies look at them on the host. */
-HPMLC_FN bool hpmlc_dist_linkable(hpml_distributed *d)
+HPMLC_FN bool hpmlc_link_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
-    const hpml_backend *b = hpml_ctx_backend(d->ctx);
-    d->clips = hpml_trainer_settings(d->t)->clip_norm > 0;
-    d->looks = (d->clips && !hpml_trainer_settings(d->t)->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
-    return d->c->link.begin && d->d.method == HPML_METHOD_CODEC && !d->d.codec.custom && !d->d.exact && !d->d.delayed &&
-           (d->d.codec.kind == HPML_CODEC_NONE || (b->encode && b->decode));
+    hpml_exchange_desc e;
+    hpmlc_exchange_settings(d, &e);
+    e.linked  = true;
+    e.count   = b->count;
+    e.tensors = g;
+    return hpmlc_bucket_exchanges(d, b, d->c, &e);
 }
 
-/* Ranks take their shares of a batch by position, so that all must have the same data in the same order: shares made by
-   hand would be divided once more. The report is of steps, and leaves this sum out. */
-HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
+HPMLC_FN bool hpmlc_link_attach(hpml_distributed *d, hpmlc_link *own)
 {
-    hpml_distributed   *d = (hpml_distributed *)user;
-    const hpml_counters before = d->c->counters;
-    const double        start = hpml_comm_now(d->c);
-    bool                same;
-    hpml_status status = hpmlc_same(d->c, mark, &same);
-    int64_t     bytes = d->c->counters.bytes - before.bytes;
-    double      seconds = d->c->counters.seconds - before.seconds;
-    d->at_reset.bytes += bytes, d->at_reset.seconds += seconds;
-    d->row_sent.bytes += bytes, d->row_sent.seconds += seconds;
-    d->began += hpml_comm_now(d->c) - start, d->row_time += hpml_comm_now(d->c) - start;
-    if (status != HPML_OK || same) return status;
-    return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
-                      "other ranks'. Pass the same data set and settings on all ranks, because fit takes each rank's "
-                      "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
+    const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
+    own->l          = &d->c->link;
+    own->is_clipped = t->clip_norm > 0;
+    own->is_checked = (own->is_clipped && !t->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
+    own->ended = (hpml_exchange **)hpml_ctx_alloc(d->ctx, sizeof *own->ended * (size_t)d->layout.params, NULL);
+    hpmlc_background_choose(d); /* for the statistics */
+    return own->ended != NULL;
+}
+
+#define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes; smaller collectives do not reach a link's rate */
+
+HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
+{
+    hpmlc_link *own = (hpmlc_link *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    d->own   = own;
+    d->start = hpmlc_link_start;
+    if (!own || !hpmlc_link_attach(d, own)) return false;
+    return hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_link_bucket);
+}
+
+/* Waits for the link's collectives until its deadline. */
+HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
+{
+    const hpml_device_link *l = ((const hpmlc_link *)d->own)->l;
+    if (l->check(l->user) == HPML_OK) return HPML_OK;
+    hpmlc_failed(d->c); /* sends the error to the other ranks */
+    return hpml_ctx_status(d->ctx);
+}
+
+HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpml_status status = hpmlc_link_check(d); /* of the previous step; the device makes its update meanwhile */
+    return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
+}
+
+HPMLC_FN hpml_status hpmlc_link_gradient(hpml_distributed *d, int param) { return hpmlc_sync_gradient(d, param); }
+
+/* Steps 3 to 5 of the packed exchanges, of all buckets together. */
+HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
+{
+    const hpmlc_link *own = (const hpmlc_link *)d->own;
+    for (int i = 0; i < d->buckets.count; i++) own->ended[i] = d->buckets.item[i].now;
+    return hpmlc_linked_finish(d->c, own->ended, d->buckets.count, own->is_checked);
+}
+
+/* The update of strategies by the link. finish: completes the exchange on the devices. */
+HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(hpml_distributed *d))
+{
+    const hpmlc_link *own    = (const hpmlc_link *)d->own;
+    hpml_status       status = hpmlc_dist_wait(d);
+    if (status != HPML_OK) return status;
+    hpmlc_buffers_average(d);
+    double start = hpml_comm_now(d->c);
+    status = finish(d);
+    int64_t bad = hpmlc_dist_bad(d);
+    if (status == HPML_OK && d->d.codec.kind != HPML_CODEC_NONE)
+        status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    hpmlc_dist_waited(d, start);
+    if (status == HPML_OK && bad) status = HPML_ERR_NONFINITE;
+    if (status != HPML_OK) return hpmlc_dist_blame(d, status, bad);
+    hpmlc_steps_note(d);
+    d->report.r.steps++;
+    float scale = hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
+    if (scale != 1) own->l->scale(own->l->user, d->layout.first, d->layout.span, scale, 1);
+    status = hpml_trainer_apply(d->t, 0, d->layout.params);
+    /* a clipped update waits for the norm on the device, where a wait has no deadline */
+    return status == HPML_OK && own->is_clipped ? own->l->check(own->l->user) : status;
+}
+
+HPMLC_FN hpml_status hpmlc_link_update(hpml_distributed *d) { return hpmlc_link_step(d, hpmlc_link_finish); }
+
+HPMLC_FN bool hpmlc_link_state(hpml_distributed *d, hpmlc_states *list)
+{
+    return (!list->is_saving || hpmlc_link_check(d) == HPML_OK) && hpmlc_buckets_state(d, list);
+}
+
+HPMLC_FN void hpmlc_link_close(hpml_distributed *d)
+{
+    hpmlc_link *own = (hpmlc_link *)d->own;
+    hpmlc_buckets_close(d);
+    if (own) hpml_ctx_release(d->ctx, own->ended);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-nodes   synchronous steps, a device link inside nodes, messages between them
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* As strategy link, where the link ends at the node. The p ranks of a node have a shard of each bucket each: devices
+   add up the node's gradients such that rank i has the sum of shard i (reduce-scatter), the host exchanges it with the
+   ranks that have shard i on the other nodes, and the devices share the result (all-gather). Only 1 / p of the
+   gradients leaves the node by each rank, and only these are packed by a codec (two-level all-reduce: Mikami et al.
+   2018, "Massively Distributed SGD"). Where a codec packs, shards end at ends of rows. */
+
+typedef struct hpmlc_shard {
+    hpmlc_bucket           *bucket;
+    const hpml_device_link *l;
+    int64_t                *cut;    /* (ranks of the node + 1) where the ranks' shards begin in the bucket, in floats */
+    float                  *data;   /* (floats) this rank's shard on the host */
+    int64_t                 at, floats; /* its range of the bucket */
+    int                     divide; /* by this number: ranks of the node for a mean, else 1 */
+} hpmlc_shard;
+
+typedef struct hpmlc_nodes {
+    hpmlc_link   link;
+    hpmlc_shard *shard;     /* (buckets) */
+    int          ranks;     /* of this node */
+    int          place;     /* this rank's, from 0 */
+    char         copy[32];  /* name of residuals in checkpoints */
+} hpmlc_nodes;
+
+HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
+{
+    return c->link.across && hpmlc_link_is_chosen(c, desc);
+}
+
+HPMLC_FN hpml_status hpmlc_nodes_legal(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch)
+{
+    return hpmlc_link_legal(t, c, desc, batch);
+}
+
+/* Exchanges a shard with the other nodes, when the node's sum of it is on the host. */
+HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
+{
+    hpmlc_shard *s      = (hpmlc_shard *)user;
+    hpml_status  status = s->l->landed(s->l->user, s->data);
+    if (status != HPML_OK) return hpmlc_fail(c, status, "the sum of this node's devices has not come to the host");
+    hpmlc_divide_f32(s->data, s->floats, (float)s->divide);
+    status = hpmlc_exchange_on(c, s->bucket->now);
+    return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* hpml_exchange.bad is sent to all ranks later */
+}
+
+/* Adds up a bucket inside the node, and has the shard exchanged in the background. Without a background thread
+   hpmlc_nodes_finish does it, because it waits for the device. */
+HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
+{
+    const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
+    hpmlc_shard       *s   = &own->shard[b - d->buckets.item];
+    b->task.status = s->l->share(s->l->user, d->layout.first + b->at, s->cut, s->data, false);
+    d->c->counters.bytes += (int64_t)sizeof(float) * (b->floats + (own->ranks - 2) * s->floats);
+    if (b->task.status != HPML_OK || !d->background) return HPML_OK;
+    b->task.status = hpmlc_task_start(d, &b->task, s->l->across, hpmlc_shard_exchange, s);
+    return HPML_OK;
+}
+
+/* Cuts a bucket into the shards of the node's ranks. */
+HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g, hpmlc_shard *s)
+{
+    const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
+    const int          p   = own->ranks;
+    s->bucket = b;
+    s->l      = own->link.l;
+    s->divide = d->d.sum ? 1 : p;
+    s->cut    = (int64_t *)hpml_ctx_alloc(d->ctx, sizeof *s->cut * (size_t)(p + 1), NULL);
+    if (!s->cut) return false;
+    for (int r = 1; r <= p; r++) {
+        s->cut[r] = hpml_block(b->floats, p, r);
+        for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
+            int64_t into = s->cut[r] - (g[i].data - d->layout.first - b->at); /* the tensor, in floats */
+            if (into > 0 && into < g[i].rows * g[i].cols) s->cut[r] -= into % g[i].cols;
+        }
+    }
+    s->at     = s->cut[own->place];
+    s->floats = s->cut[own->place + 1] - s->at;
+    s->data   = s->l->stage(s->l->user, s->floats + 1); /* + 1, because it may have none */
+    return s->data != NULL;
+}
+
+/* Makes the exchange of a shard: its parts of the tensors g for a codec, else all of it as one tensor. */
+HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
+{
+    const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
+    hpmlc_shard       *s   = &own->shard[b - d->buckets.item];
+    hpml_exchange_desc e;
+    if (!hpmlc_shard_cut(d, b, g, s)) return false;
+    hpml_gradient *part = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *part * (size_t)(b->count + 1), NULL);
+    if (!part) return false;
+    hpmlc_exchange_settings(d, &e);
+    e.padded  = false;
+    e.share   = true;
+    e.tensors = part;
+    for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
+        int64_t first = g[i].data - d->layout.first - b->at - s->at; /* where the tensor begins in the shard */
+        int64_t at = hpmlc_max(first, 0), end = hpmlc_min(first + g[i].rows * g[i].cols, s->floats);
+        if (at >= end) continue;
+        part[e.count]      = g[i];
+        part[e.count].data = s->data + at;
+        part[e.count].rows = (end - at) / g[i].cols;
+        e.count++;
+    }
+    if (e.count == 0) {
+        part->data = s->data;
+        part->rows = 1;
+        part->cols = s->floats + 1;
+        e.count    = 1;
+    }
+    bool good = hpmlc_bucket_exchanges(d, b, s->l->across, &e);
+    hpml_ctx_release(d->ctx, part);
+    return good;
+}
+
+HPMLC_FN bool hpmlc_nodes_open(hpml_distributed *d)
+{
+    hpmlc_nodes     *own = (hpmlc_nodes *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    const hpml_comm *c   = d->c;
+    d->own   = own;
+    d->start = hpmlc_nodes_start;
+    if (!own || !hpmlc_link_attach(d, &own->link)) return false;
+    own->ranks = c->size / own->link.l->across->size;
+    for (int r = 0; r < c->rank; r++) own->place += c->node[r] == c->node[c->rank];
+    snprintf(own->copy, sizeof own->copy, "nodes_of_%d", own->ranks);
+    own->shard = (hpmlc_shard *)hpml_ctx_alloc(d->ctx, sizeof *own->shard * (size_t)d->layout.params, NULL);
+    return own->shard && hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_nodes_bucket);
+}
+
+HPMLC_FN hpml_status hpmlc_nodes_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    return hpmlc_link_begin(d, samples, loss);
+}
+
+HPMLC_FN hpml_status hpmlc_nodes_gradient(hpml_distributed *d, int param) { return hpmlc_link_gradient(d, param); }
+
+/* Completes the exchange of the shards and gives each rank's result to all ranks of the node. */
+HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
+{
+    const hpmlc_nodes      *own = (const hpmlc_nodes *)d->own;
+    const hpml_device_link *l = own->link.l;
+    hpml_counters           sent;
+    hpml_status             status = HPML_OK;
+    for (int i = 0; i < d->buckets.count && status == HPML_OK; i++) {
+        hpmlc_shard *s = &own->shard[i];
+        if (!d->background) status = hpmlc_shard_exchange(l->across, s);
+        if (status == HPML_OK) status = l->share(l->user, d->layout.first + s->bucket->at, s->cut, s->data, true);
+    }
+    hpml_comm_counters(l->across, &sent);
+    hpml_comm_counters_reset(l->across);
+    hpmlc_counters_add(&d->c->counters, &sent);
+    return status == HPML_OK ? hpmlc_linked_wait(d->c, own->link.is_checked) : status;
+}
+
+HPMLC_FN hpml_status hpmlc_nodes_update(hpml_distributed *d)
+{
+    hpml_status status = hpmlc_link_check(d); /* now, because a job that waits for the link has no deadline */
+    return status == HPML_OK ? hpmlc_link_step(d, hpmlc_nodes_finish) : status;
+}
+
+/* Lists residuals of parameter p, which this rank has for the rows of its shard: a copy for each node, and the sum's,
+   which all ranks have together. */
+HPMLC_FN void hpmlc_nodes_param_state(hpml_distributed *d, hpmlc_states *list, const hpml_tensor *p)
+{
+    const hpmlc_nodes  *own = (const hpmlc_nodes *)d->own;
+    const hpml_comm    *across = own->link.l->across;
+    const hpmlc_shard  *s = &own->shard[d->layout.bucket_of[p->param->index]];
+    const hpml_exchange *x = s->bucket->x;
+    const hpmlc_item   *it = NULL;
+    hpml_gradient       whole;
+    hpml_packing        pack;
+    int64_t             at = 0, n = hpml_tensor_count(p);
+    hpmlc_gradient_of(hpml_param_at(d->ctx, p->param->index), NULL, &whole);
+    if (hpml_packing_init(&pack, &d->d.codec, whole.rows, whole.cols) != HPML_OK) return;
+    if (pack.codec->linear || pack.residual_count == 0) return;
+    for (int i = 0; i < x->d.count && !it; i++)
+        if (x->item[i].g.name == p->name && x->item[i].residual) it = &x->item[i];
+    if (it) at = s->bucket->at + s->at + (it->g.data - s->data) - hpmlc_gradient_at(d, p);
+    hpmlc_state *node = hpmlc_state_add(list, HPMLC_NODE, "residual", own->copy, p->name, n);
+    if (!node) return;
+    node->copies.first = across->rank;
+    node->copies.count = 1;
+    node->copies.all   = across->size;
+    if (it) hpmlc_state_part(node, x, it->residual, at, it->g.rows * it->g.cols);
+    hpmlc_state *sum = hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", p->name, n);
+    if (sum && it) hpmlc_state_part(sum, x, it->stripe, at + it->my_row * it->g.cols, it->my_rows * it->g.cols);
+}
+
+HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
+{
+    if (list->is_saving && hpmlc_link_check(d) != HPML_OK) return false;
+    for (int i = 0; i < d->layout.params; i++) {
+        const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
+        if (p->grad) hpmlc_nodes_param_state(d, list, p);
+    }
+    return hpml_ctx_status(d->ctx) == HPML_OK;
+}
+
+HPMLC_FN void hpmlc_nodes_close(hpml_distributed *d)
+{
+    hpmlc_nodes *own = (hpmlc_nodes *)d->own;
+    for (int i = 0; own && own->shard && i < d->buckets.count; i++) hpml_ctx_release(d->ctx, own->shard[i].cut);
+    if (own) hpml_ctx_release(d->ctx, own->shard);
+    hpmlc_link_close(d);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategies   the table of strategies; attaching one to a trainer
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef enum hpmlc_strategy_kind {
+    HPMLC_EXACT,
+    HPMLC_DELAYED,
+    HPMLC_NODES,
+    HPMLC_LINK,
+    HPMLC_SYNC, /* fits always, hence the last */
+    HPMLC_STRATEGIES
+} hpmlc_strategy_kind;
+
+/* In the order of the enum: a strategy that is asked for, else the first that fits. */
+static const hpmlc_strategy hpmlc_strategies[HPMLC_STRATEGIES] = {
+    { "exact", true, "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen, hpmlc_exact_legal,
+      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, hpmlc_exact_state, hpmlc_exact_close },
+    { "delayed", true, NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_legal, hpmlc_delayed_open,
+      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, hpmlc_delayed_state, hpmlc_delayed_close },
+    { "nodes", false, NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_legal, hpmlc_nodes_open, hpmlc_nodes_begin,
+      hpmlc_nodes_gradient, hpmlc_nodes_update, hpmlc_nodes_state, hpmlc_nodes_close },
+    { "link", false, NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_legal, hpmlc_link_open, hpmlc_link_begin,
+      hpmlc_link_gradient, hpmlc_link_update, hpmlc_link_state, hpmlc_link_close },
+    { "sync", false, NULL, NULL, hpmlc_sync_is_chosen, hpmlc_sync_legal, hpmlc_sync_open, hpmlc_sync_begin,
+      hpmlc_sync_gradient, hpmlc_sync_update, hpmlc_sync_state, hpmlc_sync_close },
+};
+
+/* Returns the row that the desc asks for, else the first that fits; NULL: an error, because two are asked for. */
+HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_distribute_desc *desc)
+{
+    const hpmlc_strategy *chosen = NULL;
+    for (const hpmlc_strategy *s = hpmlc_strategies; s < hpmlc_strategies + HPMLC_STRATEGIES; s++) {
+        if ((chosen && !s->is_asked_for) || !s->is_chosen(c, desc)) continue;
+        if (chosen && chosen->is_asked_for)
+            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: .%s and .%s exclude each other; set one of them",
+                              chosen->name, s->name), (const hpmlc_strategy *)NULL;
+        chosen = s;
+    }
+    return chosen;
+}
+
+/* Checks what holds for all strategies, fills in defaults, and returns the strategy; NULL: an error on the context. */
+HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
+{
+    hpml_status status = HPML_OK;
+    bool        is_lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
+    if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
+        d->history < 0)
+        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative");
+    else if (hpml_trainer_settings(t)->input->ctx != c->ctx)
+        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
+                            "hpml_comm_ctx(comm)");
+    else if (is_lossy && hpmlc_overflows(t, c->ctx))
+        status = hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and a codec "
+                            "cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
+    if (status != HPML_OK) return NULL;
+    if (d->global_batch == 0) d->global_batch = c->size * batch;
+    if (d->history == 0) d->history = 64;
+    const hpmlc_strategy *strategy = hpmlc_strategy_choose(c, d);
+    return strategy && strategy->legal(t, c, d, batch) == HPML_OK ? strategy : NULL;
+}
+
+/* Checks that all ranks have the same model, and gives them the parameters of rank 0. */
+HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
+{
+    const hpmlc_layout *l = &d->layout;
+    int64_t             shape[4], total = hpml_param_total(d->ctx);
+    shape[0] = total;
+    shape[1] = -total;
+    shape[2] = l->params;
+    shape[3] = -l->params;
+    hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
+        return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, "
+                          "others up to %lld in %lld; record the same model on all ranks", (long long)total, l->params,
+                          (long long)shape[0], (long long)shape[2]);
+    for (int i = 0; i < l->params && status == HPML_OK; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        int64_t      n = hpml_tensor_count(p);
+        status = hpml_broadcast(d->c, hpmlc_open(&l->reach, p->data, n), (size_t)n * sizeof(float), 0);
+        if (status == HPML_OK) hpmlc_close(&l->reach, p->data, n);
+    }
+    return status;
 }
 
 HPMLC_FN int hpmlc_name_order(const void *a, const void *b)
@@ -6372,42 +7236,58 @@ HPMLC_FN int hpmlc_name_order(const void *a, const void *b)
     return strcmp((*(hpml_tensor *const *)a)->name, (*(hpml_tensor *const *)b)->name);
 }
 
-/* Fills d->by_name. */
-HPMLC_FN bool hpmlc_dist_names(hpml_distributed *d)
+/* Fills layout.by_name. */
+HPMLC_FN bool hpmlc_layout_names(hpml_distributed *d)
 {
-    hpml_tensor **p = (hpml_tensor **)hpml_ctx_alloc(d->ctx, sizeof *p * (size_t)(d->params + 1), NULL);
-    for (int i = 0; p && i < d->params; i++) p[i] = hpmlc_param(d, i);
-    if (p && d->params > 0) qsort(p, (size_t)d->params, sizeof *p, hpmlc_name_order);
-    for (int i = 0; p && i < d->params; i++) d->by_name[i] = p[i]->param->index;
+    const int     params = d->layout.params;
+    hpml_tensor **p = (hpml_tensor **)hpml_ctx_alloc(d->ctx, sizeof *p * (size_t)(params + 1), NULL);
+    if (!p) return false;
+    for (int i = 0; i < params; i++) p[i] = hpmlc_param(d, i);
+    if (params > 0) qsort(p, (size_t)params, sizeof *p, hpmlc_name_order);
+    for (int i = 0; i < params; i++) d->layout.by_name[i] = p[i]->param->index;
     hpml_ctx_release(d->ctx, p);
-    return p != NULL;
+    return true;
 }
 
-HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
+HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
 {
-    hpml_ctx *ctx  = d->ctx;
-    int64_t   most = 1;
-    for (int i = 0; i < d->params; i++) {
+    hpml_ctx     *ctx  = d->ctx;
+    hpmlc_layout *l    = &d->layout;
+    int64_t       most = 1;
+    l->params    = hpml_param_count(ctx);
+    l->batch     = hpml_trainer_settings(d->t)->input->shape[0];
+    l->first     = hpml_trainer_gradients(d->t, &l->span);
+    l->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
+    l->by_name   = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
+    if (!l->bucket_of || !l->by_name || !hpmlc_layout_names(d)) return false;
+    for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
         most = hpmlc_max(most, n);
-        if (p->grad && !d->first) d->first = p->grad;
-        if (p->grad) d->span = p->grad - d->first + (n + 15) / 16 * 16, d->grad_total += n;
-        else if (p->param->buffer) d->buffer_total += n;
+        l->bucket_of[i] = -1;
+        if (p->grad) l->grad_total += n;
+        else if (p->param->buffer) l->buffer_total += n;
     }
-    bool   device = hpml_ctx_backend(ctx) != hpml_backend_cpu();
-    size_t span = (size_t)d->span * sizeof(float);
-    if (device && hpmlc_dist_linkable(d)) d->link = &d->c->link;
-    d->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
-    d->by_name   = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
-    d->stats     = (double *)hpml_ctx_alloc(ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
-    d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(2 * d->buffer_total + 1), NULL);
-    d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
-    if (d->d.delayed) d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL);
-    if (device && !d->link && !d->d.exact) d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL);
-    if (hpml_ctx_status(ctx) != HPML_OK || !hpmlc_dist_names(d)) return false;
-    d->now = d->before + d->buffer_total;
-    return !device || hpmlc_reach_create(&d->reach, ctx, most);
+    return hpml_ctx_backend(ctx) == hpml_backend_cpu() || hpmlc_reach_create(&l->reach, ctx, most);
+}
+
+HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
+{
+    if (!hpmlc_layout_open(d)) return false;
+    const size_t buffers = (size_t)d->layout.buffer_total;
+    d->stats.sum     = (double *)hpml_ctx_alloc(d->ctx, sizeof(double) * (HPMLC_STATS + buffers), NULL);
+    d->stats.buffers = (float *)hpml_ctx_alloc(d->ctx, sizeof(float) * (buffers + 1), NULL);
+    d->report.row    = (hpml_step_row *)hpml_ctx_alloc(d->ctx, sizeof *d->report.row * (size_t)d->d.history, NULL);
+    return d->report.row && hpmlc_dist_start(d) == HPML_OK && d->strategy->open(d);
+}
+
+HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
+{
+    void *const own[] = { d->own, d->stats.sum, d->stats.buffers, d->report.row, d->layout.bucket_of,
+                          d->layout.by_name, d->layout.reach.window };
+    d->strategy->close(d);
+    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) hpml_ctx_release(d->ctx, own[i]);
+    hpml_ctx_release(d->ctx, d);
 }
 
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
@@ -6415,63 +7295,106 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     HPMLC_ZERO(hpml_hooks, hooks);
     HPMLC_DESC(hpml_distribute_desc, settings, desc);
     if (hpmlc_failed(c) || !t) return NULL;
-    int64_t batch = hpml_trainer_settings(t)->input->shape[0];
-    if (hpmlc_dist_check(t, c, &settings, batch) != HPML_OK) return NULL;
-    hpml_trainer_set_hooks(t, NULL); /* gradients are this trainer's from here on */
+    const hpmlc_strategy *s = hpmlc_dist_check(t, c, &settings, hpml_trainer_settings(t)->input->shape[0]);
+    if (!s) return NULL;
+    hpml_trainer_set_hooks(t, NULL); /* and the gradients of the parameters are this trainer's */
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
-    d->t = t, d->c = c, d->ctx = c->ctx, d->d = settings, d->params = hpml_param_count(c->ctx), d->batch = batch;
-    d->leaf_all = c->size, d->leaf_first = c->rank, d->leaf_count = 1;
-    d->accumulate = hpml_trainer_settings(t)->accumulate;
-    if (!hpmlc_dist_memory(d) || hpmlc_dist_start(d) != HPML_OK) return NULL;
-    if (!(settings.exact ? hpmlc_exact_create(d) : hpmlc_buckets_create(d))) return NULL;
+    d->t            = t;
+    d->c            = c;
+    d->ctx          = c->ctx;
+    d->d            = settings;
+    d->strategy     = s;
+    d->accumulate   = hpml_trainer_settings(t)->accumulate;
+    d->copies.first = c->rank;
+    d->copies.count = 1;
+    d->copies.all   = c->size;
+    if (!hpmlc_dist_open(d)) {
+        hpmlc_dist_close(d);
+        return NULL;
+    }
     hooks.user   = d;
-    hooks.run    = settings.exact ? hpmlc_exact_run : hpmlc_dist_run;
-    hooks.grad   = settings.exact ? NULL : hpmlc_dist_grad;
+    hooks.run    = hpmlc_dist_run;
+    hooks.grad   = s->gradient ? hpmlc_dist_grad : NULL;
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
     hpml_trainer_set_hooks(t, &hooks);
-    hpml_trainer_set_shard(t, c->rank, c->size, settings.global_batch, settings.exact ? settings.leaf : 0);
+    hpml_trainer_set_shard(t, c->rank, c->size, d->d.global_batch, d->layout.grain);
     hpml_distribute_get(d, NULL, true);
-    d->r.loss = NAN; /* of no step yet */
+    d->report.r.loss = NAN; /* before the first step */
     return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
 }
+
+HPML_API void hpml_distribute_free(hpml_distributed *d)
+{
+    if (!d) return;
+    hpmlc_tasks_wait(d);
+    hpml_trainer_set_hooks(d->t, NULL);
+    hpml_trainer_set_shard(d->t, 0, 1, 0, 0);
+    hpmlc_dist_close(d);
+}
+
+HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t global_batch)
+{
+    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    int64_t most = d->c->size * d->layout.batch;
+    if (d->strategy->fixed_batch)
+        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: the global batch stays %lld, because %s",
+                          (long long)d->d.global_batch, d->strategy->fixed_batch);
+    if (global_batch < 1 || global_batch > most)
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld; the models' batches hold 1 to "
+                          "%lld", (long long)global_batch, (long long)most);
+    d->d.global_batch = global_batch;
+    return hpml_trainer_set_shard(d->t, d->c->rank, d->c->size, global_batch, 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>report   where the time of steps went
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A step's time is compute_s, exposed_s (waiting for the exchange) and the rest: data and update. Of the exchange's
+   time comm_s the part behind computation is hidden; efficiency is 1 - exposed_s / step_s. */
 
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
     hpml_counters now;
     if (!d) return;
+    hpmlc_reporting *r = &d->report;
     hpml_comm_counters(d->c, &now);
     if (out) {
-        double n = d->r.steps > 0 ? (double)d->r.steps : 1;
-        *out = d->r;
-        out->step_s      = (hpml_comm_now(d->c) - d->began) / n;
-        out->compute_s   = d->r.compute_s / n, out->exposed_s = d->r.exposed_s / n;
+        double n = r->r.steps > 0 ? (double)r->r.steps : 1;
+        *out = r->r;
+        out->step_s      = (hpml_comm_now(d->c) - r->began) / n;
+        out->compute_s   = r->r.compute_s / n;
+        out->exposed_s   = r->r.exposed_s / n;
         out->efficiency  = out->step_s > 0 ? 1 - out->exposed_s / out->step_s : 1;
-        out->comm_s      = (now.seconds - d->at_reset.seconds) / n;
+        out->comm_s      = (now.seconds - r->at_reset.seconds) / n;
         out->hidden      = out->comm_s > 0 ? fmax(0, 1 - out->exposed_s / out->comm_s) : 0;
-        out->bytes       = (double)(now.bytes - d->at_reset.bytes) / n;
-        out->plain_bytes = 8.0 * (double)d->grad_total * (d->c->size - 1) / d->c->size, out->buckets = d->buckets;
+        out->bytes       = (double)(now.bytes - r->at_reset.bytes) / n;
+        out->plain_bytes = 8.0 * (double)d->layout.grad_total * (d->c->size - 1) / d->c->size;
+        out->buckets     = d->buckets.count;
     }
     if (!reset) return;
-    double  loss    = d->r.loss;
-    int64_t samples = d->r.samples;
-    memset(&d->r, 0, sizeof d->r);
-    d->r.loss = loss, d->r.samples = samples;
+    double  loss    = r->r.loss;
+    int64_t samples = r->r.samples;
+    memset(&r->r, 0, sizeof r->r);
+    r->r.loss    = loss;
+    r->r.samples = samples;
     hpmlc_steps_mark(d);
-    d->began = d->row_time, d->at_reset = now;
+    r->began    = r->row_time;
+    r->at_reset = now;
 }
 
-/* Everybody's rows to everybody, rank by rank; then step by step. */
+/* Gathers the rows of all ranks, and sorts them by step, then rank. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
     int64_t p = d->c->size, size = (int64_t)sizeof *rows;
-    int64_t n = hpmlc_min(hpmlc_min(d->rows, d->d.history), capacity / p);
+    int64_t n = hpmlc_min(hpmlc_min(d->report.rows, d->d.history), capacity / p);
     hpml_step_row *all = (hpml_step_row *)hpml_ctx_alloc(d->ctx, (size_t)(n * p * size + 1), NULL);
     if (!all) return -1;
-    for (int64_t i = 0; i < n; i++) all[d->c->rank * n + i] = d->row[(d->rows - n + i) % d->d.history];
+    for (int64_t i = 0; i < n; i++) all[d->c->rank * n + i] = d->report.row[(d->report.rows - n + i) % d->d.history];
     hpml_status status = hpml_allgather(d->c, all, n * p * size, HPML_ELEMENT_BYTE);
     for (int64_t i = 0; i < n; i++) {
         double slowest = 0;
@@ -6501,14 +7424,19 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
                                "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s, ms * r->compute_s,
                                ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s, one * r->bytes);
         if (i == count) break;
-        sum.step_s += r->step_s, sum.compute_s += r->compute_s, sum.overlap_s += r->overlap_s;
-        sum.exposed_s += r->exposed_s, sum.bubble_s += r->bubble_s, sum.bytes += r->bytes;
+        sum.step_s += r->step_s;
+        sum.compute_s += r->compute_s;
+        sum.overlap_s += r->overlap_s;
+        sum.exposed_s += r->exposed_s;
+        sum.bubble_s += r->bubble_s;
+        sum.bytes += r->bytes;
     }
     return (int)at;
 }
 
-/* Waiting stays or shrinks when there is more to compute: batches 1 / efficiency - 1 times as large make it a half. */
-HPMLC_FN const char *hpmlc_low(double efficiency, char text[128])
+/* Text that warns of an efficiency below one half, else "". The time of waiting does not grow with the batch, hence
+   batches 1 / efficiency - 1 times as large bring the efficiency to one half. */
+HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
 {
     text[0] = 0;
     if (efficiency < 0.5)
@@ -6528,287 +7456,294 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
                     "efficiency %.0f %%%s",
                     d->c->size, d->c->t->name, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s, 1e3 * r.exposed_s,
                     1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1,
-                    100 * r.efficiency, hpmlc_low(r.efficiency, low));
+                    100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>carried   checkpoints of the whole job; the largest batch that does not hurt
+// >>resume   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef enum hpmlc_how { HPMLC_COUNT, HPMLC_SAVE, HPMLC_LOAD, HPMLC_ADD, HPMLC_CLEAR } hpmlc_how;
+/* Rank 0 writes the checkpoint. Each rank has its parts of the arrays of >>state in an array of all of them, zeros
+   where other ranks have theirs: the sum over ranks is exact. */
 
-/* n floats of an exchange's: to row[at] and on, or from there. Returns n, or 0 where there are none. */
-HPMLC_FN int64_t hpmlc_carry(const hpml_exchange *x, float *mine, int64_t n, float *row, int64_t at, hpmlc_how how)
+/* Makes the list of the strategy; false: an error on the context. */
+HPMLC_FN bool hpmlc_states_open(hpml_distributed *d, hpmlc_states *list, bool is_saving)
 {
-    if (!mine || how == HPMLC_COUNT) return mine ? n : 0;
-    float *host = hpmlc_open(&x->reach, mine, n);
-    for (int64_t i = 0; i < n; i++) {
-        if (how == HPMLC_SAVE) row[at + i] = host[i];
-        else host[i] = how == HPMLC_CLEAR ? 0 : how == HPMLC_ADD ? host[i] + row[at + i] : row[at + i];
-    }
-    if (how != HPMLC_SAVE) hpmlc_close(&x->reach, mine, n);
-    return n;
+    memset(list, 0, sizeof *list);
+    list->d         = d;
+    list->is_saving = is_saving;
+    list->copy      = "ranks";
+    return d->strategy->state(d, list);
 }
 
-/* What exchanges carry from step to step, tensors by name: a row of floats for contribution l (residuals, with TOPK the
-   velocity), and one, l < 0, that all ranks share (stripes' residuals, with LOWRANK Q, the same everywhere: rank 0
-   saves it). A share of a node's gradients is one rank's, stripe and all. Contributions are added when they are loaded,
-   for there may have been more of them. Returns the row's floats. */
-HPMLC_FN int64_t hpmlc_carried(const hpml_distributed *d, int64_t l, float *row, hpmlc_how how)
+HPMLC_FN void hpmlc_states_close(hpmlc_states *list)
+{
+    for (int i = 0; i < list->count; i++) hpml_ctx_release(list->d->ctx, list->item[i].name);
+    hpml_ctx_release(list->d->ctx, list->item);
+}
+
+HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present && !*it->present; }
+
+/* Copies this rank's part to rows: (copies.all, count). */
+HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
+{
+    for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
+        float       *data = it->data + l * it->floats;
+        const float *host = hpmlc_open(it->reach, data, it->floats);
+        memcpy(rows + (it->copies.first + l) * it->count + it->at, host, (size_t)it->floats * sizeof(float));
+    }
+}
+
+/* Sets this rank's part. row: (count) of the file, not aligned. */
+HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
+{
+    if (it->floats == 0) return;
+    float *host = hpmlc_open(it->reach, it->data, it->floats);
+    memcpy(host, row + (size_t)it->at * sizeof(float), (size_t)it->floats * sizeof(float));
+    hpmlc_close(it->reach, it->data, it->floats);
+}
+
+/* Adds factor times the row to this rank's part of its copy l. */
+HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
+{
+    float *data = it->data + l * it->floats;
+    float *host = hpmlc_open(it->reach, data, it->floats);
+    for (int64_t i = 0; i < it->floats; i++) {
+        float x;
+        memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
+        x *= factor;
+        host[i] += x;
+    }
+    hpmlc_close(it->reach, data, it->floats);
+}
+
+HPMLC_FN void hpmlc_state_clear(const hpmlc_state *it)
+{
+    for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
+        float *data = it->data + l * it->floats;
+        float *host = hpmlc_open(it->reach, data, it->floats);
+        memset(host, 0, (size_t)it->floats * sizeof(float));
+        hpmlc_close(it->reach, data, it->floats);
+    }
+}
+
+/* Sets the offsets: first the arrays that are added up over ranks, then those that all ranks have. Returns the floats
+   of both, and of the first. */
+HPMLC_FN int64_t hpmlc_states_place(hpmlc_states *list, int64_t *summed)
 {
     int64_t at = 0;
-    for (int i = 0; i < d->params; i++) {
-        int b = d->bucket_of[d->by_name[i]];
-        const hpml_exchange *x = b < 0 ? NULL : d->bucket[b].x;
-        for (const hpmlc_item *it = x ? x->item : NULL; x && it < x->item + x->d.count; it++) {
-            if (it->g.name != hpmlc_param(d, d->by_name[i])->name) continue;
-            int64_t cols = it->g.cols, n = it->g.rows * cols, part = it->my_rows * cols;
-            float  *q = x->d.method == HPML_METHOD_LOWRANK ? it->q : NULL;
-            if (l >= 0) {
-                at += hpmlc_carry(x, it->residual ? it->residual + l * n : NULL, n, row, at, how);
-                at += hpmlc_carry(x, x->d.method == HPML_METHOD_TOPK ? it->p : NULL, n, row, at, how);
-                at += hpmlc_carry(x, x->d.share ? it->stripe : NULL, part, row, at, how);
-            } else if (q)
-                at += hpmlc_carry(x, q, cols * hpmlc_lowrank_of(x, it), row, at,
-                                  how == HPMLC_SAVE && x->c->rank > 0 ? HPMLC_COUNT : how);
-            else if (it->stripe && !x->d.share) {
-                hpmlc_carry(x, it->stripe, part, row, at + it->my_row * cols, how);
-                at += n;
-            }
+    for (int is_same = 0; is_same < 2; is_same++) {
+        for (int i = 0; i < list->count; i++) {
+            hpmlc_state *it = &list->item[i];
+            if (it->is_same != (is_same == 1) || hpmlc_state_is_absent(it)) continue;
+            it->offset = at;
+            at += it->copies.all * it->count;
         }
+        if (is_same == 0) *summed = at;
     }
     return at;
 }
 
-/* The floats of both. Shares differ from place to place of a node: the longest counts, and a number behind it that
-   tells the place. Returns that number, or 0 where there are no shares with residuals. */
-HPMLC_FN int hpmlc_carried_floats(hpml_distributed *d, int64_t *each, int64_t *shared)
-{
-    int place = 0, node = d->c->node[d->c->rank];
-    *each   = hpmlc_carried(d, 0, NULL, HPMLC_COUNT);
-    *shared = hpmlc_carried(d, -1, NULL, HPMLC_COUNT);
-    if (!d->link || !d->link->across || d->d.codec.kind == HPML_CODEC_NONE) return 0;
-    ++*each;
-    hpmlc_reduce_all(d->c, each, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    for (int r = 0; r <= d->c->rank; r++) place += d->c->node[r] == node;
-    return place + node * 256; /* as a float: up to 2^24 */
-}
-
-/* Double buffering: what has been added up and waits to be applied, as one row: samples; loss and moves of the running
-   statistics, both for one sample; gradients; samples of a whole step; where there are moves, a 1: they stand by name.
-   The same on all ranks. Returns its floats; row NULL: only counts. */
-HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
-{
-    int64_t head = HPMLC_STATS + d->buffer_total, end = head + d->grad_total, moves = d->buffer_total > 0;
-    double *s    = d->stats;
-    if (row && load) d->full = (double)row[end];
-    else if (row) row[end + moves] = 1, row[end] = (float)d->full;
-    for (int64_t k = 0; k < head && row; k++) {
-        if (load) s[k] = (double)row[k] * (k > 0 ? s[0] : 1);
-        else row[k] = (float)(k > 0 ? s[k] / s[0] : s[0]);
-    }
-    for (int i = 0; i < d->params && row; i++) {
-        const hpml_tensor *p = hpmlc_param(d, d->by_name[i]);
-        if (!p->grad) continue;
-        float *mine = d->shadow + (p->grad - d->first);
-        size_t n    = (size_t)hpml_tensor_count(p);
-        memcpy(load ? mine : row + head, load ? row + head : mine, n * sizeof(float));
-        head += (int64_t)n;
-    }
-    return end + 1 + moves;
-}
-
-HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetensors *f, const char *path)
-{
-    hpml_safetensor pending;
-    size_t          bytes = (size_t)hpmlc_pending(d, NULL, true) * sizeof(float);
-    d->under_way = hpml_safetensors_find(f, "state.gradients", &pending);
-    if (!d->under_way) return HPML_OK;
-    bool old = d->buffer_total > 0 && pending.bytes == bytes - sizeof(float); /* without the 1 */
-    if (!d->d.delayed || (pending.bytes != bytes && !old))
-        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: holds gradients that are not yet applied (state.gradients, %zu "
-                          "bytes); load it with .delayed and the model it was saved with (%zu bytes)", path,
-                          pending.bytes, bytes);
-    /* Then moves stand by name, or as that model was recorded: parameters lie in this order in the file. */
-    const char *last = NULL;
-    for (int i = 0; i < d->params && old; i++) {
-        const hpml_tensor *p = hpmlc_param(d, d->by_name[i]);
-        hpml_safetensor    e;
-        if (!p->param->buffer || !hpml_safetensors_find(f, p->name, &e)) continue;
-        if (last && (const char *)e.data < last)
-            return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: state.gradients, of an older hpml, does not say in which "
-                              "order it holds moves of running statistics; hpml_checkpoint_load, on every rank, takes "
-                              "all but this step and residuals", path);
-        last = (const char *)e.data;
-    }
-    float *row = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
-    if (!row) return hpml_ctx_status(d->ctx);
-    memcpy(row, pending.data, pending.bytes);
-    hpmlc_pending(d, row, true);
-    hpml_ctx_release(d->ctx, row);
-    return HPML_OK;
-}
-
 #define HPMLC_DISK 60 /* seconds within which a working disk writes more bytes of a checkpoint */
+
+typedef struct hpmlc_writing {
+    hpml_comm    *c;
+    hpml_progress progress; /* the program's own callback */
+} hpmlc_writing;
 
 /* Progress callback of a checkpoint: announces that this rank is busy, because the other ranks wait for it. */
 HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 {
-    const hpml_distributed *d = (const hpml_distributed *)user;
-    hpml_comm_busy(d->c, HPMLC_DISK);
-    if (d->progress.fn) d->progress.fn(d->progress.user, bytes);
+    const hpmlc_writing *w = (const hpmlc_writing *)user;
+    hpml_comm_busy(w->c, HPMLC_DISK);
+    if (w->progress.fn) w->progress.fn(w->progress.user, bytes);
 }
 
-/* The checkpoint, with what is carried in it: three arrays side by side, which on a device have a copy meanwhile. */
-HPMLC_FN void hpmlc_carried_write(hpml_distributed *d, const char *path, float *rows, const int64_t counts[3])
+/* Writes the checkpoint with the arrays of the list, which stand in rows: (floats). On a device a copy of the rows is
+   written, because the trainer's arrays of state are in the backend's memory. */
+HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *rows, int64_t floats)
 {
-    const char *names[] = { d->d.exact ? "residual.leaves" : "residual.ranks", "residual.stripes", "gradients" };
-    const hpmlc_reach *r     = &d->reach;
-    size_t             bytes = (size_t)(counts[0] + counts[1] + counts[2]) * sizeof(float);
-    float             *at = rows, *copy = NULL;
+    hpml_distributed  *d     = list->d;
+    const hpmlc_reach *r     = &d->layout.reach;
+    size_t             bytes = (size_t)floats * sizeof(float);
+    float             *from = rows, *copy = NULL;
+    hpmlc_writing      writing;
+    hpml_progress      progress;
     if (r->device && bytes > 0) {
-        at = copy = (float *)r->device->alloc(r->at, bytes);
+        copy = (float *)r->device->alloc(r->at, bytes);
+        from = copy;
         if (copy) r->device->write(r->at, copy, rows, bytes);
         else hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute save: no %zu bytes on %s", bytes, r->device->name);
     }
-    for (int i = 0; i < 3 && at; at += counts[i++])
-        if (counts[i] > 0) hpml_trainer_add_state(d->t, names[i], at, counts[i]);
-    HPMLC_ZERO(hpml_progress, tell);
-    tell.fn = hpmlc_dist_progress, tell.user = d;
+    for (int i = 0; i < list->count && from; i++) {
+        const hpmlc_state *it = &list->item[i];
+        if (hpmlc_state_is_absent(it)) continue;
+        hpml_trainer_add_state(d->t, it->name, from + it->offset, it->copies.all * it->count);
+    }
     hpml_comm_busy(d->c, HPMLC_DISK);
-    d->progress = hpml_ctx_progress(d->ctx, tell);
+    writing.c        = d->c;
+    progress.fn      = hpmlc_dist_progress;
+    progress.user    = &writing;
+    writing.progress = hpml_ctx_progress(d->ctx, progress);
     hpml_checkpoint_save(d->t, path);
-    hpml_ctx_progress(d->ctx, d->progress);
+    hpml_ctx_progress(d->ctx, writing.progress);
     hpml_comm_busy(d->c, 0);
-    for (int i = 2; i >= 0; i--) hpml_trainer_add_state(d->t, names[i], NULL, counts[i]);
+    for (int i = list->count - 1; i >= 0; i--) hpml_trainer_add_state(d->t, list->item[i].name, NULL, 0);
     if (copy) r->device->free(r->at, copy, bytes);
 }
 
-/* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
+    hpmlc_states list;
+    int64_t      summed, floats;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    bool    pending = d->d.delayed && d->under_way;
-    if (d->link && d->link->check(d->link->user) != HPML_OK) return hpml_ctx_status(d->ctx);
-    int64_t each, shared, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
-    if (pending && hpmlc_dist_settle(d) != HPML_OK) return hpml_ctx_status(d->ctx);
-    int           place    = hpmlc_carried_floats(d, &each, &shared);
-    int64_t       sums     = each * d->leaf_all + shared;
-    const int64_t counts[] = { sums - shared, shared, waits };
-    float        *rows     = (float *)hpml_ctx_alloc(d->ctx, (size_t)(sums + waits + 1) * sizeof(float), NULL);
-    if (!rows) return hpml_ctx_status(d->ctx);
-    if (pending) hpmlc_pending(d, rows + sums, false);
-    for (int64_t l = 0; l < d->leaf_count; l++) {
-        float *row = rows + (d->leaf_first + l) * each;
-        if (place > 0) row[each - 1] = (float)place;
-        hpmlc_carried(d, l, row, HPMLC_SAVE);
+    bool is_listed = hpmlc_states_open(d, &list, true);
+    floats = hpmlc_states_place(&list, &summed);
+    float *rows = is_listed ? (float *)hpml_ctx_alloc(d->ctx, (size_t)(floats + 1) * sizeof(float), NULL) : NULL;
+    if (rows) {
+        for (int i = 0; i < list.count; i++)
+            if (!hpmlc_state_is_absent(&list.item[i])) hpmlc_state_save(&list.item[i], rows + list.item[i].offset);
+        hpml_status status = hpml_reduce_to(d->c, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
+        if (status == HPML_OK && d->c->rank == 0) hpmlc_states_write(&list, path, rows, floats);
+        hpml_ctx_release(d->ctx, rows);
     }
-    hpmlc_carried(d, -1, rows + counts[0], HPMLC_SAVE);
-    /* Everybody's rows are zero where others have theirs: the sum is exact. */
-    if (hpml_reduce_to(d->c, rows, sums, HPML_ELEMENT_F32, HPML_SUM, 0) == HPML_OK && d->c->rank == 0)
-        hpmlc_carried_write(d, path, rows, counts);
-    hpml_ctx_release(d->ctx, rows);
-    return hpml_barrier(d->c); /* all go on when the file is there; or hear that rank 0 has failed */
+    hpmlc_states_close(&list);
+    if (!rows) return hpml_ctx_status(d->ctx);
+    return hpml_barrier(d->c); /* all ranks go on when the file is there, or get the error of rank 0 */
+}
+
+/* Refuses gradients that only another strategy applies, and those of an older format. */
+HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safetensors *f, const char *path)
+{
+    hpml_safetensor e;
+    char            name[64];
+    if (hpml_safetensors_find(f, "state.gradients", &e))
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: holds gradients that are not yet applied (state.gradients) in "
+                          "the format of an older hpml; hpml_checkpoint_load, on every rank, loads all but these and "
+                          "residuals", path);
+    for (const hpmlc_strategy *s = hpmlc_strategies; s < hpmlc_strategies + HPMLC_STRATEGIES; s++) {
+        snprintf(name, sizeof name, "state.%s", s->pending ? s->pending : "");
+        if (s == d->strategy || !s->pending || !hpml_safetensors_find(f, name, &e)) continue;
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: holds gradients that are not yet applied (%s); load it with .%s",
+                          path, name, s->name);
+    }
+    return HPML_OK;
+}
+
+/* Loads one array. saved: what the file has, or NULL. Copy w of the file is added to copy w modulo the number of copies
+   that there are now. */
+HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it, const hpml_safetensor *saved,
+                                      const char *path)
+{
+    const size_t bytes  = (size_t)it->count * sizeof(float);
+    int64_t      copies = saved && saved->bytes % bytes == 0 ? (int64_t)(saved->bytes / bytes) : 0;
+    const char  *from   = saved ? (const char *)saved->data : NULL;
+    if (it->scope == HPMLC_SHARED) {
+        if (copies == 1) hpmlc_state_set(it, from);
+        if (copies == 1 || !it->present) return HPML_OK;
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: state.%s is missing or not of %zu bytes; load it with the model "
+                          "it was saved with", path, it->name, bytes);
+    }
+    if (copies == 0 || (it->scope == HPMLC_NODE && copies != it->copies.all))
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: residuals (state.%s) are missing, or are of other tensors or "
+                          "places; save with the codec, and in nodes on the ranks, that you load with", path, it->name);
+    hpmlc_state_clear(it);
+    float factor = it->is_mean ? (float)((double)it->copies.all / (double)copies) : 1;
+    for (int64_t w = 0; w < copies; w++) {
+        int64_t l = w % it->copies.all - it->copies.first;
+        if (l >= 0 && l < it->copies.count) hpmlc_state_accumulate(it, l, from + (size_t)w * bytes, factor);
+    }
+    return HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_states_load(hpmlc_states *list, const hpml_safetensors *f, const char *path)
+{
+    hpml_status status = hpmlc_states_refuse(list->d, f, path);
+    for (int i = 0; i < list->count && status == HPML_OK; i++) {
+        const hpmlc_state *it     = &list->item[i];
+        const size_t       length = strlen(it->name) + sizeof "state.";
+        char              *name   = (char *)hpml_ctx_alloc(list->d->ctx, length, NULL);
+        hpml_safetensor    saved;
+        if (!name) return hpml_ctx_status(list->d->ctx);
+        snprintf(name, length, "state.%s", it->name);
+        bool is_found = hpml_safetensors_find(f, name, &saved);
+        hpml_ctx_release(list->d->ctx, name);
+        if (it->present && is_found) *it->present = true;
+        if (hpmlc_state_is_absent(it)) continue;
+        status = hpmlc_state_load(list->d, it, is_found ? &saved : NULL, path);
+    }
+    return status;
 }
 
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
+    hpmlc_states list;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    hpml_safetensor   workers, shared;
-    int64_t           each, all;
-    int               place = hpmlc_carried_floats(d, &each, &all);
-    hpmlc_dist_jobs(d); /* what is under way is forgotten */
+    hpmlc_tasks_wait(d); /* gradients in flight are forgotten */
     d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
-    if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
-    for (int64_t l = 0; l < d->leaf_count; l++) hpmlc_carried(d, l, NULL, HPMLC_CLEAR);
-    const size_t bytes = (size_t)each * sizeof(float);
-    const char  *own   = d->d.exact ? "state.residual.leaves" : "state.residual.ranks";
-    bool         there = hpml_safetensors_find(f, own, &workers);
-    int64_t      saved = there && each > 0 && workers.bytes % bytes == 0 ? (int64_t)(workers.bytes / bytes) : 0;
-    if (place > 0 && saved > 0) {
-        float was = 0;
-        if (saved == d->c->size)
-            memcpy(&was, (const char *)workers.data + bytes * (size_t)(d->c->rank + 1) - sizeof was, sizeof was);
-        if ((int)was != place) saved = 0;
+    if (!f) {
+        hpmlc_failed(d->c); /* sends the error to the other ranks */
+        return hpml_ctx_status(d->ctx);
     }
-    float *row = saved > 0 ? (float *)hpml_ctx_alloc(d->ctx, bytes, NULL) : NULL;
-    for (int64_t w = 0; w < saved && row; w++) { /* contribution w belongs to w modulo as many as there are now */
-        int64_t l = w % d->leaf_all - d->leaf_first;
-        if (l < 0 || l >= d->leaf_count) continue;
-        memcpy(row, (const char *)workers.data + (size_t)w * bytes, bytes);
-        /* of a mean over ranks each residual is a share: of fewer ranks a larger one */
-        float share = d->d.exact || d->d.sum ? 1 : (float)((double)d->leaf_all / (double)saved);
-        for (int64_t i = 0; i < each; i++) row[i] *= share;
-        hpmlc_carried(d, l, row, HPMLC_ADD);
-    }
-    hpml_ctx_release(d->ctx, row);
-    if (saved == 0 && each > 0)
-        status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s%s; save with the codec, and in nodes on the ranks, that you "
-                            "load with", path, there ? "its residuals are of other tensors or places" : "it holds no ",
-                            there ? "" : own);
-    if (status == HPML_OK) status = hpmlc_pending_load(d, f, path);
-    there = all > 0 && hpml_safetensors_find(f, "state.residual.stripes", &shared);
-    if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
-        float *copy = (float *)hpml_ctx_alloc(d->ctx, shared.bytes, NULL);
-        if (copy) memcpy(copy, shared.data, shared.bytes), hpmlc_carried(d, -1, copy, HPMLC_LOAD);
-        hpml_ctx_release(d->ctx, copy);
-    }
+    status = hpmlc_states_open(d, &list, false) ? hpmlc_states_load(&list, f, path) : hpml_ctx_status(d->ctx);
+    hpmlc_states_close(&list);
     hpml_safetensors_close(f);
     return status != HPML_OK ? status : hpml_ctx_status(d->ctx);
 }
 
-HPML_API hpml_status hpml_distribute_batch(hpml_distributed *d, int64_t global_batch)
-{
-    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    int64_t most = d->c->size * d->batch;
-    if (d->d.exact)
-        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: with exact sums the batch is cut into leaves once");
-    if (global_batch < 1 || global_batch > most)
-        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld; the models' batches hold 1 to "
-                          "%lld", (long long)global_batch, (long long)most);
-    d->d.global_batch = global_batch;
-    return hpml_trainer_set_shard(d->t, d->c->rank, d->c->size, global_batch, 0);
-}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>batch-search   the largest batch that does not hurt
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm later in
+   training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
 
 HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (d->micro != 0) return 0; /* the update is still to come */
-    d->trial_loss += d->r.loss * (double)d->r.samples;
-    d->trial_samples += (double)d->r.samples;
+    if (d->micro != 0) return 0; /* a micro-batch: no update yet */
+    d->trial.loss += d->report.r.loss * (double)d->report.r.samples;
+    d->trial.samples += (double)d->report.r.samples;
     return 0;
 }
 
-/* Trains with one size; its mean loss, infinite if it diverged. */
-HPMLC_FN hpml_status hpmlc_trial(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples, double *loss)
+/* Trains with one batch size and returns the mean loss, infinite if training diverged. */
+HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples,
+                                     double *loss)
 {
     HPMLC_ZERO(hpml_fit_desc, fit);
     HPMLC_ZERO(hpml_loader_desc, loader);
     loader.samples_per_epoch = samples;
-    fit.loader = &loader, fit.on_step = hpmlc_trial_step, fit.user = d;
-    hpml_status status = hpml_distribute_batch(d, batch);
-    d->trial_loss = d->trial_samples = 0, d->trial = true;
+    fit.loader  = &loader;
+    fit.on_step = hpmlc_trial_step;
+    fit.user    = d;
+    hpml_status status = hpml_distribute_set_batch(d, batch);
+    memset(&d->trial, 0, sizeof d->trial);
+    d->trial.on = true;
     if (status == HPML_OK) status = hpml_trainer_fit(d->t, data, &fit);
-    d->trial = false;
-    *loss    = status == HPML_OK && d->trial_samples > 0 ? d->trial_loss / d->trial_samples : (double)INFINITY;
+    d->trial.on = false;
+    *loss       = (double)INFINITY;
+    if (status == HPML_OK && d->trial.samples > 0) *loss = d->trial.loss / d->trial.samples;
     if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
-    if (status == HPML_ERR_NONFINITE) hpml_ctx_clear_error(d->ctx), status = HPML_OK; /* the checkpoint comes next */
-    return status;
+    if (status != HPML_ERR_NONFINITE) return status;
+    hpml_ctx_clear_error(d->ctx); /* because the checkpoint is loaded next */
+    return HPML_OK;
 }
 
 HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset *data, hpml_batch_search_desc *s)
 {
     if (s->min == 0) s->min = d->d.global_batch;
-    if (s->max == 0) s->max = d->c->size * d->batch;
+    if (s->max == 0) s->max = d->c->size * d->layout.batch;
     if (s->factor == 0) s->factor = 1.4142135623730951;
     if (s->multiple == 0) s->multiple = 1;
     if (s->samples == 0) s->samples = data ? (data->count + 9) / 10 : 0;
     if (s->slack == 0) s->slack = 0.01;
     s->min = (s->min + s->multiple - 1) / s->multiple * s->multiple;
-    if (d->d.exact)
-        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "batch search: exact sums cut the batch into leaves once");
+    if (d->strategy->fixed_batch)
+        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "batch search: the global batch stays %lld, because %s",
+                          (long long)d->d.global_batch, d->strategy->fixed_batch);
     if (!data || !s->path || s->_begin || s->_end || s->min < 1 || s->max < s->min || !(s->factor > 1) ||
         s->multiple < 1 || s->samples < 1 || !(s->slack > 0))
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "batch search: needs data, a path, sizes %lld to %lld in multiples "
@@ -6817,41 +7752,65 @@ HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset 
     return HPML_OK;
 }
 
-HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
-                                        hpml_batch_trial *trials, int capacity)
+/* An error if the checkpoint was made within a pass over the data, because a trial would then go on in that pass. */
+HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
 {
-    double  first = 0, loss = 0;
-    int64_t was, best = -1;
-    HPMLC_DESC(hpml_batch_search_desc, s, desc);
-    if (!d || hpmlc_failed(d->c) || hpmlc_search_check(d, data, &s) != HPML_OK) return -1;
-    was = d->d.global_batch;
-    hpml_status       status = hpml_distribute_save(d, s.path);
-    hpml_safetensors *f      = status == HPML_OK ? hpml_safetensors_open(d->ctx, s.path) : NULL;
+    hpml_safetensors *f      = hpml_safetensors_open(d->ctx, path);
     const char       *place  = f ? hpml_safetensors_meta(f, "hpml.epoch_step") : NULL;
+    hpml_status       status = f ? HPML_OK : hpml_ctx_status(d->ctx);
     if (place && strcmp(place, "0") != 0)
         status = hpmlc_fail(d->c, HPML_ERR_STATE, "batch search: %s batches into a pass; search between passes", place);
     hpml_safetensors_close(f);
-    for (int i = 0; i < capacity && trials; i++) trials[i].batch = 0, trials[i].loss = 0;
-    int64_t next = 0, n = 0;
-    double  size = (double)s.min; /* before rounding, whose errors would add up */
-    for (int64_t batch = s.min; batch <= s.max && status == HPML_OK; batch = next, n++) {
-        status = hpmlc_trial(d, data, batch, s.samples, &loss);
+    return status;
+}
+
+/* Tries the sizes. Returns the largest whose loss is within s->slack of the first one's, -1 if there is none. */
+HPMLC_FN int64_t hpmlc_search_sizes(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *s,
+                                    hpml_batch_trial *trials, int capacity, hpml_status *status)
+{
+    double  first = 0, loss = 0;
+    double  size = (double)s->min; /* before rounding, because errors of rounding would add up */
+    int64_t next = 0, best = -1;
+    int     n = 0;
+    for (int64_t batch = s->min; batch <= s->max && *status == HPML_OK; batch = next, n++) {
+        *status = hpmlc_trial_fit(d, data, batch, s->samples, &loss);
         if (n == 0) first = loss;
-        if (n < capacity && trials) trials[n].batch = batch, trials[n].loss = loss;
-        if (status == HPML_OK) status = hpml_distribute_load(d, s.path);
-        if (!(loss <= first + s.slack * fabs(first)) || !(loss - loss == 0)) break;
+        if (n < capacity && trials) {
+            trials[n].batch = batch;
+            trials[n].loss  = loss;
+        }
+        if (*status == HPML_OK) *status = hpml_distribute_load(d, s->path);
+        if (!(loss <= first + s->slack * fabs(first)) || !(loss - loss == 0)) break;
         best = batch;
-        size = fmin(size * s.factor, 1e15);
-        next = (int64_t)(size / (double)s.multiple + 0.5) * s.multiple;
-        if (next <= batch) size = (double)(next = batch + s.multiple);
+        size = fmin(size * s->factor, 1e15);
+        next = (int64_t)(size / (double)s->multiple + 0.5) * s->multiple;
+        if (next > batch) continue;
+        next = batch + s->multiple;
+        size = (double)next;
     }
-    d->rows = 0;
+    return best;
+}
+
+HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
+                                        hpml_batch_trial *trials, int capacity)
+{
+    HPMLC_DESC(hpml_batch_search_desc, s, desc);
+    if (!d || hpmlc_failed(d->c) || hpmlc_search_check(d, data, &s) != HPML_OK) return -1;
+    const int64_t before = d->d.global_batch;
+    hpml_status   status = hpml_distribute_save(d, s.path);
+    if (status == HPML_OK) status = hpmlc_search_place(d, s.path);
+    for (int i = 0; i < capacity && trials; i++) {
+        trials[i].batch = 0;
+        trials[i].loss  = 0;
+    }
+    int64_t best = hpmlc_search_sizes(d, data, &s, trials, capacity, &status);
+    d->report.rows = 0;
     hpml_distribute_get(d, NULL, true);
     if (status == HPML_OK && best < 0)
         status = hpmlc_fail(d->c, HPML_ERR_NONFINITE, "batch search: %lld samples a step diverge already; lower the "
                             "learning rate", (long long)s.min);
-    if (status == HPML_OK) status = hpml_distribute_batch(d, best);
-    else d->d.global_batch = was;
+    if (status == HPML_OK) status = hpml_distribute_set_batch(d, best);
+    else d->d.global_batch = before;
     return status == HPML_OK ? best : -1;
 }
 
@@ -6859,7 +7818,13 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // >>mix   averaging with neighbours
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Random pairs: ranks in a random order, the first with the second, and so on; an odd one stays alone. */
+/* Rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those of
+   Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - the others: symmetric, rows add up to 1, hence
+   repeated mixing brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for Distributed
+   Averaging"). */
+
+/* The rank's partner of this step in a random pairing: ranks in a random order, the first with the second, and so on;
+   with an odd number the last is its own partner. */
 HPMLC_FN int hpmlc_partner(int p, uint64_t seed, int64_t step, int rank)
 {
     int64_t place = 0;
@@ -6885,7 +7850,10 @@ HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, i
 {
     for (int i = 0; i < p; i++) { /* at first 1 for neighbours, and each rank's degree in the diagonal */
         double degree = 0;
-        for (int j = 0; j < p; j++) degree += w[i * p + j] = hpmlc_neighbours(topology, p, seed, step, i, j);
+        for (int j = 0; j < p; j++) {
+            w[i * p + j] = hpmlc_neighbours(topology, p, seed, step, i, j);
+            degree += w[i * p + j];
+        }
         w[i * p + i] = degree;
     }
     for (int i = 0; i < p; i++)
@@ -6893,34 +7861,54 @@ HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, i
             if (i != j && w[i * p + j] > 0) w[i * p + j] = 1 / (1 + fmax(w[i * p + i], w[j * p + j]));
     for (int i = 0; i < p; i++) {
         double rest = 1;
-        for (int j = 0; j < p; j++) rest -= i != j ? w[i * p + j] : 0;
+        for (int j = 0; j < p; j++)
+            if (i != j) rest -= w[i * p + j];
         w[i * p + i] = rest;
     }
 }
 
-/* Everybody sends what it had before; neighbours are added in the order of their distance. */
+HPMLC_FN double hpmlc_degree(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank)
+{
+    double degree = 0;
+    for (int j = 0; j < p; j++) degree += hpmlc_neighbours(topology, p, seed, step, rank, j);
+    return degree;
+}
+
+/* Row `rank` of the mixing matrix: (p). */
+HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank, double *w)
+{
+    double mine = hpmlc_degree(topology, p, seed, step, rank), rest = 1;
+    for (int j = 0; j < p; j++) {
+        w[j] = 0;
+        if (!hpmlc_neighbours(topology, p, seed, step, rank, j)) continue;
+        w[j] = 1 / (1 + fmax(mine, hpmlc_degree(topology, p, seed, step, j)));
+        rest -= w[j];
+    }
+    w[rank] = rest;
+}
+
+/* All ranks send the array as it was before; neighbours' arrays are added in the order of their distance. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step)
 {
     if (c && ((unsigned)topology > HPML_TOPOLOGY_ALL || (n > 0 && !data)))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
     int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, "topology", (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    int     p = c->size, me = c->rank;
-    size_t  bytes = (size_t)n * sizeof(float);
-    double *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)p * (size_t)p, NULL);
-    float  *mine = (float *)hpmlc_scratch(c, 2 * bytes + 8), *theirs = mine + n;
+    const int    p = c->size, me = c->rank;
+    const size_t bytes = (size_t)n * sizeof(float);
+    hpml_status  status = HPML_OK;
+    double      *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)p, NULL);
+    float       *mine = (float *)hpmlc_scratch(c, 2 * bytes + 8), *theirs = mine + n;
     if (!w || !mine) return hpml_ctx_status(c->ctx);
-    hpml_mixing_matrix(topology, p, seed, step, w);
+    hpmlc_mixing_row(topology, p, seed, step, me, w);
     if (n > 0) memcpy(mine, data, bytes);
-    for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me * p + me];
-    hpml_status status = HPML_OK;
+    for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me];
     for (int k = 1; k < p && status == HPML_OK; k++) {
-        int  to = (me + k) % p, from = (me - k + p) % p;
-        bool sends = w[me * p + to] > 0, takes = w[me * p + from] > 0;
+        int to = (me + k) % p, from = (me - k + p) % p;
+        int dest = w[to] > 0 ? to : -1, source = w[from] > 0 ? from : -1; /* the matrix is symmetric */
         c->round = k;
-        status = hpmlc_round(c, tag, sends ? to : -1, (const char *)mine, bytes, takes ? from : -1, (char *)theirs,
-                             bytes, NULL);
-        for (int64_t i = 0; takes && status == HPML_OK && i < n; i++) data[i] += (float)w[me * p + from] * theirs[i];
+        status = hpmlc_round(c, tag, dest, (const char *)mine, bytes, source, (char *)theirs, bytes, NULL);
+        for (int64_t i = 0; source >= 0 && status == HPML_OK && i < n; i++) data[i] += (float)w[from] * theirs[i];
     }
     hpml_ctx_release(c->ctx, w);
     return hpmlc_leave(c, status);
@@ -7469,7 +8457,7 @@ HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t s
     return snprintf(buffer, size, "%d buckets: step %.4g ms = compute %.4g + stragglers %.4g + exposed %.4g; exchange "
                     "%.4g ms; efficiency %.0f %%%s", s->buckets, 1e3 * s->step_s, 1e3 * s->compute_s,
                     1e3 * s->straggle_s, 1e3 * s->exposed_s, 1e3 * s->comm_s, 100 * s->efficiency,
-                    hpmlc_low(s->efficiency, low));
+                    hpmlc_efficiency_warning(s->efficiency, low));
 }
 
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes)
@@ -7494,5 +8482,5 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 #ifdef __cplusplus
 } /* extern "C" */
 #endif
-HPMLI_PLAIN_END
+HPMLI_COMPILE_FAST_END
 #endif /* HPML_COMM_BODY */
