@@ -26,9 +26,9 @@ index() { # FILE: its INDEX has the banners of PARTs and the tags of sections, i
         /^\/\/ PART / { if (above ~ /^\/\/ =+$/) part = $0; else print }
         { above = $0 }' "$1")"
     check "$1: sections in the wrong PART, or no PARTs" "$(awk '
-        /^\/\/ PART / { part = $3 }
-        /^\/\/     / && part == "I" && $2 !~ /^api-/ { print "in PART I, but no api-*: " $2 }
-        /^\/\/     / && part != "I" && part && $2 ~ /^api-/ { print "not in PART I: " $2 }
+        /^\/\/ PART / { part = $4; sub(/[^A-Z].*/, "", part) }
+        /^\/\/     / && part == "INTERFACE" && $2 !~ /^api-/ { print "in the INTERFACE, but no api-*: " $2 }
+        /^\/\/     / && part != "INTERFACE" && part && $2 ~ /^api-/ { print "not in the INTERFACE: " $2 }
         END { if (part == "") print "no PARTs" }' "$tmp/tags")"
 }
 functions() { # FILE: ctags finds each function that is spelled: a head from the first column, then { or { ... }

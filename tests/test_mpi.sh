@@ -20,8 +20,8 @@ check() {
     if [ $good = 1 ]; then passed=$((passed + 1)); echo "ok $1"
     else failed=$((failed + 1)); echo "FAIL $1 (exit $code)"; tail -n 12 "$tmp/out"; fi
 }
-# brief RANKS CASE COUNT TEXT: a case in which a busy machine may keep another rank away until a deadline has passed, or
-# mpiexec has ended all: it has three tries to say the text on COUNT lines, none of which may hang.
+# brief RANKS CASE COUNT TEXT: runs a case in which a busy machine may delay another rank until a deadline has passed,
+# or mpiexec has ended all processes: up to three times, until COUNT lines have the text; no try may hang.
 brief() {
     for try in 1 2 3; do
         on "$1" "$2"; code=$? lines=$(grep -cE "$4" "$tmp/out")
@@ -29,8 +29,8 @@ brief() {
     done
     return $code
 }
-# told RANKS CASE LINE NAME TEXT: it ends with TEXT, and two ranks say LINE.
-told() { brief "$1" "$2" 2 "$3"; check "$4" 1 "$5"; [ $lines -ge 2 ]; check "and 2 ranks say so" 0 ''; }
+# reports RANKS CASE LINE NAME TEXT: the case ends with TEXT, and two ranks print LINE.
+reports() { brief "$1" "$2" 2 "$3"; check "$4" 1 "$5"; [ $lines -ge 2 ]; check "and 2 ranks report it" 0 ''; }
 for n in 1 2 3 4; do on $n correct; check "everything on $n ranks" 0 ''; done
 for n in 5 7 8 16; do on $n sums; check "all algorithms on $n ranks" 0 ''; done
 # 1-bit training: as on threads; learning and times where each rank has a core.
@@ -64,20 +64,20 @@ brief 2 works_to_end 2 'all came'; check "a rank that works as long as it has sa
 on 2 part_outlives; check "a part that outlives the communicator it was split from" 0 ''
 hung='waited 1 s for rank 1 (in receive|to free)'
 brief 3 hangs_after_a_wait 1 "$hung"; check "a rank that hangs after a long wait is held responsible" 1 "$hung"
-told 3 late 'waited 0.5 s for rank 1 to call hpml_comm_create' "a rank late for hpml_comm_create" \
+reports 3 late 'waited 0.5 s for rank 1 to call hpml_comm_create' "a rank late for hpml_comm_create" \
     'rank [02] failed: waited 0.5 s for rank 1 to call hpml_comm_create|waited 0.5 s for rank 1'
 late='waited 1 s for rank 1 to free its communicator'
 brief 3 stays 1 "$late"; check "a rank that does not come to the end" 1 "$late"
 chained='for rank 3, in|for rank 3 in|which waits for rank 3,'
 brief 4 chain 1 "$chained"; check "a chain of ranks that wait" 1 "$chained"
 on 2 wrong_number; check "a wrong number of ranks" 1 '3 ranks are wanted, mpiexec started 2'
-told 3 raises 'rank 1 failed: the loss is NaN' "a rank raises an error" 'rank 1 failed: the loss is NaN'
-told 3 leaves 'rank 1 has left' "a rank leaves early" \
+reports 3 raises 'rank 1 failed: the loss is NaN' "a rank raises an error" 'rank 1 failed: the loss is NaN'
+reports 3 leaves 'rank 1 has left' "a rank leaves early" \
     'rank 1 has left while this rank waits for it in allreduce|rank . failed'
 native='waited 1 s for rank 1, which has left, in allreduce .native.'
-told 3 leaves_native "$native, step 0" "a rank leaves early, the others are in MPI's own allreduce" "$native"
+reports 3 leaves_native "$native, step 0" "a rank leaves early, the others are in MPI's own allreduce" "$native"
 on 2 killed; check "a rank is killed" 1 ''
-# Hydra ends a job with its first dead process, unless told not to; then it sends the others a signal that few expect.
+# Hydra ends a job with its first dead process, unless an option forbids it; then it sends a signal to the others.
 if "$mpiexec" --version 2>/dev/null | grep -qi hydra; then
     for what in killed exits; do # they nearly only wait: both at a time
         timeout 30 "$mpiexec" -disable-auto-cleanup -n 4 \
@@ -98,10 +98,11 @@ who='(for rank 1|rank 0, which waits for rank 1,) in allreduce'
 brief 3 stopped 2 "at once: rank [02]: .*$who"; check "a rank is stopped" 1 "at once: rank 0: .*$who"
 grep -qE "at once: rank 2: .*$who" "$tmp/out"
 check "also the one that waits for a rank that waits for it names it" 0 ''
-told 3 exits 'rank 1 failed: called exit in step 0' "a rank calls exit" 'rank 1 failed: called exit in step 0'
-told 2 another 'rank 0 is in broadcast' "another collective" 'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
-told 2 other_count 'all ranks must pass the same counts' "another count" 'all ranks must pass the same counts'
-told 2 other_count_checked 'allreduce of 64' "another count, checked" 'allreduce of 32 .* allreduce of 64'
+reports 3 exits 'rank 1 failed: called exit in step 0' "a rank calls exit" 'rank 1 failed: called exit in step 0'
+reports 2 another 'rank 0 is in broadcast' "another collective" \
+    'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
+reports 2 other_count 'all ranks must pass the same counts' "another count" 'all ranks must pass the same counts'
+reports 2 other_count_checked 'allreduce of 64' "another count, checked" 'allreduce of 32 .* allreduce of 64'
 late='waited 0.2 s for rank 1 in allreduce'; brief 2 sleeps 1 "$late"; check "a deadline" 1 "$late"
 late='waited 0.4 s for tensor 1 "b1" to get ready on rank 1'
 brief 3 not_ready 1 "$late"; check "a tensor that never gets ready" 1 "$late"
