@@ -1,7 +1,7 @@
 /* Many workers train as one: the same steps, the same bits where promised, nothing lost between 4 ranks and 2. */
 #include "../hpml.h"
 
-/* Communicators read a clock of their rank's own, as on machines that differ: `ahead` of the true one by so much. */
+/* Each rank's communicator reads a clock of its own, as on several machines: `ahead` seconds ahead of the true one. */
 static __thread double ahead;
 static double own_now(void) { return hpml_now() + ahead; }
 #define hpml_now own_now
@@ -199,7 +199,7 @@ static bool ran(job *j, int ranks, const hpml_network *network)
     return go(j, ranks, HPML_TRANSPORT_THREADS, network) == HPML_OK;
 }
 
-/* A link that takes any time at all: exchanges go to the background; without it they do not where all cores compute. */
+/* A network with a latency: exchanges are done in the background. Without one they are not, if all cores compute. */
 static const hpml_network linked = { .inside.latency = 1e-6 };
 
 static double apart(const job *a, const job *b)
@@ -255,7 +255,7 @@ TEST(ranks_without_samples_take_part)
     ENSURE_NEAR(apart(&serial, &j), 0, 1e-5);
 }
 
-/* Batches of 24, the last of 10 or of 2: there, ranks beyond two have none. */
+/* Batches of 24, the last of 10 or of 2: in a batch of 2, ranks beyond the second have no samples. */
 TEST(batchnorm_over_the_global_batch)
 {
     for (int kind = 0; kind < 5; kind++) { /* plain, conv, accumulate, double buffering, a last batch of 2 */
@@ -280,7 +280,7 @@ TEST(batchnorm_over_the_global_batch)
                 ENSURE_NEAR(want, (double)j.got.var[i], 1e-5 * (1 + want));
             }
         }
-        job own = serial; /* the control: each rank its own statistics */
+        job own = serial; /* the control: each rank with its own statistics */
         own.run.serial = own.d.sync_batchnorm = false;
         ENSURE(ran(&own, 2, NULL) && apart(&serial, &own) > 1e-4);
     }
@@ -335,14 +335,14 @@ TEST(exact_equals_serial)
     ENSURE_NEAR(apart(&serial, &exact), 0, 1e-5);
 }
 
-/* A program whose only call about ranks is hpml_distribute, and wrong ways to give it data. */
+/* A program whose only call about ranks is hpml_distribute, and wrong ways to pass data to it. */
 typedef enum sharing { UNCHANGED, BY_HAND, BY_HAND_TWICE, OTHER_SEED, OTHER_EPOCHS, SHARINGS } sharing;
 typedef struct shared {
     sharing  how;
     bool     exact;
     int      samples;
     int64_t  steps[4];
-    int64_t  seen[4]; /* samples that went through each rank */
+    int64_t  seen[4]; /* samples that each rank has trained on */
     uint64_t hash;
     double   loss;
     char     text[512];
@@ -518,7 +518,7 @@ TEST(strategies_in_turns)
     }
 }
 
-/* Running statistics arrive a step late, but they arrive: near those of a training without double buffering. */
+/* Running statistics are a step late, and end near those of a training without double buffering. */
 TEST(double_buffering_moves_running_statistics)
 {
     job plain = { .model.norm = true, .train.lr = 1e-30, .train.samples = 240, .train.steps = 25 }, late = plain;
@@ -530,13 +530,14 @@ TEST(double_buffering_moves_running_statistics)
     ENSURE(fabs((double)plain.got.var[0] - 1) > 0.2);
 }
 
-/* Buckets under way when the last gradient, the first parameter's, is final: all others with overlap, else none. */
-static int under_way;
+/* Buckets in flight when the last gradient, that of the first parameter, is final: with overlap all other buckets, else
+   none. */
+static int in_flight;
 
 static hpml_status watch(void *user, hpml_trainer *t, int param)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (hpml_comm_rank(d->c) == 0 && param == 0) under_way = d->buckets.posted;
+    if (hpml_comm_rank(d->c) == 0 && param == 0) in_flight = d->buckets.posted;
     return hpmlc_dist_grad(user, t, param);
 }
 
@@ -557,15 +558,15 @@ TEST(communication_overlaps_the_backward_pass)
 {
     for (int off = 0; off < 2; off++) {
         bool no_overlap = off == 1;
-        under_way = -1;
+        in_flight = -1;
         hpml_launch_desc l = { .ranks = 2, .network = linked, .ctx.threads = 1 };
         ENSURE(hpml_launch(&l, overlapped, &no_overlap, NULL, 0) == HPML_OK);
         /* of four: weight and bias of a layer in either order */
-        ENSURE(off ? under_way == 0 : under_way >= 2 && under_way <= 3);
+        ENSURE(off ? in_flight == 0 : in_flight >= 2 && in_flight <= 3);
     }
 }
 
-/* A rank that computes longer: the others' bubble. What rows say in sum is what the report says in the mean. */
+/* A rank that computes longer is the bubble of the other ranks. The mean over the rows is the report. */
 typedef struct steps_job {
     hpml_distribute_desc   d;
     int                    slow, count;
@@ -605,8 +606,8 @@ static hpml_status stepwise(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
-/* In virtual time only what is said to take time does: four tensors of 5 ms on rank 1, of 1 ms on the others; and
-   messages of 5 ms. In real time the rest holds. */
+/* In virtual time only these take time: four tensors of 5 ms on rank 1, of 1 ms on the other ranks; messages of 5 ms.
+   In real time there are bounds instead of equalities. */
 TEST(a_table_of_steps)
 {
     static const hpml_link slow = { 5e-3, 0 };
@@ -629,14 +630,14 @@ TEST(a_table_of_steps)
             ENSURE(r->compute_s >= 0 && r->overlap_s >= 0 && r->exposed_s >= 0 && r->bubble_s >= 0 &&
                    (r->bytes > 0 || (kind == 3 && i < 3)));
             if (real) ENSURE(all <= r->step_s * 1.0001 && r->compute_s >= (r->rank == 1 ? 0.02 : 0.004));
-            else if (r->step > 2) ENSURE_NEAR(all, r->step_s, 1e-12); /* before, the background is started */
+            else if (r->step > 2) ENSURE_NEAR(all, r->step_s, 1e-12); /* before, the background thread is started */
             if (r->rank == 2) continue;
             sum[r->rank][0] += r->step_s / (s.count / 3);
             sum[r->rank][1] += r->compute_s / (s.count / 3), sum[r->rank][2] += r->overlap_s / (s.count / 3);
             sum[r->rank][3] += r->exposed_s / (s.count / 3), sum[r->rank][4] += r->bubble_s / (s.count / 3);
             if (r->rank == 0) bytes += r->bytes;
         }
-        for (int k = 0; k < 5 && kind == 0; k++) { /* messages take no time: what rank 0 waits is all for rank 1 */
+        for (int k = 0; k < 5 && kind == 0; k++) { /* messages take no time: rank 0 waits for rank 1 alone */
             static const double want[2][5] = { { 0.02, 0.004, 0, 0, 0.016 }, { 0.02, 0.02, 0, 0, 0 } };
             for (int r = 0; r < 2; r++) ENSURE_NEAR(sum[r][k], want[r][k], 1e-12);
         }
@@ -691,7 +692,7 @@ TEST(efficiency_on_a_link_is_the_formula)
         double formula = s.compute_s / (s.compute_s + s.r.plain_bytes / rate[k]);
         if (!(fabs(s.r.efficiency / formula - 1) <= 0.02))
             printf("    %.3f, formula %.3f: %s\n", s.r.efficiency, formula, s.text);
-        ENSURE_NEAR(s.r.efficiency / formula, 1, 0.02); /* samples and loss travel as well */
+        ENSURE_NEAR(s.r.efficiency / formula, 1, 0.02); /* samples and loss are sent, too */
         ENSURE((formula < 0.5) == (k == 1) && (strstr(s.text, ", below 50 %: ranks wait") != NULL) == (k == 1));
     }
 }
@@ -719,7 +720,7 @@ static hpml_status hide(hpml_comm *c, void *user)
         .bucket_bytes = 64 * 64 * 4, .algorithm = HPML_RING, .no_overlap = h->no_overlap });
     hook(t, d, layer_takes);
     for (int i = 0; i < 4 * 64; i++) x[i] = (float)(i * (hpml_comm_rank(c) + 3) % 7) / 7;
-    hpml_trainer_step(t, x, y, 4, NULL); /* the first makes the twin */
+    hpml_trainer_step(t, x, y, 4, NULL); /* the first step starts the background thread */
     hpml_barrier(c);
     double start = hpml_comm_now(c);
     for (int step = 0; step < 5; step++) hpml_trainer_step(t, x, y, 4, NULL);
@@ -823,8 +824,8 @@ TEST(four_ranks_to_two)
     remove(file), remove(again);
 }
 
-/* What is carried from step to step belongs to the tensor of that name: also when a model is recorded in another order,
-   with other buckets. Two towers whose sum is the result; five steps are saved, five more begin with what was. */
+/* State belongs to the tensor of that name, also when a model is recorded in another order, with other buckets. Two
+   towers whose sum is the result; after five steps a checkpoint is saved, five more steps begin with it. */
 typedef struct towers {
     hpml_distribute_desc d;
     bool                 turned, norm;
@@ -871,7 +872,7 @@ TEST(state_belongs_to_the_named_tensor)
                                 .delayed = kind == 1 || kind == 4, .exact = kind == 2 },
                          .norm = kind == 4, .save = path("towers") };
         if (kind == 3) first.d.method = HPML_METHOD_LOWRANK;
-        towers second = first, turned, other; /* leaves' state and ranks' are not each other's */
+        towers second = first, turned, other; /* other: leaves' state does not load as ranks' state, nor ranks' as leaves' */
         second.save = NULL, second.load = first.save;
         turned = other = second, turned.turned = true, turned.d.bucket_bytes = 0, other.d.exact = kind == 0;
         hpml_launch_desc l = { .ranks = 2, .ctx = { .seed = 3, .threads = 1 } };
@@ -888,8 +889,8 @@ TEST(state_belongs_to_the_named_tensor)
     }
 }
 
-/* A file that cannot be written: all ranks hear why, and rank 0's trainer names no residuals that are gone. */
-typedef struct unwritten { int heard; bool clean; } unwritten;
+/* A file that cannot be written: all ranks get the error, and rank 0's trainer has no names of released arrays. */
+typedef struct unwritten { int ranks; bool clean; } unwritten;
 
 static hpml_status nowhere(hpml_comm *c, void *user)
 {
@@ -905,7 +906,7 @@ static hpml_status nowhere(hpml_comm *c, void *user)
     hpml_trainer_step(t, x, y, 16, NULL);
     hpml_status status = hpml_distribute_save(d, "build/nowhere/x.safetensors");
     if (status != HPML_OK && strstr(hpml_ctx_error(ctx), "build/nowhere/x"))
-        __atomic_add_fetch(&u->heard, 1, __ATOMIC_RELAXED);
+        __atomic_add_fetch(&u->ranks, 1, __ATOMIC_RELAXED);
     if (hpml_comm_rank(c) > 0) return status;
     hpml_ctx_clear_error(ctx);
     hpml_safetensor   e;
@@ -917,7 +918,7 @@ static hpml_status nowhere(hpml_comm *c, void *user)
     return status;
 }
 
-/* Rank 0's disk is slow: 64 MB take three deadlines. */
+/* Rank 0's disk is slow: it writes 64 MB in three times the deadline. */
 typedef struct slow_disk { double deadline; uint64_t bytes; } slow_disk;
 
 static void disk_waits(void *user, uint64_t bytes)
@@ -959,7 +960,7 @@ TEST(a_checkpoint_that_cannot_be_written)
 {
     unwritten u = { 0 };
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, nowhere, &u, NULL, 0) != HPML_OK);
-    ENSURE(u.heard == 3 && u.clean);
+    ENSURE(u.ranks == 3 && u.clean);
 }
 
 /* The checkpoint in an older format, in which all gradients that are not yet applied were one array. */
@@ -1118,7 +1119,7 @@ TEST(a_search_may_diverge)
 
 static trace seen; /* by the last test that read one */
 
-/* Every rank trains; 4 of them with gradients under way beside the backward pass. */
+/* Every rank trains, with each gradient in a bucket of its own. */
 typedef struct recording {
     hpml_network net;
     const char  *path;
@@ -1187,7 +1188,7 @@ static bool all_is_named(int rank, int steps)
            loss > 0 && loss < 10 && trace_counters(&seen, rank, "bytes sent", &bytes) == steps && bytes > 1000;
 }
 
-/* Number of arrow ends; -1: an end without its partner. */
+/* Returns the number of ends of arrows; -1: an end without the other end. */
 static int arrows_of_all(void)
 {
     int n = 0;
@@ -1219,7 +1220,7 @@ TEST(one_timeline_for_all_ranks)
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, record, &bad, NULL, 0) != HPML_OK);
 }
 
-/* Tensors that travel together are named from the first to the last; packed ones in the spans of all their moves. */
+/* Tensors of one bucket are named from the first to the last, packed ones in the spans of all their messages. */
 static hpml_status bucketed(hpml_comm *c, void *user)
 {
     const bool   *packed = (const bool *)user;
@@ -1309,7 +1310,7 @@ TEST(a_timeline_aligns_the_clocks)
     }
 }
 
-/* Communication in virtual time is on the timeline where it was in virtual time: two rounds after the last has come. */
+/* The timeline has communication at its virtual time: two rounds after the last rank has come. */
 static hpml_status virtual_time(hpml_comm *c, void *user)
 {
     float x[4] = { 0 };
@@ -1469,7 +1470,7 @@ static hpml_status phases_of(hpml_comm *c, void *user)
     hpml_trainer *t =
         hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.01f, .momentum = 0.9f });
     double        start = 0;
-    hpml_distribute(t, c, &(hpml_distribute_desc){ .bucket_bytes = 1 }); /* every tensor travels by itself */
+    hpml_distribute(t, c, &(hpml_distribute_desc){ .bucket_bytes = 1 }); /* every tensor in a bucket of its own */
     for (int step = -2; step < of->steps; step++) {
         if (step == 0 && hpml_comm_rank(c) == 0) hpml_trace_start(ctx, NULL), start = hpml_now();
         if (hpml_trainer_step(t, x, y, 64, NULL) != HPML_OK) return hpml_ctx_status(ctx);
@@ -1485,7 +1486,7 @@ TEST(phases_add_up_to_the_step)
 {
     hpml_launch_desc l = { .ranks = 2, .timeout = 20, .ctx = { .threads = 1 }, .network.inside.bandwidth = 25e6 };
     double           share = 0;
-    /* who has no core between two spans is in none of them */
+    /* the time of a rank that has no core between two spans is in none of them */
     for (int tries = 0; tries < 20 && share < 0.95; tries++) {
         phases of = { .steps = 20 };
         ENSURE(hpml_launch(&l, phases_of, &of, NULL, 0) == HPML_OK);
@@ -1613,7 +1614,7 @@ TEST(ranks_have_the_schedule_of_one)
     ENSURE_NEAR((double)alone[4], 0.1 * GLOBAL / 6, 1e-6);
 }
 
-/* Rank 1 stays away from its fourth step until the other has given it up. */
+/* Rank 1 does not make its fourth step before the other rank has failed with a timeout. */
 static hpml_status stay_away(hpml_comm *c, void *user)
 {
     static float         x[16 * INPUTS];
