@@ -872,7 +872,7 @@ TEST(state_belongs_to_the_named_tensor)
                                 .delayed = kind == 1 || kind == 4, .exact = kind == 2 },
                          .norm = kind == 4, .save = path("towers") };
         if (kind == 3) first.d.method = HPML_METHOD_LOWRANK;
-        towers second = first, turned, other; /* other: leaves' state does not load as ranks' state, nor ranks' as leaves' */
+        towers second = first, turned, other; /* other: state of leaves loaded as ranks', or ranks' as leaves' */
         second.save = NULL, second.load = first.save;
         turned = other = second, turned.turned = true, turned.d.bucket_bytes = 0, other.d.exact = kind == 0;
         hpml_launch_desc l = { .ranks = 2, .ctx = { .seed = 3, .threads = 1 } };
