@@ -27,19 +27,46 @@
 //
 // hpml_comm.h DOES NOT
 //     - need MPI: ranks are threads of one process unless you ask for mpiexec's
-//     - start processes, open sockets or choose a network: that is the launcher's and MPI's
-//     - hang: every wait has a deadline and ends in an error that names rank, peer, operation and step (but MPI_Init
+//     - start processes, open sockets or choose a network: the launcher and MPI do that, or a transport of yours
+//     - hang: every wait has a deadline and ends in an error that names rank, peer, operation and step (except MPI_Init
 //       and MPI_Finalize, which hpml_launch calls)
-//     - choose between sum and mean, or change a learning rate, without being told
+//     - choose between sum and mean, or change a learning rate, unless you set it
 //
 // OPTIONS, defined before the include that has HPML_IMPLEMENTATION
 //     HPML_USE_MPI                 the MPI transport (compile with mpicc)
 //     HPML_COMM_IMPLEMENTATION     only this header's body: split builds, where another file has hpml.h's
 //
-// THREADS: a communicator belongs to its rank's thread, as the context it hangs on. With collectives in the background
-// (>>api-collectives) a thread of the communicator's own works on a twin of it.
+// THREADS: a communicator is used by one thread, as its context is. Work that hpml_background starts runs in a second
+// thread, on a twin of the communicator (>>api-collectives).
 // SAME BITS: results do not depend on timing; every rank gets the same bits. The order of additions, and so the last
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
+//
+// GLOSSARY
+//     rank            one worker: a thread of this process, a process under mpiexec, a thread in virtual time
+//     world           the ranks that are threads of one process
+//     node            a machine, or a set of ranks that is treated as one, with one network card
+//     communicator    a set of ranks that exchange messages, as one of them sees it; hangs on that rank's context
+//     part            a communicator made of some ranks of another one (sub-communicator)
+//     twin            a part with all ranks, which a background thread uses
+//     transport       the functions that move messages: THREADS, MPI, CLOCK or your own
+//     message         a send or a receive between two ranks, from its start until it is done
+//     tag             number that a send and its receive have in common; other tags do not match
+//     peer            the other rank of a message
+//     link            latency and bandwidth between two ranks; device link: functions that move arrays between devices
+//     collective      an operation that all ranks of a communicator call, in the same order: allreduce, broadcast, ...
+//     round           one step of a collective: at most one send and one receive on each rank
+//     deadline        hpml_now() at which a wait gives up with an error; a busy rank extends those of its peers
+//     control message MPI: a short message by which a rank announces that it failed, left, waits or is busy
+//     fault word      first word of a packed message: whether all numbers on the sender's side were finite
+//     virtual time    seconds on the clocks of CLOCK and of the simulator: computing and links advance them
+//     job             work in the background, waited for once
+//     bucket          gradients that are exchanged together while the backward pass still runs
+//     stripe, owner   a part of a tensor's rows; the rank that adds up this part
+//     residual        the quantization error that a codec adds to the next gradient (error feedback)
+//     leaf            samples whose gradient is computed and rounded by itself, for exact sums
+//     plain, packed   tensors that are summed as f32; tensors that a codec packs
+//     exposed         of communication: the seconds that no computation hides
+//     move            what one rank sends, receives and adds in one round of an allreduce
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 //     api-comm   ranks, communicators, messages between two
@@ -48,21 +75,26 @@
 //     api-distribute   synchronous data parallelism
 //     api-simulate   step time on machines you do not have
 //     api-mix   averaging with neighbours; one timeline for all ranks
-//     base   system headers, what communicators are made of
+// PART I   TALK: ranks, messages, transports
+//     base   system headers, the communicator, nodes and links
 //     messages   sending, receiving, waiting
 //     world   ranks as threads: inboxes, links, deadlock
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
-//     mpi-words   words between ranks: who has failed, left, waits or works; waits of all ranks
-//     mpi-create   creating, splitting, closing over MPI; exit
+//     mpi-control   control messages: which rank failed, left, waits or is busy; waits for all ranks
+//     mpi-close   splitting, closing over MPI; exit
+//     mpi-create   connecting the ranks over MPI
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators; running a function on every rank
+//     timeline   one timeline for all ranks
+// PART II   ADD UP: collectives, codecs on the wire
 //     moves   the algorithms, as moves; adding up elements
 //     collectives   the moves, executed
 //     async   work in the background
 //     exchange   1-bit exchange: stripes, owners, two residuals
 //     stripes   the five steps of an exchange, on the host or on a device
 //     methods   top-k and low rank
+// PART III   STEP TOGETHER: data parallelism, mixing
 //     distribute   data parallelism: layout of the parameters, buckets of gradients
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 //     state   one list of what a training carries from step to step
@@ -76,7 +108,7 @@
 //     resume   checkpoints of the whole job
 //     batch-search   the largest batch that does not hurt
 //     mix   averaging with neighbours
-//     timeline   one timeline for all ranks
+// PART V   FORESEE: steps in virtual time
 //     simulate   moves in virtual time, by a queue of ranks
 //     simulate-fast   rings and all to all in virtual time without a queue
 //     simulate-step   a step of training in virtual time
@@ -97,26 +129,27 @@ extern "C" {
 // >>api-comm   ranks, communicators, messages between two
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All run the
-   same program; a communicator is how they meet. */
+/* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All ranks run
+   the same program and exchange messages through a communicator. */
 typedef struct hpml_comm  hpml_comm;  /* opaque; hangs on a context */
 typedef struct hpml_world hpml_world; /* ranks that are threads of one process; opaque */
 
 typedef enum hpml_transport_kind {
     HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array */
-    HPML_TRANSPORT_MPI     = 1, /* ranks are mpiexec's processes; needs HPML_USE_MPI and mpicc */
+    HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
     HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: one runs at a time, in the order of its clock; replayable */
 } hpml_transport_kind;
 
-/* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: nothing is added. */
+/* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: the link takes no time. */
 typedef struct hpml_link {
     double latency;   /* seconds */
     double bandwidth; /* bytes per second */
 } hpml_link;
 
-/* Where ranks live and what lies between them. With THREADS the links are injected: a laptop shows a slow network. Each
-   node has one network card: what leaves it, and what comes in, waits in line. Where a link takes time, and with CLOCK,
-   every send is copied and done at once, as if cards had buffers without end. */
+/* The nodes on which ranks live and the links between ranks. With THREADS the links are emulated, so that a laptop
+   shows how a slow network behaves. Each node has one network card, which sends one message after another, and receives
+   one after another. Where a link takes time, and with CLOCK, every send is copied and done at once, as if cards had
+   buffers without end. */
 typedef struct hpml_network {
     int32_t       ranks_per_node; /* 0: all on one node (MPI: asks MPI) */
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
@@ -124,83 +157,89 @@ typedef struct hpml_network {
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
     double        jitter;         /* CLOCK: each computation takes up to 1 + jitter times as long, by chance, ... */
     uint64_t      seed;           /* ... which repeats with the seed */
-    const int32_t *node;          /* (ranks) the node of each, from 0 on, none left out, whatever the first two fields
-                                     say: a scheduler's placement. NULL: as they say. Not copied; not for MPI */
+    const int32_t *node;          /* (ranks) the node of each rank, numbered from 0 without gaps, for example as a
+                                     scheduler placed them; replaces ranks_per_node and spread. NULL: these two decide.
+                                     Not copied; not for MPI */
 } hpml_network;
 
 typedef struct hpml_comm_desc {
     uint32_t            _begin;
     hpml_transport_kind transport;
+    const struct hpml_transport *custom; /* your own transport, used instead of .transport; NULL: none. Not copied */
+    void               *custom_user;  /* given to it, see hpml_comm_state */
     hpml_world         *world;    /* THREADS, CLOCK: required, the same for all ranks */
-    int32_t             rank;     /* THREADS, CLOCK: this one's number; MPI: found out */
+    int32_t             rank;     /* THREADS, CLOCK, custom: number of this rank; MPI: MPI's own */
+    int32_t             ranks;    /* custom: number of ranks, at least 1; THREADS, CLOCK, MPI: known to the transport */
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
-    int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory */
+    int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
     bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
     uint32_t            _end;
 } hpml_comm_desc;
 
-/* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher of another MPI, a rank that
-   has not called this function within the deadline, ... The communicator is freed with its context. An error on one
-   rank's context fails all ranks; clearing that error does not revive the communicator. With MPI no receive with
-   MPI_ANY_SOURCE and MPI_ANY_TAG may be pending on .mpi_comm during this call, because the ranks exchange messages
-   there with its highest tag. */
+/* Creates a communicator. Collective. NULL on failure, with the error on the context: MPI not initialized, a launcher
+   of another MPI, a rank that has not called this function within the deadline, ... The communicator is freed with its
+   context. An error on one rank's context fails all ranks; clearing that error does not revive the communicator. With
+   MPI no receive with MPI_ANY_SOURCE and MPI_ANY_TAG may be pending on .mpi_comm during this call, because the ranks
+   exchange messages there with its highest tag. */
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
-/* Optional, collective: with MPI waits, within the deadline, until all ranks have called this function or freed their
-   contexts. Free a communicator after its parts, because with MPI they cannot send without it. Free communicators, or
-   their contexts, before MPI_Finalize: freeing later is safe, but then the other ranks are not notified. A process that
-   calls exit before it has freed its communicator notifies the other ranks first. */
+/* Frees a communicator early. Collective: with MPI the call waits, within the deadline, until all ranks have called it
+   or freed their contexts. Free a communicator after its parts, because with MPI they cannot send without it. Free
+   communicators, or their contexts, before MPI_Finalize: freeing later is safe, but then the other ranks are not
+   notified. A process that calls exit before it has freed its communicator notifies the other ranks first. */
 HPML_API void       hpml_comm_free(hpml_comm *c);
 
-/* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone.
-   NULL: neither THREADS nor CLOCK, not 1 to 65536 ranks, a node that there is not, or no memory. */
+/* Creates the world of ranks that are threads which you start yourself (hpml_launch does both). Free the world after
+   all contexts of its ranks. NULL: neither THREADS nor CLOCK, not 1 to 65536 ranks, a node out of range, or no memory.
+   */
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network);
 HPML_API void        hpml_world_free(hpml_world *w);
 
 /* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time
-   and mpiexec (where it runs `fn` on this process's rank, and starts and ends MPI unless you have: once, then). Every
-   rank gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL); each
-   rank's errors, and what is wrong with the desc, go to .ctx.log as well. */
+   and mpiexec. Under mpiexec it runs `fn` on this process's rank, and starts and ends MPI unless the program has
+   started MPI; MPI can be started only once. Every rank gets a context and a communicator. Returns the first rank's
+   error, with its text in `error` (may be NULL); the errors of all ranks, and of the desc, go to .ctx.log as well. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
                                       "auto": mpi if mpiexec or srun has started several processes, else threads;
-                                      no number: SLURM_NTASKS, or the cores. The environment's HPML_RUN goes before it,
-                                      and counts where run, transport and ranks are 0, too */
+                                      without a number: SLURM_NTASKS, or the cores. The environment variable HPML_RUN
+                                      replaces .run, and is also used where .run, .transport and .ranks are 0 */
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
-    hpml_network        network;   /* MPI: only ranks_per_node counts */
+    hpml_network        network;   /* MPI: only ranks_per_node is used */
     double              timeout;   /* as in hpml_comm_desc */
     bool                check;
-    hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores shared out among the ranks */
-    void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes it for a rank: a GPU of its own */
+    hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores divided by the ranks */
+    void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     bool                alone;     /* allows THREADS and CLOCK in each of several processes of mpiexec or srun; else
                                       an error, because each process would train alone. HPML_RUN allows it as well */
     uint32_t            _end;
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size);
-/* How many processes mpiexec or srun has started, and the number of this one, known before MPI starts; 0: neither has
-   started this process. The first of these pairs that is in the environment counts: PMI_SIZE and PMI_RANK (MPICH, Intel
-   MPI), PMIX_SIZE and PMIX_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK (Open MPI), MPI_LOCALNRANKS and
+/* Returns how many processes mpiexec or srun has started, and the number of this one, before MPI starts; 0: neither has
+   started this process. The first of these pairs that is in the environment is used: PMI_SIZE and PMI_RANK (MPICH,
+   Intel MPI), PMIX_SIZE and PMIX_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK (Open MPI), MPI_LOCALNRANKS and
    MPI_LOCALRANKID (Hydra), SLURM_STEP_NUM_TASKS and SLURM_PROCID (srun). SLURM_NTASKS alone, with or without
-   SLURM_PROCID, is a batch script, which is one process. */
+   SLURM_PROCID, means a batch script, which is one process. */
 HPML_API int         hpml_launched(int *rank);
 
 HPML_API int       hpml_comm_rank(const hpml_comm *c); /* 0 to size - 1 */
 HPML_API int       hpml_comm_size(const hpml_comm *c);
 HPML_API int       hpml_comm_node(const hpml_comm *c, int rank); /* number of the node that `rank` is on */
 HPML_API hpml_ctx *hpml_comm_ctx(const hpml_comm *c);
-HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi", "clock" */
+HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi", "clock", your transport's name */
 HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or this rank's virtual clock */
-/* CLOCK: time passes, as for nothing else that is computed; else sleeps as long. On the timeline: "compute". */
+/* CLOCK: advances this rank's clock by `seconds` (no other computation takes virtual time); other transports: sleeps.
+   The timeline shows a span "compute". */
 HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 
-/* Ranks of the same color form a new communicator, a part, ordered by key, then rank. Negative color: this rank joins
-   no part and gets NULL. With MPI a part sends over the MPI communicator of hpml_comm_create, with tags of its own,
-   because MPI creates a communicator of some ranks only by a call without a deadline. So a part has no HPML_NATIVE,
-   unless it has all ranks in their old order, and at most 127 parts (15 where MPI has no tag above 32,767) exist at the
-   same time. */
+/* Splits c, collectively. Ranks of the same color form a new communicator, a part, ordered by key, then rank. Negative
+   color: this rank joins no part and gets NULL. With MPI a part sends over the MPI communicator of hpml_comm_create,
+   with tags of its own, because MPI creates a communicator of some ranks only by a call without a deadline. So a part
+   has no HPML_NATIVE, unless it has all ranks in their old order, and at most 127 parts (15 where MPI has no tag above
+   32,767) exist at the same time. */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
@@ -210,65 +249,122 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
    deadlines by a minute each time that bytes of the checkpoint have reached the disk. */
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
-/* What this rank has sent since the last reset. Background work is included: reading waits until it is done. */
+/* What this rank has sent since the last reset. Reading the counters waits until background work, which they include,
+   is done. */
 typedef struct hpml_counters {
     int64_t messages, bytes;
-    int64_t between_bytes; /* of them to other nodes */
+    int64_t between_bytes; /* bytes sent to other nodes; included in `bytes` */
     int64_t rounds;        /* rounds of collectives in which this rank sent or received */
     double  seconds;       /* spent in collectives, waiting included */
 } hpml_counters;
 HPML_API void    hpml_comm_counters(const hpml_comm *c, hpml_counters *out);
-HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer); /* of them to `peer`; 0: no such rank */
+HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer); /* sent to `peer` alone; 0: no such rank */
 HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer);
 HPML_API void    hpml_comm_counters_reset(hpml_comm *c);
 
-/* Messages between two ranks with the same tag arrive in the order sent. Lengths must agree. A send may wait until it
-   is received. tag: 0 to HPML_TAG_MAX. */
+/* Send and receive, each waiting until its array may be used again. Messages between two ranks with the same tag arrive
+   in the order sent; the lengths of a send and its receive must be equal. A send may wait for its receive. tag: 0 to
+   HPML_TAG_MAX. */
 #define HPML_TAG_MAX 1023
 HPML_API hpml_status hpml_send(hpml_comm *c, int to, int tag, const void *data, size_t bytes);
 HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size_t bytes);
 HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t out_bytes, int from, void *in,
                                    size_t in_bytes, int tag);
 
-/* Begun now, done when hpml_wait says so; the array must stay untouched until then (MPI: after an error, one that was
-   being sent must stay until the process ends). The struct is yours. */
+/* Memory in a message for its transport, all zero when the transport's `start` is called: one value, or bytes for a
+   struct of the transport's. */
+typedef union hpml_message_state {
+    void   *pointer;
+    int64_t number;
+    double  seconds;
+    char    bytes[64];
+} hpml_message_state;
+
+/* A send or a receive in flight. The struct is the caller's: it and the array stay untouched until hpml_wait returns.
+   (MPI: after an error, an array that was being sent must stay until the process ends.) */
 typedef struct hpml_message {
-    int                  peer, tag;
-    bool                 receiving, done;
-    hpml_status          status;
+    int                  peer, tag;    /* rank in the communicator; 0 to HPML_TAG_MAX, or a collective's above that */
+    bool                 receiving;
+    bool                 done;         /* another thread that sets it does so with release order, as its last access */
+    hpml_status          status;       /* valid when done */
     char                *data;
-    size_t               bytes, moved;
-    size_t               posted;       /* MPI: pieces given to MPI; else the sender's rank */
+    size_t               bytes;
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
-    double               arrival;      /* seconds: THREADS, CLOCK: earliest arrival; MPI: last notice of this wait */
-    struct hpml_message *next;         /* private, as all below */
-    struct hpml_comm    *owner;
-    void                *native[2];
-    void                *staging;
+    double               arrival;      /* seconds of hpml_comm_now at which a message in flight arrives; 0: not known */
+    hpml_message_state   state;        /* the transport's */
+    struct hpml_comm    *owner;        /* communicator on which it was begun */
+    struct hpml_message *next;         /* private: a receive that was begun before this one and is not yet done */
 } hpml_message;
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
 
-/* What a transport does: everything above messages is written once over these functions. */
+/* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
+   THREADS, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
+   .custom; tests/outside/own_transport.c is an example. Leave optional functions and properties at zero.
+     - Threads: each function is called by the thread that works with the communicator c: the rank's thread or, for a
+       part that hpml_background made, a background thread. So two communicators of one rank may be in use at the same
+       time, unless is_concurrent returns false.
+     - Errors: report an error with hpml_ctx_fail on hpml_comm_ctx(c). A function that is given a message m then sets
+       m->status and m->done; the other functions return the status.
+     - A transport must not call functions of hpml_comm.h that send or wait (only split may), and must not use m, which
+       belongs to the caller, after m is done. */
 typedef struct hpml_transport {
-    const char *name;
-    void (*start)(hpml_comm *c, hpml_message *m); /* begins a send or a receive */
-    void (*test)(hpml_comm *c, hpml_message *m);  /* sets m->done and m->status when m is complete */
-    void (*block)(hpml_comm *c, hpml_message *m, double until); /* sleeps until something may have changed */
-    void (*abandon)(hpml_comm *c, hpml_message *m); /* after an error: stops m, whose buffer is then unused */
-    void (*tell)(hpml_comm *c, const char *text); /* this rank has failed: ends the other ranks' waits */
-    /* Collective; part NULL: this rank joins no part (MPI). */
+    const char *name; /* required; lives as long as the communicators, as this table does */
+
+    /* Optional, first function called: sets desc->rank and desc->ranks where the caller does not know them. */
+    hpml_status (*locate)(hpml_ctx *ctx, hpml_comm_desc *desc);
+    /* Optional: connects this rank. c has its rank and size; hpml_comm_state(c) is desc->custom_user and may be
+       replaced. After an error, of which open has notified the other ranks, close is not called. */
+    hpml_status (*open)(hpml_comm *c, const hpml_comm_desc *desc);
+    /* Optional, called instead of open where there is no memory for the communicator: notifies the other ranks. */
+    void (*absent)(hpml_ctx *ctx, const hpml_comm_desc *desc);
+    /* Required, collective over c: makes `part`, ranks[0] to ranks[count - 1] of c, a communicator whose messages never
+       match those of c or of another part; sets its state. part NULL: this rank joins no part. `color` differs between
+       the parts that are made at the same time. Also called for the communicator of a background thread. */
     hpml_status (*split)(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color);
+    /* Optional: c, or a part, is being freed, also after an error; frees its state. May wait for the other ranks. */
     void (*close)(hpml_comm *c);
-    hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int dtype, int op); /* optional: native */
-    size_t piece; /* AUTO sums large arrays in pieces of as many bytes, which stay in the caches; 0: whole */
-    double alpha, beta; /* typical seconds a message, seconds a byte: what AUTO starts from */
-    /* optional, when the deadline of m has passed: the last rank of the chain of waits that begins with m's peer, and
-       until when that rank is busy; -1: a rank has failed, as the next test of m reports. NULL: m's peer */
-    int  (*lost)(hpml_comm *c, const hpml_message *m, double *busy);
-    void (*busy)(hpml_comm *c, double seconds); /* optional: see hpml_comm_busy */
+
+    /* Required: begins m without waiting. A send matches a receive of the same communicator, tag and pair of ranks; the
+       first send matches the first receive. A send may be done at once, if the transport has copied its array. */
+    void (*start)(hpml_comm *c, hpml_message *m);
+    /* Required: advances m without waiting. Sets m->done when m is complete; a receive is completed by
+       hpml_message_deliver. May set m->arrival of a receive, during which hpml_wait sleeps. Of several receives with
+       equal peer and tag only the oldest is tested. */
+    void (*test)(hpml_comm *c, hpml_message *m);
+    /* Optional: sleeps until m may have advanced, at most until hpml_now() is `until`. NULL: sleeps for 30 us. */
+    void (*block)(hpml_comm *c, hpml_message *m, double until);
+    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: the wait for m, in which block was called, is over */
+    /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
+    void (*abandon)(hpml_comm *c, hpml_message *m);
+
+    void (*announce_failure)(hpml_comm *c, const char *text); /* optional: this rank has failed: ends others' waits */
+    void (*announce_busy)(hpml_comm *c, double seconds); /* optional: extends others' deadlines, see hpml_comm_busy */
+    /* Optional, after the deadline of m: returns the rank at the end of the chain of waits that begins with m's peer,
+       and the hpml_now() until which it is busy; -1: a rank has failed, as the next test of m reports. NULL: peer */
+    int  (*stuck_at)(hpml_comm *c, const hpml_message *m, double *busy);
+
+    /* Optional: HPML_NATIVE. hpml_element and hpml_reduce as int; MEAN: the sum, which the caller divides. */
+    hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int element, int reduce);
+    bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer needs this core: hpml_wait does not spin */
+    bool (*has_delay)(const hpml_comm *c);   /* optional: messages take time that a computation can hide; NULL:
+                                                messages between nodes do */
+    bool (*is_concurrent)(const hpml_comm *c); /* optional: a part of c may be used by another thread at the same time;
+                                                  false: background work is done at once. NULL: true */
+    bool   one_process; /* all ranks share this machine's cores and memory, whatever their nodes; a receive is delivered
+                           whole, by one call of hpml_message_deliver */
+    size_t piece;       /* bytes: AUTO sums larger arrays in pieces of this size, which stay in the caches; 0: whole */
+    double alpha, beta; /* typical seconds a message, seconds a byte, from which AUTO starts; 0: 2e-6, 0.25e-9 */
+    const struct hpmlc_schedule *schedule; /* private to THREADS and CLOCK: how a process's threads take turns */
 } hpml_transport;
+
+/* For transports. The state is one pointer; the ranks of a part have a state of their own. */
+HPML_API void *hpml_comm_state(const hpml_comm *c);
+HPML_API void  hpml_comm_set_state(hpml_comm *c, void *state);
+/* Completes the receive m with a message of `bytes` at `from`: copies or reduces it into m's array and sets m->done; an
+   error where the lengths differ. */
+HPML_API void  hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *from, size_t bytes);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-collectives   all ranks together, at once or in the background
@@ -643,21 +739,21 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 
 /* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
    With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
-   mean over ranks stays, differences shrink by the second largest |eigenvalue| in each step. */
+   mean over ranks stays the same, and differences shrink by the second largest |eigenvalue| in each step. */
 typedef enum hpml_topology {
     HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
     HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
-    HPML_TOPOLOGY_PAIRS,    /* each step other random pairs: 1/2 and 1/2 */
-    HPML_TOPOLOGY_ALL       /* each rank with all others: one step is the mean */
+    HPML_TOPOLOGY_PAIRS,    /* other random pairs in each step, with weights 1/2 and 1/2 */
+    HPML_TOPOLOGY_ALL       /* all ranks with all others: one step is the mean */
 } hpml_topology;
-/* Writes W, (p, p) row-major, of step `step`. seed and step matter for PAIRS only. */
+/* Fills in W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
-/* One mixing step on n floats in place; the same seed and step on all ranks. */
+/* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
-/* hpml_trace_start on every rank, with the ranks' clocks aligned (by the quickest of some messages to and from rank 0),
-   and one file with all of them: a process for each rank, its lanes below, time 0 at the first event of any rank. The
-   spans of an exchange name tensors, bucket and bytes. Both collective. */
+/* Calls hpml_trace_start on every rank, with the ranks' clocks aligned by the quickest of some messages to and from
+   rank 0; saves one file with the events of all ranks: a process for each rank, its lanes below, time 0 at the first
+   event of any rank. The spans of an exchange name tensors, bucket and bytes. Both collective. */
 HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc);
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path);
 
@@ -686,8 +782,12 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #if (defined(HPML_IMPLEMENTATION) || defined(HPML_COMM_IMPLEMENTATION)) && !defined(HPML_COMM_BODY)
 #define HPML_COMM_BODY
 
+// =====================================================================================================================
+// PART I   TALK: ranks, messages, transports
+// =====================================================================================================================
+
 // ---------------------------------------------------------------------------------------------------------------------
-// >>base   system headers, what communicators are made of
+// >>base   system headers, the communicator, nodes and links
 // ---------------------------------------------------------------------------------------------------------------------
 
 #include <math.h>
@@ -713,20 +813,18 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #include <mpi.h>
 #endif
 
-/* For compilers that know GNU C, as the atomics below do. */
+/* The private prefix is hpmlc_, c for communication. These macros and the atomics below are GNU C. */
 #define HPMLC_FN       static __attribute__((unused))
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
 #define HPMLC_PRINTF(text, args) __attribute__((format(printf, text, args)))
-HPMLI_PLAIN
+HPMLI_COMPILE_FAST_BEGIN
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-typedef struct hpmlc_room       hpmlc_room;       /* what the ranks of one communicator share: see >>world */
-typedef struct hpmlc_mpi        hpmlc_mpi;        /* see >>mpi */
 typedef struct hpmlc_background hpmlc_background; /* see >>async */
-typedef struct hpmlc_agent      hpmlc_agent;      /* a thread in virtual time: see >>clock */
+typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where a thread sleeps: see >>world */
 
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>moves */
 
@@ -737,55 +835,70 @@ typedef struct hpmlc_text { /* buffer for the text of an error that no context k
 
 struct hpml_comm {
     hpml_ctx             *ctx;
-    hpml_ctx             *trace;    /* where spans go: for a twin, its parent's context */
-    const hpml_transport *t;
+    hpml_ctx             *trace;    /* context that records spans: for a twin, its parent's */
+    const hpml_transport *t;        /* NULL: nothing to close */
+    void                 *state;    /* the transport's */
     int                   rank, size;
-    int32_t              *origin;   /* (size) the ranks' numbers in the first communicator: what messages call them */
+    int32_t              *origin;   /* (size) each rank's number in the first communicator, which error texts use */
     int32_t              *node;     /* (size) */
     int                   per_node; /* ranks of each node when all nodes are alike, else 0 */
-    bool                  spread;
-    double                timeout;
+    bool                  spread;   /* rank r is on node r % nodes */
+    bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
+    bool                  is_virtual; /* time is virtual: no deadlines, and only links take time */
     bool                  check;
-    int                   spin;     /* tests before a wait yields the core, and as many before it sleeps */
-    double                crowded;  /* hpml_now() before which waits do not yield, because yielding was slow */
-    uint32_t              sequence; /* collectives so far: each has tags of its own */
-    int64_t               step;     /* of the trainer, for messages; 0: of none */
-    const char           *doing;
-    int                   round;
-    double                since;    /* when the collective began */
+    double                timeout;  /* seconds */
+    int                   spin_limit; /* tests before a wait yields the core, and as many before it sleeps */
+    double                no_yield; /* hpml_now() before which waits do not yield, because yielding was slow */
+    double                busy;     /* hpml_now() until which this rank has announced that it is busy */
+    uint32_t              sequence; /* number of collectives begun: each has its own tag */
+    int64_t               step;     /* of the trainer, for error texts; 0: no trainer */
+    const char           *operation; /* for error texts: "allreduce", ... */
+    int                   round;    /* of the operation */
+    double                since;    /* hpml_comm_now() when the collective began */
     int64_t               bytes;    /* of the collective's array */
-    bool                  within;   /* inside a collective, whose messages are arrows on the timeline */
+    bool                  in_collective; /* then messages are arrows on the timeline */
     hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
     uint64_t              key;      /* of this communicator, the same on all its ranks */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
-    hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
+    hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks on one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
-    int64_t             (*to)[2];   /* (size) messages and bytes sent to each */
-    hpml_message         *pending;  /* receives that are under way */
-    hpmlc_room           *room;     /* THREADS, CLOCK */
-    hpmlc_mpi            *mpi;
-    unsigned              seen;     /* changes of the inbox that have been looked at; MPI: turns of waiting */
-    double                busy;     /* hpml_now() until which this rank has announced that it is busy */
-    hpmlc_text            farewell; /* MPI: buffer for an error of closing, because the context ends with it */
-    hpmlc_agent          *agent;    /* CLOCK */
-    bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
+    int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
+    hpml_message         *pending;  /* receives in flight, newest first */
+    hpmlc_text            close_error; /* buffer for an error of closing, because the context is freed with it */
     hpmlc_background     *background;
-    char                 *staging;  /* MPI: two pieces */
     hpml_device_link      link;     /* begin NULL: none */
-    char                 *scratch;  /* copies of what is sent while it is added to */
-    size_t                scratch_size;
+    char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
+    size_t                scratch_size; /* bytes */
 };
 
-/* A variable, cleared; and one that is a copy of what the caller has given, cleared where that is NULL. */
+/* How the threads of one process take turns. THREADS counts the threads that are awake, which reveals a deadlock; CLOCK
+   lets one thread run at a time. Other transports leave both to the operating system. */
+typedef struct hpmlc_schedule {
+    /* Virtual time; NULL: time is real. compute: seconds of work pass; advance: the clock is `time` at least. */
+    double (*now)(const hpml_comm *c);
+    void   (*compute)(hpml_comm *c, double seconds);
+    void   (*advance)(hpml_comm *c, double time);
+    /* The background thread of c: open is called before the thread starts (false: it must not start), enter first in
+       that thread, close last in it, or by the thread of c where it could not start. */
+    bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
+    void   (*thread_enter)(hpml_comm *twin);
+    void   (*thread_close)(hpml_comm *c, hpml_comm *twin);
+    /* Sleeps at a waitpoint, see hpmlc_waitpoint_sleep; wakes the thread that works with communicator `sleeper`. */
+    void   (*sleep)(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until);
+    void   (*wake)(hpml_comm *sleeper, hpmlc_waitpoint *g);
+} hpmlc_schedule;
+
+/* Define a variable that is all zero; define a copy of a desc that the caller has given, all zero where it is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Writes the text of an error that no context keeps and returns its status. */
 HPMLC_PRINTF(3, 4)
-HPMLC_FN hpml_status hpmlc_say_no(const hpmlc_text *to, hpml_status status, const char *format, ...)
+HPMLC_FN hpml_status hpmlc_refuse(const hpmlc_text *to, hpml_status status, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
@@ -794,12 +907,13 @@ HPMLC_FN hpml_status hpmlc_say_no(const hpmlc_text *to, hpml_status status, cons
     return status;
 }
 
-HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text)
+HPMLC_FN void hpmlc_announce_failure(hpml_comm *c, const char *text)
 {
-    if (c->t && c->t->tell) c->t->tell(c, text);
+    if (c->t && c->t->announce_failure) c->t->announce_failure(c, text);
 }
 
-/* Keeps the first error of the context and tells the other ranks. */
+/* Puts an error on the context of c, which keeps its first one, and announces it to the other ranks, unless it is
+   theirs. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *format, ...)
 {
@@ -808,16 +922,16 @@ HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *fo
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (status != HPML_ERR_PEER) hpmlc_tell(c, text);
+    if (status != HPML_ERR_PEER) hpmlc_announce_failure(c, text);
     return hpml_ctx_fail(c->ctx, status, "rank %d: %s", c->origin[c->rank], text);
 }
 
-/* True when there is nothing to be done; a failed rank says so to those who will wait for it. */
+/* True: c is NULL or its context has an error, which is then announced to the ranks that wait for this one. */
 HPMLC_FN bool hpmlc_failed(hpml_comm *c)
 {
     if (!c) return true;
     if (hpml_ctx_status(c->ctx) == HPML_OK) return false;
-    hpmlc_tell(c, hpml_ctx_error(c->ctx));
+    hpmlc_announce_failure(c, hpml_ctx_error(c->ctx));
     return true;
 }
 
@@ -827,7 +941,7 @@ HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NUL
 HPML_API const char *hpml_comm_transport(const hpml_comm *c) { return c ? c->t->name : "none"; }
 HPML_API int hpml_comm_node(const hpml_comm *c, int r) { return c && r >= 0 && r < c->size ? c->node[r] : -1; }
 
-/* By select, which is there under -std=c99, too. */
+/* Sleeps. By select, because -std=c99 declares it, but not nanosleep. */
 HPMLC_FN void hpmlc_nap(double seconds)
 {
 #if defined(__unix__) || defined(__APPLE__)
@@ -840,30 +954,73 @@ HPMLC_FN void hpmlc_nap(double seconds)
 #endif
 }
 
-/* The part of a communicator that all transports share. */
-HPMLC_FN void       hpmlc_comm_drop(void *object);
+/* Allocates a communicator that has no transport yet, so that nothing is closed if creating it fails. */
+HPMLC_FN void       hpmlc_comm_destroy(void *object);
 HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int rank, int size)
 {
-    hpml_comm *c = (hpml_comm *)hpml_ctx_alloc(ctx, sizeof *c, hpmlc_comm_drop);
+    hpml_comm *c = (hpml_comm *)hpml_ctx_alloc(ctx, sizeof *c, hpmlc_comm_destroy);
     if (!c) return NULL;
-    c->ctx = c->trace = ctx, c->rank = rank, c->size = size;
-    c->origin = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->origin * (size_t)size, NULL);
-    c->node   = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
-    c->to     = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->to * (size_t)size, NULL);
-    c->arrows = (uint32_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->arrows * (size_t)size, NULL);
+    c->ctx     = c->trace = ctx;
+    c->rank    = rank;
+    c->size    = size;
+    c->origin  = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->origin * (size_t)size, NULL);
+    c->node    = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
+    c->sent_to = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->sent_to * (size_t)size, NULL);
+    c->arrows  = (uint32_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->arrows * (size_t)size, NULL);
     if (!c->arrows) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
-    c->t = t; /* last: without it there is nothing to close */
-    c->timeout = 60, c->doing = "start";
-    c->between.latency = t->alpha, c->between.bandwidth = 1 / t->beta, c->inside = c->between;
+    c->timeout           = 60;
+    c->spin_limit        = 200;
+    c->operation         = "hpml_comm_create";
+    c->is_virtual        = t->schedule && t->schedule->now;
+    c->between.latency   = t->alpha > 0 ? t->alpha : 2e-6;
+    c->between.bandwidth = 1 / (t->beta > 0 ? t->beta : 0.25e-9);
+    c->inside            = c->between;
     return c;
 }
 
-/* The number of nodes; 0: a rank's is out of range. */
+HPML_API void *hpml_comm_state(const hpml_comm *c) { return c ? c->state : NULL; }
+
+HPML_API void hpml_comm_set_state(hpml_comm *c, void *state)
+{
+    if (c) c->state = state;
+}
+
+HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->is_virtual ? c->t->schedule->now(c) : hpml_now(); }
+
+HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
+{
+    if (!c || !(seconds > 0)) return;
+    if (c->is_virtual) {
+        c->t->schedule->compute(c, seconds);
+        return;
+    }
+    double start = hpml_now();
+    hpmlc_nap(seconds);
+    hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
+}
+
+/* In virtual time: moves the clock of this thread on to `time`, after all threads whose clocks are behind it. */
+HPMLC_FN void hpmlc_advance(hpml_comm *c, double time)
+{
+    if (c->is_virtual) c->t->schedule->advance(c, time);
+}
+
+/* True where messages take time that a computation can hide: between nodes, over links, in virtual time. */
+HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
+{
+    if (c->is_virtual) return true;
+    if (c->t->has_delay) return c->t->has_delay(c);
+    for (int i = 0; i < c->size; i++)
+        if (c->node[i] != c->node[c->rank]) return true;
+    return false;
+}
+
+/* Returns the number of nodes of p ranks; 0: the node of a rank is out of range. */
 HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 {
-    int m = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
-    int nodes = n->node ? 0 : (p + m - 1) / m;
+    int per_node = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
+    int nodes    = n->node ? 0 : (p + per_node - 1) / per_node;
     for (int r = 0; n->node && r < p; r++) {
         if (n->node[r] < 0 || n->node[r] >= p) return 0;
         if (n->node[r] >= nodes) nodes = n->node[r] + 1;
@@ -873,49 +1030,60 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 
 #define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* false for NaN */
 
+/* Checks the links, nodes and (clock) slow ranks of a network of p ranks; `who` begins the text of an error. */
 HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, bool clock,
                                          const hpmlc_text *to)
 {
     const hpml_link *in = &net->inside, *far = &net->between;
     if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) || !(in->bandwidth >= 0) ||
         !(far->bandwidth >= 0) || (clock && !HPMLC_GOOD(net->jitter)))
-        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
                             "between %g s and %g bytes/s, jitter %g: a negative one or NaN", who, net->ranks_per_node,
                             in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
     if (hpmlc_network_nodes(net, p) == 0)
-        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
     for (int r = 0; clock && net->slow && r < p; r++)
         if (!(net->slow[r] > 0) || !HPMLC_GOOD(net->slow[r]))
-            return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network.slow[%d] is %g, not above 0", who, r, net->slow[r]);
+            return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network.slow[%d] is %g, not above 0", who, r, net->slow[r]);
     return HPML_OK;
 }
 
+/* Returns the node of rank r. */
 HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
 {
-    return n->node ? n->node[r] : n->spread ? r % nodes : n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
+    if (n->node) return n->node[r];
+    if (n->spread) return r % nodes;
+    return n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
 }
 
-/* In virtual time AUTO knows the links; one between nodes that costs nothing is a message's usual time. */
+/* Gives AUTO the links of a network in virtual time. Where the link between nodes takes no time, AUTO counts 2 us a
+   message and 4 GB/s. */
 HPMLC_FN void hpmlc_comm_links(hpml_comm *c, const hpml_network *n, int nodes)
 {
     const hpml_link *between = nodes > 1 ? &n->between : &n->inside;
-    c->inside = n->inside, c->between.latency = 2e-6, c->between.bandwidth = 4e9;
+    c->inside            = n->inside;
+    c->between.latency   = 2e-6;
+    c->between.bandwidth = 4e9;
     if (between->latency > 0) c->between.latency = between->latency;
     if (between->bandwidth > 0) c->between.bandwidth = between->bandwidth;
 }
 
-/* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; mixed: 0. */
+/* Sets per_node and spread: a node has consecutive ranks (the last node may have fewer), or every k-th rank (spread).
+   per_node 0: neither. */
 HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 {
     int p = c->size, k = 1, nodes = 0;
-    c->per_node = 0, c->spread = false;
+    c->per_node = 0;
+    c->spread   = false;
     while (k < p && c->node[k] == c->node[0]) k++;
     for (int i = 0; i < p; i++)
         if (c->node[i] >= nodes) nodes = c->node[i] + 1;
     for (int spread = 0; spread < 2 && c->per_node == 0; spread++) {
         bool fits = nodes > 0 && (!spread || p % nodes == 0);
         for (int i = 0; i < p && fits; i++) fits = c->node[i] == (spread ? i % nodes : c->node[0] + i / k);
-        if (fits) c->per_node = spread ? p / nodes : k, c->spread = spread == 1 && nodes > 1 && nodes < p;
+        if (!fits) continue;
+        c->per_node = spread ? p / nodes : k;
+        c->spread   = spread == 1 && nodes > 1 && nodes < p;
     }
 }
 
@@ -923,15 +1091,26 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // >>messages   sending, receiving, waiting
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A message is begun by the transport and tested until it is done. Waiting spins for some microseconds, then yields,
-   then sleeps, at once if it is the peer that needs this core: on a busy machine whoever has work gets it. (MPICH spins
-   for ever: with more ranks than cores its own waiting was measured 40 times slower than this.) */
+/* The transport begins a message; hpml_wait tests it until it is done. A wait spins for some microseconds, then yields
+   the core, then sleeps; it sleeps at once if the peer needs this core, because on a busy machine the rank that has
+   work must get it. (MPICH spins for ever: with more ranks than cores its own waiting was measured 40 times slower than
+   this.) */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
-#define HPMLC_TAGS           1023 /* of collectives, which take them in turn: messages of one tag stay in order */
+#define HPMLC_TAGS           1023 /* of collectives, used in rotation, so that messages of one tag stay in order */
 #define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* MPI: of control messages; THREADS: of splits */
 #define HPMLC_TAG_SPAN       (HPMLC_TAG_EXTRA + 1)
 
+HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
+{
+    c->counters.messages++;
+    c->counters.bytes += (int64_t)bytes;
+    c->sent_to[peer][0]++;
+    c->sent_to[peer][1] += (int64_t)bytes;
+    if (c->node[peer] != c->node[c->rank]) c->counters.between_bytes += (int64_t)bytes;
+}
+
+/* Begins a send or a receive. After an error m is done and has the status. */
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
                                  hpmlc_reduce_fn *reduce, hpml_message *m)
 {
@@ -942,30 +1121,34 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
         return m->status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: a rank from 0 to %d, a tag from 0 to %d and data "
                                       "were expected", receiving ? "receive from" : "send to", peer, c->size - 1,
                                       HPML_TAG_MAX);
-    m->receiving = receiving, m->peer = peer, m->tag = tag, m->data = data, m->bytes = bytes, m->reduce = reduce;
-    m->owner = c, m->done = false;
-    if (receiving) m->next = c->pending, c->pending = m;
-    else {
-        c->counters.messages++;
-        c->counters.bytes += (int64_t)bytes;
-        c->to[peer][0]++, c->to[peer][1] += (int64_t)bytes;
-        if (c->node[peer] != c->node[c->rank]) c->counters.between_bytes += (int64_t)bytes;
-    }
+    m->done      = false;
+    m->owner     = c;
+    m->receiving = receiving;
+    m->peer      = peer;
+    m->tag       = tag;
+    m->data      = data;
+    m->bytes     = bytes;
+    m->reduce    = reduce;
+    if (receiving) {
+        m->next    = c->pending;
+        c->pending = m;
+    } else hpmlc_count_send(c, peer, bytes);
     c->t->start(c, m);
     return HPML_OK;
 }
 
-/* Takes a message out of a list, if it is there. */
-HPMLC_FN void hpmlc_unlist(hpml_message **at, const hpml_message *m)
+/* Removes m from the list of receives in flight. */
+HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
 {
+    hpml_message **at = &c->pending;
     while (*at && *at != m) at = &(*at)->next;
     if (*at) *at = m->next;
 }
 
-#define HPMLC_ROOMY 2000 /* c->spin of ranks that have a core each */
+#define HPMLC_SPIN_OWN_CORE 2000 /* c->spin_limit of ranks that have a core each */
 
-/* How often to look before the core is given away; a twin's owner changes it while the twin waits. */
-HPMLC_FN int hpmlc_spin(const hpml_comm *c) { return __atomic_load_n(&c->spin, __ATOMIC_RELAXED); }
+/* Atomic, because the rank's thread changes the limit of a twin while the twin waits. */
+HPMLC_FN int hpmlc_spin_limit(const hpml_comm *c) { return __atomic_load_n(&c->spin_limit, __ATOMIC_RELAXED); }
 
 HPMLC_FN void hpmlc_pause(bool yield)
 {
@@ -980,17 +1163,17 @@ HPMLC_FN void hpmlc_pause(bool yield)
     (void)yield;
 }
 
-#define HPMLC_COSTLY 100e-6 /* seconds: a yield that takes longer has given the core to another program */
-#define HPMLC_EARLY  60e-6  /* seconds before a message arrives at which a sleep ends, because the system wakes late */
+#define HPMLC_SLOW_YIELD 100e-6 /* seconds: a yield that takes longer has given the core to another program */
+#define HPMLC_EARLY      60e-6  /* seconds before a message arrives at which a sleep ends, because Linux wakes late */
 
 /* One turn of a wait for m without sleeping: spins in early turns, yields the core in later ones. False: the caller
    sleeps instead, because the turns are used up, or the message is in flight and known to take longer, or a yield has
    cost another program's time slice; after such a yield none is tried for 100 times as long as the yield took. */
-HPMLC_FN bool hpmlc_linger(hpml_comm *c, const hpml_message *m, int turn)
+HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
 {
-    const int spin = hpmlc_spin(c);
-    if (c->room && m->arrival > 0) {
-        if (spin < HPMLC_ROOMY || m->arrival > hpml_now() + HPMLC_EARLY) return false;
+    const int spin = hpmlc_spin_limit(c);
+    if (m->arrival > 0) {
+        if (spin < HPMLC_SPIN_OWN_CORE || m->arrival > hpml_now() + HPMLC_EARLY) return false;
         hpmlc_pause(false);
         return true;
     }
@@ -1000,149 +1183,183 @@ HPMLC_FN bool hpmlc_linger(hpml_comm *c, const hpml_message *m, int turn)
         return true;
     }
     double since = hpml_now();
-    if (since < c->crowded) return false;
+    if (since < c->no_yield) return false;
     hpmlc_pause(true);
     double took = hpml_now() - since;
-    if (took > HPMLC_COSTLY) c->crowded = since + 100 * took;
+    if (took > HPMLC_SLOW_YIELD) c->no_yield = since + 100 * took;
     return true;
 }
 
-HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
-HPMLC_FN int  hpmlc_cores(int ranks);
+HPMLC_FN int hpmlc_cores(int ranks);
 
-/* A sender learns from the receiver's thread that its message is done. */
+/* Atomic, because with THREADS the receiver's thread completes a send. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* The receive that gets the next message from m's peer with m's tag: the oldest one pending, the last in the list. */
-HPMLC_FN const hpml_message *hpmlc_next(const hpml_message *m)
+/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, the last in the
+   list. */
+HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
 {
-    const hpml_message *next = m;
+    const hpml_message *oldest = m;
     for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
-        if (!older->done && older->peer == m->peer && older->tag == m->tag) next = older;
-    return next;
+        if (!older->done && older->peer == m->peer && older->tag == m->tag) oldest = older;
+    return oldest;
 }
 
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
-    if (hpmlc_next(m) == m) c->t->test(c, m);
+    if (hpmlc_oldest(m) == m) c->t->test(c, m);
 }
 
-/* A receive has met a message of another length. */
+/* Completes the receive m with an error: a message of another length has come. */
 HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 {
-    m->done   = true;
     m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
-                           "the same counts", c->doing, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
+                           "the same counts", c->operation, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
+    m->done   = true;
 }
 
-HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer); /* THREADS: notes whom this rank waits for; -1: no rank */
-HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m); /* MPI: announces that the wait for m is over */
+HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *from, size_t bytes)
+{
+    if (!c || !m) return;
+    if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
+    else if (m->reduce) m->reduce(m->data, from, bytes);
+    else if (bytes > 0) memcpy(m->data, from, bytes);
+    m->done = true;
+}
+
+/* Gives up the message m after an error of this rank. */
+HPMLC_FN void hpmlc_abandon(hpml_comm *c, hpml_message *m)
+{
+    c->t->abandon(c, m);
+    m->status = hpml_ctx_status(c->ctx);
+}
 
 /* Handles the deadline of m: extends the deadline where the rank at the end of the chain of waits is busy, else ends
    the wait with an error that names that rank. Returns the hpml_now() until which to wait. */
-HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
+HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
 {
     const int peer = c->origin[m->peer];
     double    busy = 0;
     char      chain[48] = "";
-    int       lost = c->t->lost ? c->t->lost(c, m, &busy) : peer;
-    if (lost < 0) return hpml_now();
+    int       stuck = c->t->stuck_at ? c->t->stuck_at(c, m, &busy) : peer;
+    if (stuck < 0) return hpml_now();
     if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* the rank may finish earlier */
-    if (lost != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", lost);
+    if (stuck != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", stuck);
     hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
-               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->doing, c->round,
+               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->operation, c->round,
                (long long)c->step);
-    c->t->abandon(c, m);
-    m->status = hpml_ctx_status(c->ctx);
+    hpmlc_abandon(c, m);
     return hpml_now();
 }
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that calls in between say nothing */
-    if (!c || !c->t->busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that most calls announce nothing */
+    if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
-    c->t->busy(c, seconds > 0 ? lasts : c->timeout);
+    c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
+}
+
+/* Tests m, then the other receives in flight, because m's peer may wait for one of them. True: another one is done. */
+HPMLC_FN bool hpmlc_test_all(hpml_comm *c, hpml_message *m)
+{
+    bool moved = false;
+    hpmlc_test(c, m);
+    for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next) {
+        if (other == m || other->done) continue;
+        hpmlc_test(c, other);
+        moved = moved || other->done;
+    }
+    return moved;
+}
+
+HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *m, double until)
+{
+    if (c->t->block) c->t->block(c, m, until);
+    else hpmlc_nap(30e-6);
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
-    double limit = 0;
-    bool   beside = false;
+    double limit = 0; /* hpml_now() until which to wait; 0: this wait has not slept yet */
+    bool   shares_core = false;
     if (!c || !m) return HPML_ERR_ARGUMENT;
     for (int turn = 0; !hpmlc_done(m); turn++) {
-        bool moved = false;
-        hpmlc_test(c, m);
-        for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next)
-            if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
+        bool moved = hpmlc_test_all(c, m);
         if (hpmlc_done(m)) break;
-        if (turn == 0) beside = hpmlc_beside(c, m->peer);
-        if (moved || (!beside && hpmlc_linger(c, m, turn))) continue;
+        if (turn == 0 && c->t->shares_core) shares_core = c->t->shares_core(c, m->peer);
+        if (moved || (!shares_core && hpmlc_wait_awake(c, m, turn))) continue;
         if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
-            c->t->abandon(c, m);
-            m->status = hpml_ctx_status(c->ctx);
+            hpmlc_abandon(c, m);
             break;
         }
-        if (limit == 0) limit = c->timeout < 0 || c->agent ? 1e300 : hpml_now() + c->timeout;
-        if (hpml_now() < limit) c->t->block(c, m, limit);
-        else limit = hpmlc_overdue(c, m);
+        if (limit == 0) limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
+        if (hpml_now() < limit) hpmlc_block(c, m, limit);
+        else limit = hpmlc_deadline_passed(c, m);
     }
-    if (limit != 0) hpmlc_waits(c, -1);
-    if (limit != 0 && m->status == HPML_OK) hpmlc_calm(c, m);
-    if (m->receiving) hpmlc_unlist(&c->pending, m);
+    if (limit != 0 && c->t->unblock) c->t->unblock(c, m);
+    if (m->receiving) hpmlc_unlist(c, m);
     return m->status;
 }
 
-/* Adds a span to the timeline, about the tensors in c->about. */
+/* Adds a span to the timeline; it names the tensors and the bucket in c->about. */
 HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
 {
     if (!hpml_trace_on(c->trace)) return;
     hpml_trace_event e = c->about;
-    e.lane = HPML_LANE_COMM, e.name = name, e.start = start, e.end = end, e.number = bytes;
+    e.lane   = HPML_LANE_COMM;
+    e.name   = name;
+    e.start  = start;
+    e.end    = end;
+    e.number = bytes;
     hpml_trace_add(c->trace, &e);
 }
 
-/* One end of an arrow on the timeline. Both ranks count the messages between them, so both know a message's number. */
+/* Adds one end of a message's arrow to the timeline. Both ends get the same number, because both ranks count the
+   messages between them. */
 HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
 {
     uint32_t count = c->arrows[peer][receives]++;
-    if (!c->within || !hpml_trace_on(c->trace)) return;
+    if (!c->in_collective || !hpml_trace_on(c->trace)) return;
     HPMLC_ZERO(hpml_trace_event, e);
-    int      me = c->origin[c->rank], other = c->origin[peer];
-    uint64_t ends = (uint64_t)(receives ? other : me) << 32 | (uint64_t)(receives ? me : other);
-    uint64_t id   = ((c->key * 0x9e3779b97f4a7c15u + ends) * 0x9e3779b97f4a7c15u + count) * 0x9e3779b97f4a7c15u;
-    e.kind = receives ? HPML_TRACE_RECEIVE : HPML_TRACE_SEND, e.lane = HPML_LANE_COMM, e.name = "message";
-    e.start = hpml_comm_now(c), e.number = (int64_t)(id >> 12); /* 52 bits, because a double holds these exactly */
+    const int from = c->origin[receives ? peer : c->rank], to = c->origin[receives ? c->rank : peer];
+    uint64_t  ends = (uint64_t)from << 32 | (uint64_t)to;
+    uint64_t  id   = ((c->key * 0x9e3779b97f4a7c15u + ends) * 0x9e3779b97f4a7c15u + count) * 0x9e3779b97f4a7c15u;
+    e.kind   = receives ? HPML_TRACE_RECEIVE : HPML_TRACE_SEND;
+    e.lane   = HPML_LANE_COMM;
+    e.name   = "message";
+    e.start  = hpml_comm_now(c);
+    e.number = (int64_t)(id >> 12); /* 52 bits, because a double holds these exactly */
     hpml_trace_add(c->trace, &e);
 }
 
-/* One round of a collective: sends to one rank and receives from one at the same time; -1: none. */
+/* Runs one round of a collective: sends to one rank and receives from one at the same time; -1: none. */
 HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
                                  size_t in_bytes, hpmlc_reduce_fn *reduce)
 {
-    hpml_message o, i;
-    hpml_status  got = HPML_OK, sent = HPML_OK;
+    hpml_message send, receive;
+    hpml_status  received = HPML_OK, sent = HPML_OK;
     if (to < 0 && from < 0) return HPML_OK;
     c->counters.rounds++;
     if (to >= 0) hpmlc_arrow(c, false, to);
-    if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &i);
-    if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &o);
-    if (from >= 0) got = hpml_wait(c, &i);
+    if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &receive);
+    if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &send);
+    if (from >= 0) received = hpml_wait(c, &receive);
     if (from >= 0) hpmlc_arrow(c, true, from);
-    if (to >= 0) sent = hpml_wait(c, &o); /* both, or one would outlive its place on the stack */
-    return got != HPML_OK ? got : sent;
+    if (to >= 0) sent = hpml_wait(c, &send); /* after an error, too, because both structs are on this stack */
+    return received != HPML_OK ? received : sent;
 }
 
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m)
 {
-    if (c) c->doing = "send";
-    if (tag > HPML_TAG_MAX) tag = -1; /* beyond are the collectives' */
+    if (c) c->operation = "send";
+    if (tag > HPML_TAG_MAX) tag = -1; /* an error: higher tags belong to collectives */
     return hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)data, bytes, NULL, m);
 }
 
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m)
 {
-    if (c) c->doing = "receive";
+    if (c) c->operation = "receive";
     if (tag > HPML_TAG_MAX) tag = -1;
     return hpmlc_begin(c, true, from, tag, (char *)data, bytes, NULL, m);
 }
@@ -1175,38 +1392,42 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t
 // >>world   ranks as threads: inboxes, links, deadlock
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A room is what the ranks of one communicator share: an inbox for each. A send is posted in the receiver's inbox as a
-   pointer; the receiver copies, or adds, straight from the sender's array and marks the message done: one pass over the
-   data, nothing in between.
+/* A group is what the ranks of one communicator share: an inbox for each. A send is posted in the receiver's inbox as a
+   pointer; the receiver copies, or reduces, straight from the sender's array and marks the send done: one pass over the
+   data and no buffer in between.
 
-   The world counts its running threads. One that goes to sleep leaves the count, whoever wakes it puts it back before
-   it goes on itself; so when the count is zero nobody will ever wake anybody: a deadlock, known at once and exactly. */
+   The world counts the threads that are awake. A thread that falls asleep subtracts itself; the thread that wakes it
+   adds it again before it continues. So when the count is zero no thread can ever wake another: a deadlock, known
+   at once and exactly. */
 
 #ifndef HPML_NO_THREADS
 
-typedef struct hpmlc_gate { /* where one thread sleeps */
+struct hpmlc_waitpoint { /* where one thread sleeps */
     pthread_mutex_t mutex;
     pthread_cond_t  changed;
     unsigned        changes;
     bool            sleeping;
-} hpmlc_gate;
+};
 
 typedef struct hpmlc_inbox {
-    hpmlc_gate    gate;
-    hpml_message *posted, **last; /* sends, in order of arrival */
-    hpml_comm    *owner;          /* while it is open */
-    int           peer;           /* world rank that the owner waits for, -1: none */
-    const char   *doing;
-    int           core;           /* 1 + that of its owner's last wait */
-    char          pad[64];
+    hpmlc_waitpoint wait;
+    hpml_message   *posted, **last; /* sends, in order of arrival */
+    hpml_comm      *owner;          /* NULL: closed */
+    int             peer;           /* world rank that the owner waits for, -1: none */
+    const char     *operation;      /* of that wait */
+    int             core;           /* 1 + the core on which the owner last waited */
+    char            pad[64];
 } hpmlc_inbox;
 
-struct hpmlc_room {
+typedef struct hpmlc_group hpmlc_group;
+struct hpmlc_group {
     hpml_world  *world;
-    hpmlc_room  *next;
-    int          size, open; /* ranks that have not closed it */
+    hpmlc_group *next;
+    int          size, open; /* open: ranks that have not closed it */
     hpmlc_inbox *inbox;      /* (size) */
 };
+
+typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
 
 struct hpml_world {
     hpml_transport_kind kind;
@@ -1214,23 +1435,44 @@ struct hpml_world {
     hpml_network        network;
     pthread_mutex_t     mutex;
     int                 running;  /* threads that are awake */
-    hpmlc_room         *rooms;
+    hpmlc_group        *groups;
     bool               *left;     /* (ranks) have closed their first communicator */
     int                 failed;   /* 1 + the rank that failed first; 0: none. Written once, under the mutex */
     char                text[512];
     bool                buffered; /* sends are copied, and done at once: CLOCK, or some link takes time */
-    hpmlc_agent        *agents, *turn; /* CLOCK: all threads, and the one that runs */
-    int                 agent_count;
+    hpmlc_vthread      *vthreads, *turn; /* CLOCK: all threads, and the one that runs */
+    int                 vthread_count;
     double             *card;     /* (2 (ranks + nodes)) when each sender's and receiver's card is free again */
     double             *busy;     /* (ranks) hpml_now() until which each rank is busy */
 };
 
-/* Deadlines count by a clock that nobody sets, where condition variables can have one (not under -std=c99). */
+/* hpml_comm.state of THREADS and CLOCK. */
+typedef struct hpmlc_thread_state {
+    hpmlc_group   *group;
+    hpmlc_vthread *vthread;    /* CLOCK; a part has its communicator's, a twin its own thread's */
+    unsigned       seen;       /* changes of the inbox before the last sleep */
+} hpmlc_thread_state;
+
+/* hpml_message.state of THREADS and CLOCK. */
+typedef struct __attribute__((may_alias)) hpmlc_post {
+    hpml_message *next;   /* a send: the next one in the inbox */
+    int           from;   /* a send: the sender's rank */
+    size_t        tested; /* a receive: 1 + the changes of the inbox at the last test, 0: not tested yet */
+} hpmlc_post;
+typedef char hpmlc_post_fits[sizeof(hpmlc_post) <= sizeof(hpml_message_state) ? 1 : -1];
+
+HPMLC_FN hpmlc_thread_state *hpmlc_thread(const hpml_comm *c) { return (hpmlc_thread_state *)c->state; }
+HPMLC_FN hpmlc_group *hpmlc_group_of(const hpml_comm *c) { return hpmlc_thread(c)->group; }
+HPMLC_FN hpml_world  *hpmlc_world_of(const hpml_comm *c) { return hpmlc_thread(c)->group->world; }
+HPMLC_FN hpmlc_inbox *hpmlc_inbox_of(const hpml_comm *c) { return &hpmlc_thread(c)->group->inbox[c->rank]; }
+HPMLC_FN hpmlc_post  *hpmlc_post_of(hpml_message *m) { return (hpmlc_post *)(void *)&m->state; }
+
+/* Deadlines use a clock that is never set, where condition variables can have one (not under -std=c99). */
 #if defined(CLOCK_MONOTONIC) && !defined(__APPLE__)
 #define HPMLC_MONOTONIC
 #endif
 
-HPMLC_FN void hpmlc_gate_init(hpmlc_gate *g)
+HPMLC_FN void hpmlc_waitpoint_init(hpmlc_waitpoint *g)
 {
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
@@ -1242,14 +1484,15 @@ HPMLC_FN void hpmlc_gate_init(hpmlc_gate *g)
     pthread_condattr_destroy(&clock);
 }
 
-HPMLC_FN void hpmlc_gate_close(hpmlc_gate *g)
+HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
 {
     pthread_mutex_destroy(&g->mutex);
     pthread_cond_destroy(&g->changed);
 }
 
-/* Call with g->mutex held. */
-HPMLC_FN void hpmlc_gate_wake_held(hpml_world *w, hpmlc_gate *g)
+/* Wakes the thread that sleeps at g, which the world counts again (w NULL: it is not counted). The caller holds
+   g->mutex. */
+HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
 {
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
     if (!g->sleeping) return;
@@ -1258,38 +1501,40 @@ HPMLC_FN void hpmlc_gate_wake_held(hpml_world *w, hpmlc_gate *g)
     pthread_cond_signal(&g->changed);
 }
 
-HPMLC_FN void hpmlc_gate_wake(hpml_world *w, hpmlc_gate *g)
+HPMLC_FN void hpmlc_waitpoint_wake(hpml_world *w, hpmlc_waitpoint *g)
 {
     pthread_mutex_lock(&g->mutex);
-    hpmlc_gate_wake_held(w, g);
+    hpmlc_waitpoint_wake_held(w, g);
     pthread_mutex_unlock(&g->mutex);
 }
 
-HPMLC_FN void hpmlc_agents_wake(hpml_world *w);
-HPMLC_FN void hpmlc_world_wake(hpml_world *w) /* w->mutex held */
+/* Wakes all threads of the world. The caller holds w->mutex. */
+HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
+HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
-    hpmlc_agents_wake(w);
-    for (hpmlc_room *r = w->rooms; r; r = r->next)
-        for (int i = 0; i < r->size; i++) hpmlc_gate_wake(w, &r->inbox[i].gate);
+    hpmlc_vthreads_wake(w);
+    for (hpmlc_group *r = w->groups; r; r = r->next)
+        for (int i = 0; i < r->size; i++) hpmlc_waitpoint_wake(w, &r->inbox[i].wait);
 }
 
-/* Nobody runs: says who waits for whom, and wakes them all to hear it. w->mutex held. */
+/* If no thread is awake: fails the world with a text that names each wait, and wakes all threads, so that they report
+   it. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
     bool any = false;
     if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) > 0 || w->failed) return;
-    size_t at = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
-    for (hpmlc_room *r = w->rooms; r; r = r->next)
-        for (int i = 0; i < r->size && at < sizeof w->text; i++) {
+    size_t used = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
+    for (hpmlc_group *r = w->groups; r; r = r->next)
+        for (int i = 0; i < r->size && used < sizeof w->text; i++) {
             const hpmlc_inbox *in = &r->inbox[i];
-            if (!in->gate.sleeping || !in->owner || in->peer < 0) continue;
-            at += (size_t)snprintf(w->text + at, sizeof w->text - at, "%s rank %d waits for rank %d%s in %s",
-                                   any ? ";" : "", in->owner->origin[i], in->peer,
-                                   w->left[in->peer] ? ", which has left," : "", in->doing);
+            if (!in->wait.sleeping || !in->owner || in->peer < 0) continue;
+            used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s in %s",
+                                     any ? ";" : "", in->owner->origin[i], in->peer,
+                                     w->left[in->peer] ? ", which has left," : "", in->operation);
             any = true;
         }
     if (!any) return;
-    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* everybody and nobody */
+    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* not one rank: all of them */
     hpmlc_world_wake(w);
 }
 
@@ -1300,8 +1545,9 @@ HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* `until`, a time of hpml_now, by the gates' clock. Far away is some days: then the sleeper looks again. */
-HPMLC_FN void hpmlc_gate_limit(double until, struct timespec *limit)
+/* Converts `until`, a time of hpml_now, to the clock of the waitpoints. At most 1e6 s from now: then the sleeper checks
+   the time again. */
+HPMLC_FN void hpmlc_waitpoint_limit(double until, struct timespec *limit)
 {
     double left = fmin(fmax(until - hpml_now(), 0), 1e6);
 #ifdef HPMLC_MONOTONIC
@@ -1317,13 +1563,14 @@ HPMLC_FN void hpmlc_gate_limit(double until, struct timespec *limit)
     limit->tv_nsec = (long)((left - floor(left)) * 1e9);
 }
 
-/* Sleeps until the gate changes from what was `seen`, or until the time. counted: out of the count of the running. */
-HPMLC_FN void hpmlc_gate_sleep(hpml_world *w, hpmlc_gate *g, unsigned *seen, double until, bool counted)
+/* Sleeps until g->changes differs from *seen, which is then updated, or until the time. counted: the sleeper is not
+   counted as awake meanwhile. */
+HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned *seen, double until, bool counted)
 {
     struct timespec limit;
     pthread_mutex_lock(&g->mutex);
     if (g->changes == *seen) {
-        hpmlc_gate_limit(until, &limit);
+        hpmlc_waitpoint_limit(until, &limit);
         g->sleeping = counted;
         if (counted && w && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) {
             pthread_mutex_unlock(&g->mutex);
@@ -1339,32 +1586,50 @@ HPMLC_FN void hpmlc_gate_sleep(hpml_world *w, hpmlc_gate *g, unsigned *seen, dou
     pthread_mutex_unlock(&g->mutex);
 }
 
-HPMLC_FN hpmlc_room *hpmlc_room_new(hpml_world *w, int size)
+/* Sleeps at a waitpoint for something other than a message, such as a job: as the transport of c schedules threads. */
+HPMLC_FN void hpmlc_sleep_at(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until)
 {
-    hpmlc_room *r = (hpmlc_room *)calloc(1, sizeof *r);
+    if (c->t->schedule) c->t->schedule->sleep(c, g, seen, until);
+    else hpmlc_waitpoint_sleep(NULL, g, seen, until, true);
+}
+
+/* Wakes the thread that sleeps at g and works with the communicator `sleeper`. */
+HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper, hpmlc_waitpoint *g)
+{
+    if (sleeper->t->schedule) sleeper->t->schedule->wake(sleeper, g);
+    else hpmlc_waitpoint_wake(NULL, g);
+}
+
+HPMLC_FN hpmlc_group *hpmlc_group_new(hpml_world *w, int size)
+{
+    hpmlc_group *r = (hpmlc_group *)calloc(1, sizeof *r);
     if (r) r->inbox = (hpmlc_inbox *)calloc((size_t)size, sizeof *r->inbox);
-    if (!r || !r->inbox) return free(r), (hpmlc_room *)NULL;
-    r->world = w, r->size = r->open = size;
+    if (!r || !r->inbox) {
+        free(r);
+        return NULL;
+    }
+    r->world = w;
+    r->size  = r->open = size;
     for (int i = 0; i < size; i++) {
-        hpmlc_gate_init(&r->inbox[i].gate);
+        hpmlc_waitpoint_init(&r->inbox[i].wait);
         r->inbox[i].last = &r->inbox[i].posted;
         r->inbox[i].peer = -1;
     }
     pthread_mutex_lock(&w->mutex);
-    r->next  = w->rooms;
-    w->rooms = r;
+    r->next   = w->groups;
+    w->groups = r;
     pthread_mutex_unlock(&w->mutex);
     return r;
 }
 
-HPMLC_FN void hpmlc_room_free(hpmlc_room *r)
+HPMLC_FN void hpmlc_group_free(hpmlc_group *r)
 {
     for (int i = 0; i < r->size; i++) {
         for (hpml_message *m = r->world->buffered ? r->inbox[i].posted : NULL, *next; m; m = next) {
-            next = m->next;
+            next = hpmlc_post_of(m)->next;
             free(m); /* a copy that was never received */
         }
-        hpmlc_gate_close(&r->inbox[i].gate);
+        hpmlc_waitpoint_close(&r->inbox[i].wait);
     }
     free(r->inbox);
     free(r);
@@ -1374,10 +1639,12 @@ HPMLC_FN bool hpmlc_link_takes_time(const hpml_link *link) { return link->latenc
 
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network)
 {
-    bool        clock = transport == HPML_TRANSPORT_CLOCK, known = clock || transport == HPML_TRANSPORT_THREADS;
-    hpml_world *w = !known || ranks < 1 || ranks > 65536 ? NULL : (hpml_world *)calloc(1, sizeof *w);
+    bool clock = transport == HPML_TRANSPORT_CLOCK;
+    if ((!clock && transport != HPML_TRANSPORT_THREADS) || ranks < 1 || ranks > 65536) return NULL;
+    hpml_world *w = (hpml_world *)calloc(1, sizeof *w);
     if (!w) return NULL;
-    w->kind = transport, w->ranks = w->running = ranks;
+    w->kind  = transport;
+    w->ranks = w->running = ranks;
     if (network) w->network = *network;
     w->buffered = clock || hpmlc_link_takes_time(&w->network.inside) || hpmlc_link_takes_time(&w->network.between);
     w->nodes = hpmlc_network_nodes(&w->network, ranks);
@@ -1386,7 +1653,7 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     w->busy  = (double *)calloc((size_t)ranks, sizeof *w->busy);
     pthread_mutex_init(&w->mutex, NULL);
     bool good = hpmlc_network_check("", &w->network, ranks, clock, NULL) == HPML_OK;
-    if (good && w->left && w->card && w->busy && hpmlc_room_new(w, ranks)) return w;
+    if (good && w->left && w->card && w->busy && hpmlc_group_new(w, ranks)) return w;
     hpml_world_free(w);
     return NULL;
 }
@@ -1394,9 +1661,9 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
 HPML_API void hpml_world_free(hpml_world *w)
 {
     if (!w) return;
-    for (hpmlc_room *r = w->rooms, *next; r; r = next) {
+    for (hpmlc_group *r = w->groups, *next; r; r = next) {
         next = r->next;
-        hpmlc_room_free(r);
+        hpmlc_group_free(r);
     }
     pthread_mutex_destroy(&w->mutex);
     free(w->left);
@@ -1405,6 +1672,7 @@ HPML_API void hpml_world_free(hpml_world *w)
     free(w);
 }
 
+/* Fails the world, unless it has failed before: all waits end with the text of `rank`'s error. */
 HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
 {
     pthread_mutex_lock(&w->mutex);
@@ -1416,58 +1684,61 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* The rank that world rank `at` waits for; -1: none, because rank `at` computes or hangs. The thread of rank `at` that
-   serves `room` is checked before its other threads, because a thread may wait for its own background thread. The
-   caller holds w->mutex. */
-HPMLC_FN int hpmlc_world_waits(hpml_world *w, hpmlc_room **room, int at)
+/* Returns the rank that world rank `rank` waits for; -1: none, because that rank computes or hangs. The thread of
+   `rank` that serves *group is checked before its other threads, because a thread may wait for its own background
+   thread. *group: where the wait was found. The caller holds w->mutex. */
+HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
 {
-    hpmlc_room *first = *room;
-    for (hpmlc_room *r = first, *next = w->rooms; r; r = next, next = next ? next->next : NULL)
+    hpmlc_group *first = *group;
+    for (hpmlc_group *r = first, *next = w->groups; r; r = next, next = next ? next->next : NULL)
         for (int i = 0; i < r->size; i++) {
             int peer = __atomic_load_n(&r->inbox[i].peer, __ATOMIC_ACQUIRE);
-            if (peer < 0 || !r->inbox[i].owner || r->inbox[i].owner->origin[i] != at) continue;
-            *room = r;
+            if (peer < 0 || !r->inbox[i].owner || r->inbox[i].owner->origin[i] != rank) continue;
+            *group = r;
             return peer;
         }
     return -1;
 }
 
-/* The chain ends at a rank at work, even if its thread in the background waits, and even if the chain began there. */
-HPMLC_FN int hpmlc_threads_lost(hpml_comm *c, const hpml_message *m, double *busy)
+/* A chain of waits ends at a rank that is busy, even if the background thread of that rank waits, and even if the chain
+   began there. */
+HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
 {
-    hpml_world *w    = c->room->world;
-    hpmlc_room *room = c->room;
-    int         peer = c->origin[m->peer], at = peer;
+    hpml_world  *w     = hpmlc_world_of(c);
+    hpmlc_group *group = hpmlc_group_of(c);
+    int          peer = c->origin[m->peer], rank = peer;
     pthread_mutex_lock(&w->mutex);
-    for (int hops = 0, next; hops < w->ranks; hops++, at = next)
-        if (hpml_now() < w->busy[at] || (next = hpmlc_world_waits(w, &room, at)) < 0) break;
-    *busy = w->busy[at];
-    if (w->failed) at = -1; /* a rank that reports an error stops waiting, so the chain may be broken */
+    for (int hops = 0, next; hops < w->ranks; hops++, rank = next)
+        if (hpml_now() < w->busy[rank] || (next = hpmlc_world_awaited(w, &group, rank)) < 0) break;
+    *busy = w->busy[rank];
+    if (w->failed) rank = -1; /* a rank that reports an error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
-    return at == c->origin[c->rank] ? peer : at; /* a cycle of waits has no last rank */
+    return rank == c->origin[c->rank] ? peer : rank; /* a cycle of waits has no last rank */
 }
 
-HPMLC_FN void hpmlc_threads_busy(hpml_comm *c, double seconds)
+HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
 {
-    hpml_world *w = c->room->world;
+    hpml_world *w = hpmlc_world_of(c);
     pthread_mutex_lock(&w->mutex);
     w->busy[c->origin[c->rank]] = hpml_now() + seconds;
     pthread_mutex_unlock(&w->mutex);
 }
 
-HPMLC_FN void hpmlc_waits(hpml_comm *c, int peer)
+/* Records the world rank that this rank waits for; -1: none. */
+HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
 {
-    if (c->room) __atomic_store_n(&c->room->inbox[c->rank].peer, peer, __ATOMIC_RELEASE);
+    __atomic_store_n(&hpmlc_inbox_of(c)->peer, peer, __ATOMIC_RELEASE);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>threads-transport   messages between threads
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* When a message of this size that is sent at time `now` will be there. Cards serve one message after another. */
+/* Returns the time at which a message of `bytes` that is sent at time `now` arrives; 0: its link takes no time. Cards
+   serve one message after another. */
 HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
 {
-    hpml_world      *w    = c->room->world;
+    hpml_world      *w    = hpmlc_world_of(c);
     bool             far  = c->node[to] != c->node[c->rank];
     const hpml_link *link = far ? &w->network.between : &w->network.inside;
     double           busy = link->bandwidth > 0 ? (double)bytes / link->bandwidth : 0;
@@ -1477,24 +1748,29 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     pthread_mutex_lock(&w->mutex);
     double start = now > *out ? now : *out;
     *out = start + busy;
-    if (*in > start) start = *in; /* it waits on its way, not in the sender's card */
+    if (*in > start) start = *in; /* it waits in the network, not in the sender's card */
     *in = start + busy;
     pthread_mutex_unlock(&w->mutex);
     return start + busy + link->latency;
 }
 
-HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpmlc_inbox *in, hpml_message *m)
+/* Posts the send m in the receiver's inbox. wake: the receiver may sleep at the inbox (not in virtual time). */
+HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
 {
-    m->posted = (size_t)c->rank, m->next = NULL;
-    pthread_mutex_lock(&in->gate.mutex);
+    hpmlc_inbox *in   = &hpmlc_group_of(c)->inbox[m->peer];
+    hpmlc_post  *post = hpmlc_post_of(m);
+    post->from = c->rank;
+    post->next = NULL;
+    pthread_mutex_lock(&in->wait.mutex);
     *in->last = m;
-    in->last  = &m->next;
-    if (!c->agent) hpmlc_gate_wake_held(c->room->world, &in->gate);
-    pthread_mutex_unlock(&in->gate.mutex);
+    in->last  = &post->next;
+    if (wake) hpmlc_waitpoint_wake_held(hpmlc_world_of(c), &in->wait);
+    pthread_mutex_unlock(&in->wait.mutex);
 }
 
-/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: no wait for the sender. */
-HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m)
+/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not wait.
+   */
+HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
     m->done = true;
@@ -1505,27 +1781,27 @@ HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m)
     *copy      = *m;
     copy->data = (char *)(copy + 1);
     if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
-    hpmlc_inbox_post(c, &c->room->inbox[m->peer], copy);
+    hpmlc_inbox_post(c, copy, wake);
 }
 
-/* Takes what the receive m waits for out of the inbox, or the send m itself; NULL when it is not there. What is on its
-   way is not there, either: then m->arrival says until when. */
+/* Removes from the inbox the send that matches the receive m, or the send m itself. NULL: it is not there, or it is
+   still in flight until m->arrival. */
 HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 {
-    hpml_message **at, *sent;
+    hpml_message **link, *sent;
     if (m->receiving) m->arrival = 0;
-    pthread_mutex_lock(&in->gate.mutex);
-    for (at = &in->posted; (sent = *at) != NULL; at = &sent->next)
-        if (m->receiving ? sent->tag == m->tag && (int)sent->posted == m->peer : sent == m) break;
+    pthread_mutex_lock(&in->wait.mutex);
+    for (link = &in->posted; (sent = *link) != NULL; link = &hpmlc_post_of(sent)->next)
+        if (m->receiving ? sent->tag == m->tag && hpmlc_post_of(sent)->from == m->peer : sent == m) break;
     if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) {
         m->arrival = sent->arrival;
         sent       = NULL;
     }
     if (sent) {
-        *at = sent->next;
-        if (in->last == &sent->next) in->last = at;
+        *link = hpmlc_post_of(sent)->next;
+        if (in->last == &hpmlc_post_of(sent)->next) in->last = link;
     }
-    pthread_mutex_unlock(&in->gate.mutex);
+    pthread_mutex_unlock(&in->wait.mutex);
     return sent;
 }
 
@@ -1533,8 +1809,8 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
     if (m->receiving) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
-    if (c->room->world->buffered) hpmlc_inbox_post_copy(c, m);
-    else hpmlc_inbox_post(c, &c->room->inbox[m->peer], m);
+    if (hpmlc_world_of(c)->buffered) hpmlc_inbox_post_copy(c, m, true);
+    else hpmlc_inbox_post(c, m, true);
 }
 
 #ifdef __linux__
@@ -1545,8 +1821,9 @@ int sched_getcpu(void);
 long syscall(long number, ...);
 #endif
 
-/* This thread goes to another core. */
-HPMLC_FN void hpmlc_part_ways(int core)
+/* Moves this thread to another core: excludes `core` from its set of cores, then allows all of them again, because the
+   thread stays where it is. */
+HPMLC_FN void hpmlc_move_off_core(int core)
 {
     enum { BITS = 8 * (int)sizeof(long) };
     unsigned long all[128 / sizeof(long)] = { 0 }, others[sizeof all / sizeof(long)];
@@ -1555,48 +1832,47 @@ HPMLC_FN void hpmlc_part_ways(int core)
     memcpy(others, all, sizeof all);
     others[core / BITS] &= ~(1ul << core % BITS);
     if (syscall(SYS_sched_setaffinity, 0L, sizeof others, others) == 0)
-        (void)syscall(SYS_sched_setaffinity, 0L, sizeof all, all); /* it stays there, but may go anywhere again */
+        (void)syscall(SYS_sched_setaffinity, 0L, sizeof all, all);
 }
 
-/* Did the peer last wait on this core? Then, as long as this thread looks, it has none: the kernel is slow to part two
-   threads that never run at the same time, and wakes one beside the other. Where there is a core for each, this one
-   goes to another; were it to sleep here, both would stay together. */
-HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
+/* True: the peer last waited on this thread's core, and there is not a core for each. Two threads that spin on one core
+   starve each other, because Linux is slow to separate two threads that never run at the same time. With a core for
+   each rank this thread moves to another core instead; if it slept here, both would stay together. */
+HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 {
-    hpmlc_inbox *in = c->room && !c->agent && peer != c->rank ? c->room->inbox : NULL;
-    for (int turn = 0; in; turn++) {
+    hpmlc_inbox *in = hpmlc_group_of(c)->inbox;
+    if (peer == c->rank) return false;
+    for (int turn = 0;; turn++) {
         int core = sched_getcpu() + 1;
         __atomic_store_n(&in[c->rank].core, core, __ATOMIC_RELAXED);
-        if (__atomic_load_n(&in[peer].core, __ATOMIC_RELAXED) != core) break;
-        if (turn == 1 || hpmlc_spin(c) < HPMLC_ROOMY) return true;
-        hpmlc_part_ways(core - 1);
+        if (__atomic_load_n(&in[peer].core, __ATOMIC_RELAXED) != core) return false;
+        if (turn == 1 || hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE) return true;
+        hpmlc_move_off_core(core - 1);
     }
-    return false;
 }
+#else
+HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
 #endif
 
-/* A receive meets its send: one pass over the data. The sender may go on, if it has not yet. */
-HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
+/* Completes the receive m with the send `sent`, which is then done, too: its sender is woken. */
+HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
-    hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
-    if (sent->bytes != m->bytes) hpmlc_mismatch(c, m, sent->bytes);
-    else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
-    else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
-    m->done = true;
-    if (c->room->world->buffered) {
+    hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
+    hpml_message_deliver(c, m, sent->data, sent->bytes);
+    if (hpmlc_world_of(c)->buffered) {
         free(sent);
         return;
     }
-    pthread_mutex_lock(&gate->mutex);
-    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* from now on the sender's struct may be gone */
-    hpmlc_gate_wake_held(c->room->world, gate);
-    pthread_mutex_unlock(&gate->mutex);
+    pthread_mutex_lock(&sender->mutex);
+    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* from here on the sender's struct may not exist any more */
+    hpmlc_waitpoint_wake_held(hpmlc_world_of(c), sender);
+    pthread_mutex_unlock(&sender->mutex);
 }
 
-/* A message that will not be, after the world has failed. */
-HPMLC_FN void hpmlc_threads_give_up(hpml_comm *c, hpml_message *m)
+/* Completes the message m with the error of the world. */
+HPMLC_FN void hpmlc_threads_fail(hpml_comm *c, hpml_message *m)
 {
-    hpml_world *w = c->room->world;
+    hpml_world *w = hpmlc_world_of(c);
     m->done   = true;
     m->status = w->failed > w->ranks ? hpmlc_fail(c, HPML_ERR_COMM, "%s", w->text)
                                      : hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", w->failed - 1, w->text);
@@ -1604,84 +1880,107 @@ HPMLC_FN void hpmlc_threads_give_up(hpml_comm *c, hpml_message *m)
 
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_inbox  *in   = &c->room->inbox[m->receiving ? c->rank : m->peer];
+    hpmlc_inbox  *in   = &hpmlc_group_of(c)->inbox[m->receiving ? c->rank : m->peer];
     hpml_message *sent = NULL;
     if (m->receiving) {
-        size_t look = (size_t)__atomic_load_n(&in->gate.changes, __ATOMIC_ACQUIRE) + 1;
-        if (m->moved != look || m->arrival > 0) sent = hpmlc_inbox_take(in, m); /* something new since the last look */
-        m->moved = look;
+        size_t changes = (size_t)__atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE) + 1;
+        if (hpmlc_post_of(m)->tested != changes || m->arrival > 0) sent = hpmlc_inbox_take(in, m);
+        hpmlc_post_of(m)->tested = changes;
     }
-    if (sent) hpmlc_meet(c, m, sent);
-    if (hpmlc_done(m) || !__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) return;
-    if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_give_up(c, m); /* a send may be in somebody's hands */
+    if (sent) hpmlc_threads_deliver(c, m, sent);
+    if (hpmlc_done(m) || !__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) return;
+    if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else a receiver is reading the send m */
 }
 
 HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 {
-    hpmlc_inbox *in      = &c->room->inbox[c->rank];
+    hpmlc_inbox *in      = hpmlc_inbox_of(c);
     bool         counted = true;
-    double       early   = hpmlc_spin(c) < HPMLC_ROOMY ? 0 : HPMLC_EARLY;
-    for (const hpml_message *p = c->pending; p; p = p->next) /* something is on its way: not a deadlock */
+    double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
+    for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight: no deadlock */
         if (p->arrival > 0) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
         }
-    hpmlc_waits(c, c->origin[m->peer]);
-    in->doing = c->doing;
-    hpmlc_gate_sleep(c->room->world, &in->gate, &c->seen, until, counted);
+    hpmlc_set_awaited(c, c->origin[m->peer]);
+    in->operation = c->operation;
+    hpmlc_waitpoint_sleep(hpmlc_world_of(c), &in->wait, &hpmlc_thread(c)->seen, until, counted);
 }
 
-/* Under the mutex, because others go through the rooms to find who waits for whom. */
-HPMLC_FN void hpmlc_room_enter(hpmlc_room *room, int rank, hpml_comm *owner)
+HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, -1); }
+
+/* Under the mutex, because other threads read the groups to find the chain of waits. */
+HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
 {
-    pthread_mutex_lock(&room->world->mutex);
-    room->inbox[rank].owner = owner;
-    pthread_mutex_unlock(&room->world->mutex);
+    pthread_mutex_lock(&group->world->mutex);
+    group->inbox[rank].owner = owner;
+    pthread_mutex_unlock(&group->world->mutex);
+}
+
+/* Closes this rank's inbox; the last rank of a group frees the group. */
+HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
+{
+    hpmlc_group *group = hpmlc_group_of(c), **link;
+    hpml_world  *w     = group->world;
+    pthread_mutex_lock(&w->mutex);
+    group->inbox[c->rank].owner = NULL;
+    if (!c->is_part) w->left[c->rank] = true;
+    bool last = --group->open == 0;
+    if (last) {
+        for (link = &w->groups; *link != group; link = &(*link)->next) {}
+        *link = group->next;
+    }
+    pthread_mutex_unlock(&w->mutex);
+    if (last) hpmlc_group_free(group);
+}
+
+/* A thread of the world stops running for good: one that the others wait for is a deadlock. */
+HPMLC_FN void hpmlc_world_thread_ends(hpml_world *w)
+{
+    if (__atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
 }
 
 HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
 {
-    hpml_world  *w = c->room->world;
-    hpmlc_room **at, *gone = NULL;
-    bool         first = !c->is_part;
-    pthread_mutex_lock(&w->mutex);
-    c->room->inbox[c->rank].owner = NULL;
-    if (first) w->left[c->rank] = true;
-    if (--c->room->open == 0) {
-        for (at = &w->rooms; *at != c->room; at = &(*at)->next) {}
-        *at  = c->room->next;
-        gone = c->room;
-    }
-    pthread_mutex_unlock(&w->mutex);
-    if (gone) hpmlc_room_free(gone);
-    if (first && !c->agent && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
+    hpml_world *w = hpmlc_world_of(c);
+    hpmlc_group_leave(c);
+    if (!c->is_part) hpmlc_world_thread_ends(w);
 }
 
-/* The lowest rank makes the room and tells the others where it is. */
+HPMLC_FN hpmlc_thread_state *hpmlc_thread_state_new(hpml_comm *c)
+{
+    c->state = hpml_ctx_alloc(c->ctx, sizeof(hpmlc_thread_state), NULL);
+    return hpmlc_thread(c);
+}
+
+/* The lowest rank creates the group and sends its address to the other ranks. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
 {
-    const int   tag    = HPMLC_TAG_EXTRA;
-    hpml_status status = HPML_OK;
-    hpmlc_room *room   = NULL;
+    const int    tag    = HPMLC_TAG_EXTRA;
+    hpml_status  status = HPML_OK;
+    hpmlc_group *group  = NULL;
+    if (!part) return HPML_OK;
     if (part->rank == 0) {
-        room = hpmlc_room_new(c->room->world, count);
+        group = hpmlc_group_new(hpmlc_world_of(c), count);
         for (int i = 1; i < count && status == HPML_OK; i++)
-            status = hpmlc_round(c, tag, ranks[i], (const char *)&room, sizeof room, -1, NULL, 0, NULL);
-    } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&room, sizeof room, NULL);
+            status = hpmlc_round(c, tag, ranks[i], (const char *)&group, sizeof group, -1, NULL, 0, NULL);
+    } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&group, sizeof group, NULL);
     if (status != HPML_OK) return status;
-    if (!room) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    part->room = room;
-    hpmlc_room_enter(room, part->rank, part);
+    if (!group || !hpmlc_thread_state_new(part))
+        return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
+    hpmlc_thread(part)->group   = group;
+    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: until a background thread has its own */
+    hpmlc_group_enter(group, part->rank, part);
     return HPML_OK;
 }
 
-HPMLC_FN void hpmlc_threads_tell(hpml_comm *c, const char *text)
+HPMLC_FN void hpmlc_threads_announce_failure(hpml_comm *c, const char *text)
 {
-    hpmlc_world_fail(c->room->world, c->origin[c->rank], text);
+    hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
 }
 
-/* The world has failed, so a test ends it; unless a receiver has it in hands, which is a matter of moments. */
+/* The world has failed, so a test completes m; a receiver that is reading the send m does so in a moment. */
 HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
 {
     while (!hpmlc_done(m)) {
@@ -1690,30 +1989,84 @@ HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
     }
 }
 
-static const hpml_transport hpmlc_threads = {
-    "threads", hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block, hpmlc_threads_abandon,
-    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL, (size_t)512 << 10, 2e-6, 0.25e-9,
-    hpmlc_threads_lost, hpmlc_threads_busy
+HPMLC_FN bool hpmlc_threads_has_delay(const hpml_comm *c)
+{
+    const hpml_network *n = &hpmlc_world_of(c)->network;
+    return hpmlc_link_takes_time(&n->inside) || hpmlc_link_takes_time(&n->between);
+}
+
+HPMLC_FN bool hpmlc_threads_thread_open(hpml_comm *c, hpml_comm *twin HPMLC_UNUSED)
+{
+    __atomic_add_fetch(&hpmlc_world_of(c)->running, 1, __ATOMIC_ACQ_REL);
+    return true;
+}
+
+HPMLC_FN void hpmlc_threads_thread_enter(hpml_comm *twin HPMLC_UNUSED) {}
+
+HPMLC_FN void hpmlc_threads_thread_close(hpml_comm *c, hpml_comm *twin HPMLC_UNUSED)
+{
+    hpmlc_world_thread_ends(hpmlc_world_of(c));
+}
+
+HPMLC_FN void hpmlc_threads_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until)
+{
+    hpmlc_waitpoint_sleep(hpmlc_world_of(c), g, seen, until, true);
+}
+
+HPMLC_FN void hpmlc_threads_wake(hpml_comm *sleeper, hpmlc_waitpoint *g)
+{
+    hpmlc_waitpoint_wake(hpmlc_world_of(sleeper), g);
+}
+
+static const hpmlc_schedule hpmlc_threads_schedule = {
+    NULL, NULL, NULL, hpmlc_threads_thread_open, hpmlc_threads_thread_enter, hpmlc_threads_thread_close,
+    hpmlc_threads_sleep, hpmlc_threads_wake
 };
 
-HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
+HPMLC_FN void hpmlc_world_absent(hpml_world *w, int rank, const char *text);
+HPMLC_FN void hpmlc_threads_absent(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
-    hpml_world *w = d->world;
-    hpml_comm  *c = NULL;
-    if (!w || d->rank < 0 || d->rank >= w->ranks || d->transport != w->kind)
+    if (d->world) hpmlc_world_absent(d->world, d->rank, hpml_ctx_error(ctx));
+}
+
+HPMLC_FN hpml_status hpmlc_threads_locate(hpml_ctx *ctx, hpml_comm_desc *d)
+{
+    const hpml_world *w = d->world;
+    if (!w || d->rank < 0 || d->rank >= w->ranks || d->transport != w->kind) {
         hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: rank %d of a world of %d%s; give .world (hpml_world_create) and "
                       ".rank, or use hpml_launch", d->rank, w ? w->ranks : 0,
                       w && d->transport != w->kind ? " of another transport" : "");
-    else c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
-    if (!c) return NULL;
+        hpmlc_threads_absent(ctx, d);
+        return HPML_ERR_ARGUMENT;
+    }
+    d->ranks = w->ranks;
+    return HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_threads_open(hpml_comm *c, const hpml_comm_desc *d)
+{
+    hpml_world         *w = d->world;
+    hpmlc_thread_state *s = hpmlc_thread_state_new(c);
+    if (!s) {
+        hpmlc_threads_absent(c->ctx, d);
+        return HPML_ERR_MEMORY;
+    }
     pthread_mutex_lock(&w->mutex);
-    for (c->room = w->rooms; c->room->next;) c->room = c->room->next; /* the first one made */
+    for (s->group = w->groups; s->group->next;) s->group = s->group->next; /* the first one made */
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
-    c->spin = w->ranks <= hpmlc_cores(1) ? HPMLC_ROOMY : 20;
-    hpmlc_room_enter(c->room, c->rank, c);
-    return c;
+    c->spin_limit = w->ranks <= hpmlc_cores(1) ? HPMLC_SPIN_OWN_CORE : 20;
+    hpmlc_group_enter(s->group, c->rank, c);
+    return HPML_OK;
 }
+
+static const hpml_transport hpmlc_threads = {
+    "threads", hpmlc_threads_locate, hpmlc_threads_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_threads_close,
+    hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block, hpmlc_threads_unblock, hpmlc_threads_abandon,
+    hpmlc_threads_announce_failure, hpmlc_threads_announce_busy, hpmlc_threads_stuck_at,
+    NULL, hpmlc_threads_shares_core, hpmlc_threads_has_delay, NULL, /* no allreduce of its own; always concurrent */
+    true, (size_t)512 << 10, 2e-6, 0.25e-9, &hpmlc_threads_schedule
+};
 
 #else
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSED, int32_t ranks HPMLC_UNUSED,
@@ -1723,15 +2076,11 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSE
 }
 
 HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
-typedef struct hpmlc_gate { unsigned changes; } hpmlc_gate; /* jobs are done at once: nobody sleeps */
+struct hpmlc_waitpoint { unsigned changes; }; /* jobs are done at once, so that no thread ever sleeps here */
+HPMLC_FN void hpmlc_sleep_at(hpml_comm *c HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
+                             double until HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED) {}
 #endif /* HPML_NO_THREADS */
-
-#ifdef HPML_NO_THREADS
-HPMLC_FN void hpmlc_waits(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) {}
-#endif
-#if defined(HPML_NO_THREADS) || !defined(__linux__)
-HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi   messages between processes, by MPI
@@ -1743,50 +2092,73 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
    flight at a time, so that counts may exceed 2^31 and one piece is reduced while the next arrives. One lock serves all
    communicators of a process, which lets a background thread run under MPI_THREAD_SERIALIZED.
 
-   Words are control messages from each rank to every other: "I have failed, because ...", "I have left", "I wait for
-   rank 3, and have done so for half the deadline", "I am busy". A waiting rank polls for words, so a wait for a rank
-   that has failed or left ends at once. A rank that was killed sends no word: the deadline ends the waits for that
-   rank, and the chain of waits names it. */
+   Control messages go from each rank to every other: "I have failed, because ...", "I have left", "I wait for rank 3,
+   and have done so for half the deadline", "I am busy". A waiting rank polls for them, so a wait for a rank that has
+   failed or left ends at once. A rank that was killed sends none: the deadline ends the waits for that rank, and the
+   chain of waits names it. */
 
 #ifdef HPML_USE_MPI
 
 #define HPMLC_PIECE ((size_t)4 << 20)
-#define HPMLC_WORD  256  /* bytes of the word 'L' (left) or 'F' (failed) with a text; other words are shorter */
-#define HPMLC_BUSY  40   /* words "I am busy", one for each of the durations 2^k / 256 s, up to 68 years */
+#define HPMLC_CONTROL 256 /* bytes of the last control message, 'L' (left) or 'F' (failed) with a text; others: less */
+#define HPMLC_BUSY  40   /* control messages "I am busy", one for each of the durations 2^k / 256 s, up to 68 years */
 #define HPMLC_PARTS 128  /* communicators at most that share an MPI communicator, the first one included */
 
 typedef struct hpmlc_shared hpmlc_shared;
-struct hpmlc_mpi {
+
+/* hpml_comm.state of MPI. */
+typedef struct hpmlc_mpi {
     hpmlc_shared *shared;
     MPI_Comm      comm;    /* the first communicator's, on which all its parts send, too */
     MPI_Comm      native;  /* for MPI_Iallreduce; MPI_COMM_NULL: none */
-    int           part;    /* its number; its tags are HPMLC_TAG_SPAN of their own */
-    hpml_message *sending; /* sends of many pieces, and those behind them; oldest first */
-};
+    int           part;    /* number of this part, whose HPMLC_TAG_SPAN tags begin at part * HPMLC_TAG_SPAN */
+    hpml_message *sending; /* sends of many pieces, and those that were begun after them; oldest first */
+    unsigned      turns;   /* calls of hpmlc_mpi_block since the last message was begun */
+    char         *staging; /* two pieces, for receives that reduce */
+} hpmlc_mpi;
 
-struct hpmlc_shared { /* by the communicator of hpml_comm_create and all parts of it */
+/* hpml_message.state of MPI. */
+typedef struct __attribute__((may_alias)) hpmlc_transfer {
+    hpml_message *next;       /* in hpmlc_mpi.sending */
+    size_t        posted;     /* pieces given to MPI */
+    size_t        moved;      /* bytes sent, or received and reduced */
+    MPI_Request   request[2]; /* of pieces with an even, an odd number */
+    char         *staging;    /* NULL: pieces are received in place */
+    double        announced;  /* hpml_now() when this wait was last announced; 0: never */
+} hpmlc_transfer;
+typedef char hpmlc_transfer_fits[sizeof(hpmlc_transfer) <= sizeof(hpml_message_state) ? 1 : -1];
+
+HPMLC_FN hpmlc_mpi      *hpmlc_mpi_of(const hpml_comm *c) { return (hpmlc_mpi *)c->state; }
+HPMLC_FN hpmlc_transfer *hpmlc_transfer_of(const hpml_message *m)
+{
+    return (hpmlc_transfer *)(uintptr_t)(const void *)&m->state;
+}
+
+/* Shared by the communicator of hpml_comm_create and all its parts. */
+struct hpmlc_shared {
     int            rank, size;
-    double         timeout;
+    double         timeout; /* seconds */
     hpml_comm     *owner;   /* the first communicator */
     hpmlc_shared  *next;    /* see hpmlc_mpi_living */
-    MPI_Errhandler before;  /* the world's, given back in the end */
-    MPI_Comm       comm;    /* on which words are sent, ... */
+    MPI_Errhandler before;  /* of MPI_COMM_WORLD, restored in the end */
+    /* Control messages. */
+    MPI_Comm       comm;    /* on which they are sent, ... */
     int            tag;     /* ... with this tag */
-    int            from;    /* rank whose word is being received, -1: none */
-    MPI_Request    hearing; /* the receive of that word */
-    char           word[HPMLC_WORD];
-    char          *heard;   /* (size) first letter of each rank's last word with a letter; 0: none */
-    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., send buffers of words: r "I wait for rank r", size
-                               "I wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s"; this rank's own
-                               number: "I wait no more" */
+    int            from;    /* rank whose control message is being received, -1: none */
+    MPI_Request    receive; /* of that message */
+    char           control[HPMLC_CONTROL]; /* its text */
+    char          *letter;  /* (size) first letter of the last control message with a letter from each rank; 0: none */
+    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., send buffers: r means "I wait for rank r", size "I
+                               wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", this rank's own number
+                               "I do not wait any more" */
     double        *awaits;  /* (size, 2) the last number from each rank, and hpml_now() until which it is valid */
     double         busy;    /* hpml_now() until which this rank has announced that it is busy; 0: it is not */
-    int            failed;  /* 1 + the first rank that said it has failed */
-    char           text[HPMLC_WORD];
-    char           mine[HPMLC_WORD]; /* this rank's final word, 'L' or 'F' */
-    MPI_Request   *saying;           /* (size) sends of the final word that are in flight */
-    bool           told;
-    bool           roomy;   /* a core for each rank of this node */
+    int            failed;  /* 1 + the first rank that announced a failure; 0: none */
+    char           text[HPMLC_CONTROL]; /* of that failure */
+    char           final[HPMLC_CONTROL]; /* this rank's last control message, 'L' or 'F' */
+    MPI_Request   *sends;   /* (size) of the final message */
+    bool           said_final;
+    bool           own_core; /* this machine has a core for each rank of this node */
     int            level;   /* of thread support */
     int            parts;   /* number of communicators that MPI's tags suffice for */
     int64_t        newest;  /* number of the newest part, before the modulo by `parts` */
@@ -1815,23 +2187,22 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
     MPI_Error_string(code, text, &length);
     MPI_Error_class(code, &kind);
     if (!m)
-        return hpmlc_fail(c, HPML_ERR_COMM, "%s: MPI says: %.*s; all ranks must pass the same counts", c->doing, length,
-                          text);
+        return hpmlc_fail(c, HPML_ERR_COMM, "%s: MPI says: %.*s; all ranks must pass the same counts", c->operation,
+                          length, text);
     m->done = true;
     if (kind != MPI_ERR_TRUNCATE)
-        return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->doing,
+        return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->operation,
                                       c->origin[m->peer], length, text);
     return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent more than the %zu bytes that rank %d expected; "
-                                  "all ranks must pass the same counts", c->doing, c->origin[m->peer], m->bytes,
+                                  "all ranks must pass the same counts", c->operation, c->origin[m->peer], m->bytes,
                                   c->origin[c->rank]);
 }
 
-/* A message's requests lie in native[], which have room for one handle each, whatever MPI it is. */
-typedef char hpmlc_request_fits[sizeof(MPI_Request) <= sizeof(void *) ? 1 : -1];
-
-HPMLC_FN char *hpmlc_mpi_place(hpml_message *m, size_t at)
+/* Returns where the piece that begins at byte `at` is sent from or received to. */
+HPMLC_FN char *hpmlc_mpi_buffer(hpml_message *m, size_t at)
 {
-    return m->staging ? (char *)m->staging + at / HPMLC_PIECE % 2 * HPMLC_PIECE : m->data + at;
+    char *staging = hpmlc_transfer_of(m)->staging;
+    return staging ? staging + at / HPMLC_PIECE % 2 * HPMLC_PIECE : m->data + at;
 }
 
 HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
@@ -1839,49 +2210,64 @@ HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
     return m->bytes > HPMLC_PIECE ? (m->bytes + HPMLC_PIECE - 1) / HPMLC_PIECE : 1;
 }
 
-/* Posts what may be posted: two pieces ahead, and none before all pieces of older messages of the same tag and rank. */
+/* True: an older message with the same tag and peer has pieces that have not been given to MPI yet. */
+HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
+{
+    hpml_message *older = m->receiving ? m->next : hpmlc_mpi_of(c)->sending;
+    while (older && older != m) {
+        bool same = !older->done && older->peer == m->peer && older->tag == m->tag;
+        if (same && hpmlc_transfer_of(older)->posted < hpmlc_mpi_pieces(older)) return true;
+        older = m->receiving ? older->next : hpmlc_transfer_of(older)->next;
+    }
+    return false;
+}
+
+/* Gives MPI the pieces that may be in flight: two at a time, and none before all pieces of older messages of the same
+   tag and rank. */
 HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 {
-    size_t end = m->moved / HPMLC_PIECE + 2, all = hpmlc_mpi_pieces(m);
-    int    code = MPI_SUCCESS;
+    hpmlc_mpi      *x   = hpmlc_mpi_of(c);
+    hpmlc_transfer *t   = hpmlc_transfer_of(m);
+    size_t          end = t->moved / HPMLC_PIECE + 2, all = hpmlc_mpi_pieces(m);
+    int             code = MPI_SUCCESS;
     if (end > all) end = all;
-    if (m->posted >= end) return;
-    for (hpml_message *older = m->receiving ? m->next : c->mpi->sending; older && older != m; older = older->next) {
-        if (older->done || older->peer != m->peer || older->tag != m->tag) continue;
-        if (older->posted < hpmlc_mpi_pieces(older)) return;
+    if (t->posted >= end || hpmlc_mpi_behind(c, m)) return;
+    const int peer = c->origin[m->peer], tag = x->part * HPMLC_TAG_SPAN + m->tag;
+    hpmlc_mpi_lock(x->shared);
+    for (; t->posted < end && code == MPI_SUCCESS; t->posted++) {
+        size_t       at = t->posted * HPMLC_PIECE;
+        int          n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
+        char        *data = hpmlc_mpi_buffer(m, at);
+        MPI_Request *request = &t->request[t->posted % 2];
+        code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, peer, tag, x->comm, request)
+                            : MPI_Isend(data, n, MPI_BYTE, peer, tag, x->comm, request);
     }
-    const int peer = c->origin[m->peer], tag = c->mpi->part * HPMLC_TAG_SPAN + m->tag;
-    hpmlc_mpi_lock(c->mpi->shared);
-    for (; m->posted < end && code == MPI_SUCCESS; m->posted++) {
-        size_t      at = m->posted * HPMLC_PIECE;
-        int         n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
-        char       *data = hpmlc_mpi_place(m, at);
-        MPI_Request request;
-        code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, peer, tag, c->mpi->comm, &request)
-                            : MPI_Isend(data, n, MPI_BYTE, peer, tag, c->mpi->comm, &request);
-        memcpy(&m->native[m->posted % 2], &request, sizeof request);
-    }
-    hpmlc_mpi_unlock(c->mpi->shared);
+    hpmlc_mpi_unlock(x->shared);
     if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
 }
 
 HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
 {
-    hpml_message **last = &c->mpi->sending;
-    c->seen = 0;
-    if (c->mpi->shared->closed) {
+    hpmlc_mpi     *x = hpmlc_mpi_of(c);
+    hpml_message **last = &x->sending;
+    x->turns = 0;
+    if (x->shared->closed) {
         m->done   = true;
         m->status = hpmlc_fail(c, HPML_ERR_STATE, "the communicator that this part was split from has been freed; free "
                                "it after its parts");
         return;
     }
     if (m->receiving && m->reduce) {
-        if (!c->staging) c->staging = (char *)hpml_ctx_alloc(c->ctx, 2 * HPMLC_PIECE, NULL);
-        m->staging = c->staging;
-        if (!m->staging) { m->done = true, m->status = hpml_ctx_status(c->ctx); return; }
+        if (!x->staging) x->staging = (char *)hpml_ctx_alloc(c->ctx, 2 * HPMLC_PIECE, NULL);
+        hpmlc_transfer_of(m)->staging = x->staging;
+        if (!x->staging) {
+            m->done   = true;
+            m->status = hpml_ctx_status(c->ctx);
+            return;
+        }
     }
-    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* sends that must be looked after, oldest first */
-        while (*last) last = &(*last)->next;
+    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* sends that must be tested, oldest first */
+        while (*last) last = &hpmlc_transfer_of(*last)->next;
         *last = m;
     }
     hpmlc_mpi_feed(c, m);
@@ -1889,60 +2275,66 @@ HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
 
 HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
 {
-    size_t      n = m->bytes - m->moved < HPMLC_PIECE ? m->bytes - m->moved : HPMLC_PIECE;
-    void      **slot = &m->native[m->moved / HPMLC_PIECE % 2];
-    int         there = 0, count = (int)n, code;
-    MPI_Request request;
-    MPI_Status  status;
+    hpmlc_shared   *x = hpmlc_mpi_of(c)->shared;
+    hpmlc_transfer *t = hpmlc_transfer_of(m);
+    size_t          n = m->bytes - t->moved < HPMLC_PIECE ? m->bytes - t->moved : HPMLC_PIECE;
+    int             complete = 0, count = (int)n, code;
+    MPI_Status      status;
     hpmlc_mpi_feed(c, m);
-    if (m->done || m->posted <= m->moved / HPMLC_PIECE) return; /* nothing under way */
-    memcpy(&request, slot, sizeof request);
-    hpmlc_mpi_lock(c->mpi->shared);
-    code = MPI_Test(&request, &there, &status);
-    if (code == MPI_SUCCESS && there && m->receiving) MPI_Get_count(&status, MPI_BYTE, &count);
-    hpmlc_mpi_unlock(c->mpi->shared);
-    memcpy(slot, &request, sizeof request);
-    if (code != MPI_SUCCESS) { hpmlc_mpi_error(c, m, code); return; }
-    if (!there) return;
-    if (count != (int)n) { hpmlc_mismatch(c, m, m->moved + (size_t)count); return; }
-    if (m->staging) m->reduce(m->data + m->moved, hpmlc_mpi_place(m, m->moved), n);
-    m->moved += n;
-    if (m->moved == m->bytes) m->done = true;
+    if (m->done || t->posted <= t->moved / HPMLC_PIECE) return; /* nothing in flight */
+    hpmlc_mpi_lock(x);
+    code = MPI_Test(&t->request[t->moved / HPMLC_PIECE % 2], &complete, &status);
+    if (code == MPI_SUCCESS && complete && m->receiving) MPI_Get_count(&status, MPI_BYTE, &count);
+    hpmlc_mpi_unlock(x);
+    if (code != MPI_SUCCESS) {
+        hpmlc_mpi_error(c, m, code);
+        return;
+    }
+    if (!complete) return;
+    if (count != (int)n) {
+        hpmlc_mismatch(c, m, t->moved + (size_t)count);
+        return;
+    }
+    if (t->staging) m->reduce(m->data + t->moved, hpmlc_mpi_buffer(m, t->moved), n);
+    t->moved += n;
+    if (t->moved == m->bytes) m->done = true;
     else hpmlc_mpi_feed(c, m);
 }
 
-/* Long sends go on, too, or two ranks that send to each other would both wait for the other's next piece. */
+/* Advances m, and the long sends, because two ranks that send to each other would both wait for the other's next
+   piece. */
 HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 {
     bool listed = false;
-    for (hpml_message **at = &c->mpi->sending; *at;) {
+    for (hpml_message **at = &hpmlc_mpi_of(c)->sending; *at;) {
         hpml_message *s = *at;
         listed = listed || s == m;
         if (!s->done) hpmlc_mpi_step(c, s);
-        if (s->done) *at = s->next;
-        else at = &s->next;
+        if (s->done) *at = hpmlc_transfer_of(s)->next;
+        else at = &hpmlc_transfer_of(s)->next;
     }
     if (!listed) hpmlc_mpi_step(c, m);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>mpi-words   words between ranks: who has failed, left, waits or works; waits of all ranks
+// >>mpi-control   control messages: which rank failed, left, waits or is busy; waits for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLC_FN bool hpmlc_mpi_over(void)
+HPMLC_FN bool hpmlc_mpi_finalized(void)
 {
     int over = 0;
     MPI_Finalized(&over);
     return over;
 }
 
-/* Sends `word` to all other ranks; its buffer must stay unchanged until the sends are complete. requests NULL: the
-   sends are never tested, because the buffer lives at least as long as they do. The caller holds the lock of x. */
-HPMLC_FN void hpmlc_mpi_send(hpmlc_shared *x, const void *word, int bytes, MPI_Request *requests)
+/* Sends a control message to all other ranks; its buffer must stay unchanged until the sends are complete. requests
+   NULL: the sends are never tested, because the buffer lives at least as long as they do. The caller holds the lock of
+   x. */
+HPMLC_FN void hpmlc_mpi_send_control(hpmlc_shared *x, const void *data, int bytes, MPI_Request *requests)
 {
-    for (int i = 0; i < x->size && !hpmlc_mpi_over(); i++) {
+    for (int i = 0; i < x->size && !hpmlc_mpi_finalized(); i++) {
         MPI_Request request;
-        if (i == x->rank || MPI_Isend(word, bytes, MPI_BYTE, i, x->tag, x->comm, &request) != MPI_SUCCESS) continue;
+        if (i == x->rank || MPI_Isend(data, bytes, MPI_BYTE, i, x->tag, x->comm, &request) != MPI_SUCCESS) continue;
         if (requests) requests[i] = request;
         else MPI_Request_free(&request);
     }
@@ -1951,36 +2343,41 @@ HPMLC_FN void hpmlc_mpi_send(hpmlc_shared *x, const void *word, int bytes, MPI_R
 HPMLC_FN void hpmlc_mpi_send_number(hpmlc_shared *x, int number)
 {
     hpmlc_mpi_lock(x);
-    hpmlc_mpi_send(x, &x->number[number], (int)sizeof *x->number, NULL);
+    hpmlc_mpi_send_control(x, &x->number[number], (int)sizeof *x->number, NULL);
     hpmlc_mpi_unlock(x);
 }
 
-/* Sends the final word of this rank, once: 'L' (left) or 'F' (failed) and a text. */
-HPMLC_FN void hpmlc_mpi_say(hpmlc_shared *x, char kind, const char *text)
+/* Sends the final control message of this rank, once: 'L' (left) or 'F' (failed) and a text. */
+HPMLC_FN void hpmlc_mpi_send_final(hpmlc_shared *x, char kind, const char *text)
 {
     hpmlc_mpi_lock(x);
-    if (!x->told) {
-        x->told = true;
-        snprintf(x->mine, HPMLC_WORD, "%c%s", kind, text);
-        hpmlc_mpi_send(x, x->mine, HPMLC_WORD, x->saying);
+    if (!x->said_final) {
+        x->said_final = true;
+        snprintf(x->final, HPMLC_CONTROL, "%c%s", kind, text);
+        hpmlc_mpi_send_control(x, x->final, HPMLC_CONTROL, x->sends);
     }
     hpmlc_mpi_unlock(x);
 }
 
-HPMLC_FN void hpmlc_mpi_tell(hpml_comm *c, const char *text) { hpmlc_mpi_say(c->mpi->shared, 'F', text); }
+HPMLC_FN void hpmlc_mpi_announce_failure(hpml_comm *c, const char *text)
+{
+    hpmlc_mpi_send_final(hpmlc_mpi_of(c)->shared, 'F', text);
+}
 
-/* Receives the next word that has arrived into x->word. Returns its sender, or -1 where none has arrived. */
-HPMLC_FN int hpmlc_mpi_hear(hpmlc_shared *x, int *bytes)
+/* Receives the next control message that has arrived into x->control. Returns its sender, or -1 where none has arrived.
+   */
+HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
 {
     MPI_Status status;
     int        there = 0, from = x->from;
     if (from < 0) {
         if (MPI_Iprobe(MPI_ANY_SOURCE, x->tag, x->comm, &there, &status) != MPI_SUCCESS || !there) return -1;
         from = status.MPI_SOURCE;
-        if (MPI_Irecv(x->word, HPMLC_WORD, MPI_BYTE, from, x->tag, x->comm, &x->hearing) != MPI_SUCCESS) return -1;
+        int code = MPI_Irecv(x->control, HPMLC_CONTROL, MPI_BYTE, from, x->tag, x->comm, &x->receive);
+        if (code != MPI_SUCCESS) return -1;
         x->from = from;
     }
-    int code = MPI_Test(&x->hearing, &there, &status);
+    int code = MPI_Test(&x->receive, &there, &status);
     if (code == MPI_SUCCESS && !there) return -1;
     x->from = -1;
     if (code != MPI_SUCCESS) return -1;
@@ -1988,37 +2385,40 @@ HPMLC_FN int hpmlc_mpi_hear(hpmlc_shared *x, int *bytes)
     return from;
 }
 
-/* Receives all words that have arrived and records them in x. */
-HPMLC_FN void hpmlc_mpi_listen(hpmlc_shared *x)
+/* Receives all control messages that have arrived and records them in x. */
+HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
 {
     int bytes = 0;
     hpmlc_mpi_lock(x);
-    for (int from; (from = hpmlc_mpi_hear(x, &bytes)) >= 0;) {
+    for (int from; (from = hpmlc_mpi_receive_control(x, &bytes)) >= 0;) {
         int32_t number;
-        memcpy(&number, x->word, sizeof number);
+        memcpy(&number, x->control, sizeof number);
         if (bytes == (int)sizeof number) {
             double lasts = number > x->size ? ldexp(1, number - x->size - 9) : x->timeout;
-            x->awaits[2 * from] = number, x->awaits[2 * from + 1] = hpml_now() + lasts;
+            x->awaits[2 * from]     = number;
+            x->awaits[2 * from + 1] = hpml_now() + lasts;
             continue;
         }
-        x->heard[from] = x->word[0];
-        if (x->word[0] != 'F' || x->failed) continue;
-        x->word[HPMLC_WORD - 1] = 0;
-        memcpy(x->text, x->word + 1, HPMLC_WORD - 1);
+        x->letter[from] = x->control[0];
+        if (x->control[0] != 'F' || x->failed) continue;
+        x->control[HPMLC_CONTROL - 1] = 0;
+        memcpy(x->text, x->control + 1, HPMLC_CONTROL - 1);
         x->failed = from + 1;
     }
     hpmlc_mpi_unlock(x);
 }
 
-/* The last number that a rank has sent, while it is valid (one deadline, or as long as the rank is busy); -1: none. */
-HPMLC_FN int hpmlc_mpi_said(const hpmlc_shared *x, int rank)
+/* Returns the last number that a rank has sent, while it is valid (for one deadline, or as long as the rank is busy);
+   -1: none. */
+HPMLC_FN int hpmlc_mpi_valid_number(const hpmlc_shared *x, int rank)
 {
     const int number = (int)x->awaits[2 * rank];
     return number != rank && hpml_now() < x->awaits[2 * rank + 1] ? number : -1;
 }
 
-/* Time until which this rank has announced that it is busy; its background thread reads it, too. */
-HPMLC_FN double hpmlc_mpi_works(hpmlc_shared *x)
+/* Returns the hpml_now() until which this rank has announced that it is busy. Under the lock, because the background
+   thread reads it, too. */
+HPMLC_FN double hpmlc_mpi_busy_until(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
     double busy = x->busy;
@@ -2027,66 +2427,67 @@ HPMLC_FN double hpmlc_mpi_works(hpmlc_shared *x)
 }
 
 /* Announces that this rank waits for rank `number` (size: for all ranks): first when half the deadline has passed, then
-   every half deadline. *said: the time of the last announcement. A busy rank announces nothing, because the others must
-   know that it is busy and not for whom its background thread waits. */
-HPMLC_FN void hpmlc_mpi_worry(hpmlc_shared *x, int number, double until, double *said)
+   every half deadline. *announced: time of the last announcement, 0: none. A busy rank announces nothing, because the
+   others must know that it is busy and not for whom its background thread waits. */
+HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until, double *announced)
 {
     double now = hpml_now();
-    if ((*said <= 0 && now < until - 0.5 * x->timeout) || now < *said + 0.5 * x->timeout) return;
-    if (now < hpmlc_mpi_works(x)) return;
-    *said = now;
+    if ((*announced <= 0 && now < until - 0.5 * x->timeout) || now < *announced + 0.5 * x->timeout) return;
+    if (now < hpmlc_mpi_busy_until(x)) return;
+    *announced = now;
     hpmlc_mpi_send_number(x, number);
 }
 
-/* Announces that an announced wait is over, because the other ranks would go on to blame the rank that was awaited. */
-HPMLC_FN void hpmlc_mpi_calm(hpmlc_shared *x, double said)
+/* Announces that an announced wait is over, because the other ranks would otherwise blame the rank that was awaited. */
+HPMLC_FN void hpmlc_mpi_announce_no_wait(hpmlc_shared *x, double announced)
 {
-    if (said > 0 && hpml_now() >= hpmlc_mpi_works(x)) hpmlc_mpi_send_number(x, x->rank);
+    if (announced > 0 && hpml_now() >= hpmlc_mpi_busy_until(x)) hpmlc_mpi_send_number(x, x->rank);
 }
 
-HPMLC_FN void hpmlc_calm(hpml_comm *c, const hpml_message *m)
+HPMLC_FN void hpmlc_mpi_unblock(hpml_comm *c, hpml_message *m)
 {
-    if (c->mpi) hpmlc_mpi_calm(c->mpi->shared, m->arrival);
+    if (m->status == HPML_OK) hpmlc_mpi_announce_no_wait(hpmlc_mpi_of(c)->shared, hpmlc_transfer_of(m)->announced);
 }
 
-/* The rank that delays a wait for all ranks: the first that has sent no number, else the first busy one; -1: none. */
-HPMLC_FN int hpmlc_mpi_absent(const hpmlc_shared *x)
+/* Returns the rank that delays a wait for all ranks: the first that has sent no number, else the first that is busy;
+   -1: none. */
+HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
 {
     int absent = -1;
     for (int i = x->size - 1; i >= 0; i--)
-        if (i != x->rank && hpmlc_mpi_said(x, i) > x->size) absent = i;
+        if (i != x->rank && hpmlc_mpi_valid_number(x, i) > x->size) absent = i;
     for (int i = x->size - 1; i >= 0; i--)
-        if (i != x->rank && hpmlc_mpi_said(x, i) < 0) absent = i;
+        if (i != x->rank && hpmlc_mpi_valid_number(x, i) < 0) absent = i;
     return absent;
 }
 
-/* The last rank of the chain of waits that begins at rank `at`, or, where `at` is -1, at a wait for all ranks; -1:
-   every rank waits for all. *busy: hpml_now() until which that last rank is busy, 0: it is not. */
-HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
+/* Returns the last rank of the chain of waits that begins at rank `at`, or, where `at` is -1, at a wait for all ranks;
+   -1: every rank waits for all. *busy: hpml_now() until which that last rank is busy, 0: it is not. */
+HPMLC_FN int hpmlc_mpi_chain_end(const hpmlc_shared *x, int at, double *busy)
 {
-    if (at < 0) at = hpmlc_mpi_absent(x);
+    if (at < 0) at = hpmlc_mpi_delaying_rank(x);
     for (int hops = 0; at >= 0 && hops < x->size; hops++) {
-        int next = hpmlc_mpi_said(x, at);
-        if (next == x->size) next = hpmlc_mpi_absent(x);
+        int next = hpmlc_mpi_valid_number(x, at);
+        if (next == x->size) next = hpmlc_mpi_delaying_rank(x);
         if (next < 0 || next > x->size) break;
         at = next;
     }
-    *busy = at >= 0 && hpmlc_mpi_said(x, at) > x->size ? x->awaits[2 * at + 1] : 0;
+    *busy = at >= 0 && hpmlc_mpi_valid_number(x, at) > x->size ? x->awaits[2 * at + 1] : 0;
     return at;
 }
 
-HPMLC_FN int hpmlc_mpi_lost(hpml_comm *c, const hpml_message *m, double *busy)
+HPMLC_FN int hpmlc_mpi_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
 {
-    hpmlc_shared *x  = c->mpi->shared;
-    int           at = hpmlc_mpi_end(x, c->origin[m->peer], busy);
+    hpmlc_shared *x  = hpmlc_mpi_of(c)->shared;
+    int           at = hpmlc_mpi_chain_end(x, c->origin[m->peer], busy);
     if (at != x->rank) return at;
-    *busy = hpmlc_mpi_works(x); /* a thread in the background waits for those that wait for this rank */
+    *busy = hpmlc_mpi_busy_until(x); /* a cycle: this background thread waits for ranks that wait for this rank */
     return c->origin[m->peer];
 }
 
-HPMLC_FN void hpmlc_mpi_busy(hpml_comm *c, double seconds)
+HPMLC_FN void hpmlc_mpi_announce_busy(hpml_comm *c, double seconds)
 {
-    hpmlc_shared *x = c->mpi->shared;
+    hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
     int           k = 0;
     while (k < HPMLC_BUSY - 1 && ldexp(1, k - 8) < seconds) k++;
     hpmlc_mpi_lock(x);
@@ -2095,94 +2496,106 @@ HPMLC_FN void hpmlc_mpi_busy(hpml_comm *c, double seconds)
     hpmlc_mpi_send_number(x, x->size + 1 + k);
 }
 
+/* Removes the send m from the list of sends that must be tested. */
+HPMLC_FN void hpmlc_mpi_unlist(hpmlc_mpi *x, const hpml_message *m)
+{
+    hpml_message **at = &x->sending;
+    while (*at && *at != m) at = &hpmlc_transfer_of(*at)->next;
+    if (*at) *at = hpmlc_transfer_of(m)->next;
+}
+
 /* Cancels a receive. A receive that is partly complete, and a send, cannot be cancelled: their buffers must live as
    long as the process, which ends soon. */
 HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_mpi_lock(c->mpi->shared);
-    for (size_t k = m->moved / HPMLC_PIECE; m->receiving && k < m->posted; k++) {
-        MPI_Request request;
-        int         over = 0;
-        memcpy(&request, &m->native[k % 2], sizeof request);
-        if (MPI_Cancel(&request) != MPI_SUCCESS) continue;
+    hpmlc_mpi      *x = hpmlc_mpi_of(c);
+    hpmlc_transfer *t = hpmlc_transfer_of(m);
+    hpmlc_mpi_lock(x->shared);
+    for (size_t k = t->moved / HPMLC_PIECE; m->receiving && k < t->posted; k++) {
+        int over = 0;
+        if (MPI_Cancel(&t->request[k % 2]) != MPI_SUCCESS) continue;
         for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait would wait for a half that may never come */
-            if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
+            if (MPI_Test(&t->request[k % 2], &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
-    hpmlc_mpi_unlock(c->mpi->shared);
-    hpmlc_unlist(&c->mpi->sending, m);
+    hpmlc_mpi_unlock(x->shared);
+    hpmlc_mpi_unlist(x, m);
     m->done = true;
 }
 
 HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
 {
-    const hpmlc_shared *x = c->mpi->shared;
+    const hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Gives the core away for a moment, now by yielding, now by a nap, which costs a large message more than it frees: with
-   a core for each rank not in the first milliseconds. A lost peer ends the wait. */
+/* Gives up the core for a moment: yields it in 16 of 64 turns, sleeps in the others. With a core for each rank it only
+   yields during the first 5000 turns, because a sleep delays a large message more than it helps other threads. A peer
+   that has failed or left ends the wait. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
-    hpmlc_shared *x    = c->mpi->shared;
+    hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
     int           peer = c->origin[m->peer];
-    hpmlc_mpi_listen(x);
-    if (x->failed || x->heard[peer] == 'L') {
-        if (!x->failed) hpmlc_mpi_test(c, m); /* it may have sent this before it left */
+    hpmlc_mpi_poll_control(x);
+    if (x->failed || x->letter[peer] == 'L') {
+        if (!x->failed) hpmlc_mpi_test(c, m); /* the peer may have sent m before it left */
         if (m->done) return;
         hpmlc_mpi_abandon(c, m);
         if (x->failed) m->status = hpmlc_mpi_peer_failed(c);
         else m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
-                                    c->doing);
+                                    c->operation);
         return;
     }
-    hpmlc_mpi_worry(x, peer, until, &m->arrival);
-    if (c->seen++ % 64 < 16 || (x->roomy && hpmlc_spin(c) > 0 && c->seen < 5000)) hpmlc_pause(true);
+    hpmlc_mpi_announce_wait(x, peer, until, &hpmlc_transfer_of(m)->announced);
+    unsigned turn = hpmlc_mpi_of(c)->turns++;
+    if (turn % 64 < 16 || (x->own_core && hpmlc_spin_limit(c) > 0 && turn + 1 < 5000)) hpmlc_pause(true);
     else hpmlc_nap(30e-6);
 }
 
-/* Handles the deadline of hpmlc_mpi_all. Returns a later deadline where the rank that delays the others is busy. */
-HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
+/* Handles the deadline of hpmlc_mpi_wait_all. Returns a later deadline where the rank that delays the others is busy.
+   */
+HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
 {
-    hpmlc_shared *x = c->mpi->shared;
-    char                who[48] = "all ranks";
-    double              busy;
-    int                 at = hpmlc_mpi_end(x, -1, &busy);
-    if (at < 0) busy = hpmlc_mpi_works(x);
+    hpmlc_shared *x       = hpmlc_mpi_of(c)->shared;
+    char          who[48] = "all ranks";
+    double        busy;
+    int           at = hpmlc_mpi_chain_end(x, -1, &busy);
+    if (at < 0) busy = hpmlc_mpi_busy_until(x);
     if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout);
-    if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->heard[at] == 'L' ? ", which has left," : "");
+    if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->letter[at] == 'L' ? ", which has left," : "");
     if (at < 0 && code != MPI_SUCCESS) hpmlc_mpi_error(c, NULL, code);
     else hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for %s in %s, step %lld; are all ranks alive and in the same "
-                    "operation? (.timeout sets the limit)", c->timeout, who, c->doing, (long long)c->step);
+                    "operation? (.timeout sets the limit)", c->timeout, who, c->operation, (long long)c->step);
     return hpml_now();
 }
 
 /* Waits for the request of a collective MPI call: as fast as the blocking call, but with a deadline, and a failed rank
    ends the wait. After an error of MPI the wait lasts until the deadline, which shows the rank that is silent. */
-HPMLC_FN hpml_status hpmlc_mpi_all(hpml_comm *c, int code, MPI_Request *request)
+HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *request)
 {
-    hpmlc_shared *x     = c->mpi->shared;
-    double        limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout, said = 0;
-    int           there = 0, kind = MPI_SUCCESS;
+    hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
+    double        limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout, announced = 0;
+    int           complete = 0, kind = MPI_SUCCESS;
     while (hpml_ctx_status(c->ctx) == HPML_OK) {
         hpmlc_mpi_lock(x);
-        for (int turn = 0; turn < 64 && code == MPI_SUCCESS && !there; turn++)
-            code = MPI_Test(request, &there, MPI_STATUS_IGNORE);
+        for (int turn = 0; turn < 64 && code == MPI_SUCCESS && !complete; turn++)
+            code = MPI_Test(request, &complete, MPI_STATUS_IGNORE);
         if (code != MPI_SUCCESS) MPI_Error_class(code, &kind);
         hpmlc_mpi_unlock(x);
-        hpmlc_mpi_listen(x);
-        if (code == MPI_SUCCESS && there) {
-            hpmlc_mpi_calm(x, said);
+        hpmlc_mpi_poll_control(x);
+        if (code == MPI_SUCCESS && complete) {
+            hpmlc_mpi_announce_no_wait(x, announced);
             return HPML_OK;
         }
         if (kind == MPI_ERR_TRUNCATE) return hpmlc_mpi_error(c, NULL, code);
         if (x->failed) return hpmlc_mpi_peer_failed(c);
-        hpmlc_mpi_worry(x, x->size, limit, &said);
+        hpmlc_mpi_announce_wait(x, x->size, limit, &announced);
         hpmlc_pause(true);
-        if (hpml_now() > limit) limit = hpmlc_mpi_all_late(c, code);
+        if (hpml_now() > limit) limit = hpmlc_mpi_wait_all_late(c, code);
     }
     return hpml_ctx_status(c->ctx);
 }
 
+/* In parts of 2^30 elements, because MPI counts with int. */
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
 {
     const MPI_Datatype none    = MPI_DATATYPE_NULL;
@@ -2192,40 +2605,40 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
     hpml_status        status  = HPML_OK;
     if (types[element] == none)
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): MPI has no bf16; choose another algorithm");
-    if (c->mpi->native == MPI_COMM_NULL)
+    if (hpmlc_mpi_of(c)->native == MPI_COMM_NULL)
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): a part of a communicator has no MPI "
                           "communicator, because MPI makes one only by a call without a deadline; choose another "
                           "algorithm, or split with MPI and give hpml_comm_create the part as .mpi_comm");
-    c->doing = "allreduce (native)";
+    c->operation = "allreduce (native)";
     for (int64_t at = 0, part; at < n && status == HPML_OK; at += part) {
         MPI_Request request;
         part = hpmlc_min(n - at, (int64_t)1 << 30);
-        hpmlc_mpi_lock(c->mpi->shared);
+        hpmlc_mpi_lock(hpmlc_mpi_of(c)->shared);
         int code = MPI_Iallreduce(MPI_IN_PLACE, (char *)data + (size_t)at * size, (int)part, types[element], how,
-                                  c->mpi->native, &request);
-        hpmlc_mpi_unlock(c->mpi->shared);
-        status = hpmlc_mpi_all(c, code, &request);
+                                  hpmlc_mpi_of(c)->native, &request);
+        hpmlc_mpi_unlock(hpmlc_mpi_of(c)->shared);
+        status = hpmlc_mpi_wait_all(c, code, &request);
     }
-    if (status == HPML_OK) c->doing = "allreduce";
+    if (status == HPML_OK) c->operation = "allreduce";
     return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>mpi-create   creating, splitting, closing over MPI; exit
+// >>mpi-close   splitting, closing over MPI; exit
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Duplicates `from`, collectively. After an error the memory of the new handle leaks, because MPI may still write to
    it. */
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
-    hpmlc_shared *x     = c->mpi->shared;
+    hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
     MPI_Comm     *place = (MPI_Comm *)malloc(sizeof *place);
     MPI_Request   request;
     if (!place) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for an MPI communicator");
     hpmlc_mpi_lock(x);
     int code = MPI_Comm_idup(from, place, &request);
     hpmlc_mpi_unlock(x);
-    hpml_status status = hpmlc_mpi_all(c, code, &request);
+    hpml_status status = hpmlc_mpi_wait_all(c, code, &request);
     if (status != HPML_OK) return status;
     *out = *place;
     free(place);
@@ -2244,9 +2657,9 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
    tags run out; then the next number that is free on every rank. All ranks of c agree. 0: no number is free, or an
    error. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
-HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
+HPMLC_FN int         hpmlc_mpi_new_part(hpml_comm *c)
 {
-    hpmlc_shared *x      = c->mpi->shared;
+    hpmlc_shared *x      = hpmlc_mpi_of(c)->shared;
     int64_t       ask[2] = { 0, 0 }; /* a candidate number; parts that exist on this rank */
     hpmlc_mpi_lock(x);
     ask[0] = x->newest + 1;
@@ -2258,7 +2671,8 @@ HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
         int64_t number = ask[0], at = number % x->parts, taken;
         hpmlc_mpi_lock(x);
         taken = x->taken[at];
-        x->taken[at] = true, x->newest = hpmlc_max(x->newest, number);
+        x->taken[at] = true;
+        x->newest    = hpmlc_max(x->newest, number);
         hpmlc_mpi_unlock(x);
         const bool mine = !taken;
         if (hpmlc_agree(c, "split", &taken, 1) != HPML_OK) return 0;
@@ -2272,25 +2686,28 @@ HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
 HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                      int color HPMLC_UNUSED)
 {
-    int  number = hpmlc_mpi_number(c);
-    bool all    = count == c->size && c->mpi->native != MPI_COMM_NULL;
+    int  number = hpmlc_mpi_new_part(c);
+    bool all    = count == c->size && hpmlc_mpi_of(c)->native != MPI_COMM_NULL;
     if (number == 0) return hpml_ctx_status(c->ctx);
     if (!part) {
-        hpmlc_mpi_release(c->mpi->shared, number);
+        hpmlc_mpi_release(hpmlc_mpi_of(c)->shared, number);
         return HPML_OK;
     }
-    part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL);
-    if (!part->mpi) {
+    hpmlc_mpi *x = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
+    if (!x) {
         hpmlc_failed(c);
         return hpml_ctx_status(c->ctx);
     }
-    part->mpi->shared = c->mpi->shared, part->mpi->comm = c->mpi->comm, part->mpi->part = number;
-    part->mpi->native = MPI_COMM_NULL;
+    part->state = x;
+    x->shared = hpmlc_mpi_of(c)->shared;
+    x->comm   = hpmlc_mpi_of(c)->comm;
+    x->part   = number;
+    x->native = MPI_COMM_NULL;
     for (int i = 0; i < count; i++) all = all && ranks[i] == i;
-    if (all && hpmlc_mpi_duplicate(c, c->mpi->native, &part->mpi->native) != HPML_OK) return hpml_ctx_status(c->ctx);
-    hpmlc_mpi_lock(c->mpi->shared);
-    c->mpi->shared->users++;
-    hpmlc_mpi_unlock(c->mpi->shared);
+    if (all && hpmlc_mpi_duplicate(c, hpmlc_mpi_of(c)->native, &x->native) != HPML_OK) return hpml_ctx_status(c->ctx);
+    hpmlc_mpi_lock(hpmlc_mpi_of(c)->shared);
+    hpmlc_mpi_of(c)->shared->users++;
+    hpmlc_mpi_unlock(hpmlc_mpi_of(c)->shared);
     return HPML_OK;
 }
 
@@ -2298,40 +2715,41 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
    structs of all communicators in this process. The lock is held only to change the list. */
 static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
-/* Waits until all ranks have sent a final word and have received this rank's, so that no rank calls MPI_Finalize while
-   a word is in flight. Returns -1, or, when `patience` seconds have passed, the rank that delays the others. */
-HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
+/* Waits until all ranks have sent a final control message and have received this rank's, so that no rank calls
+   MPI_Finalize while one is in flight. Returns -1, or, when `patience` seconds have passed, the rank that delays the
+   others. */
+HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
 {
     double limit = hpml_now() + patience, busy = 0;
     for (;; hpmlc_nap(100e-6)) {
         int absent = -1;
-        hpmlc_mpi_listen(x);
+        hpmlc_mpi_poll_control(x);
         hpmlc_mpi_lock(x);
         for (int i = x->size - 1; i >= 0; i--) {
-            int gone = 0, code = MPI_Test(&x->saying[i], &gone, MPI_STATUS_IGNORE);
-            bool left = i == x->rank || x->heard[i] == 'L' || x->heard[i] == 'F';
+            int gone = 0, code = MPI_Test(&x->sends[i], &gone, MPI_STATUS_IGNORE);
+            bool left = i == x->rank || x->letter[i] == 'L' || x->letter[i] == 'F';
             if (!left || (code == MPI_SUCCESS && !gone)) absent = i;
         }
         hpmlc_mpi_unlock(x);
         if (absent < 0) return -1;
         if (hpml_now() < limit) continue;
-        int at = hpmlc_mpi_end(x, absent, &busy);
+        int at = hpmlc_mpi_chain_end(x, absent, &busy);
         if (hpml_now() > busy) return at < 0 || at == x->rank ? absent : at;
     }
 }
 
-/* Handler of exit: notifies the other ranks, then waits up to 5 s for their final words and 0.3 s more, because a
-   launcher may kill the other ranks when this process ends. */
+/* Handler of exit: notifies the other ranks, then waits up to 5 s for their final control messages and 0.3 s more,
+   because a launcher may kill the other ranks when this process ends. */
 HPMLC_FN void hpmlc_mpi_exit(void)
 {
     bool said = false;
-    if (hpmlc_mpi_over() || hpmlc_mpi_living.process != (long)getpid()) return;
+    if (hpmlc_mpi_finalized() || hpmlc_mpi_living.process != (long)getpid()) return;
     for (hpmlc_shared *x = hpmlc_mpi_living.first; x; x = x->next) {
         char text[64];
-        if (x->told) continue;
+        if (x->said_final) continue;
         snprintf(text, sizeof text, "called exit in step %lld", (long long)x->owner->step);
-        hpmlc_mpi_say(x, 'F', text);
-        hpmlc_mpi_goodbye(x, 5);
+        hpmlc_mpi_send_final(x, 'F', text);
+        hpmlc_mpi_await_final(x, 5);
         said = true;
     }
     if (said) hpmlc_nap(0.3);
@@ -2357,7 +2775,7 @@ HPMLC_FN void hpmlc_shared_free(hpmlc_shared *x)
     free(x);
 }
 
-HPMLC_FN void hpmlc_shared_leave(hpmlc_shared *x)
+HPMLC_FN void hpmlc_shared_release(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
     bool last = --x->users == 0 && !x->kept;
@@ -2367,19 +2785,19 @@ HPMLC_FN void hpmlc_shared_leave(hpmlc_shared *x)
 
 HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
 {
-    hpmlc_shared *x = c->mpi->shared;
+    hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
     if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else it keeps its tags, because messages with them may be in flight */
         hpmlc_mpi_lock(x);
-        if (c->mpi->native != MPI_COMM_NULL && !hpmlc_mpi_over()) MPI_Comm_free(&c->mpi->native);
+        if (hpmlc_mpi_of(c)->native != MPI_COMM_NULL && !hpmlc_mpi_finalized()) MPI_Comm_free(&hpmlc_mpi_of(c)->native);
         hpmlc_mpi_unlock(x);
-        hpmlc_mpi_release(x, c->mpi->part);
+        hpmlc_mpi_release(x, hpmlc_mpi_of(c)->part);
     }
-    hpmlc_shared_leave(x);
+    hpmlc_shared_release(x);
 }
 
 HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 {
-    hpmlc_shared *x      = c->mpi->shared;
+    hpmlc_shared *x      = hpmlc_mpi_of(c)->shared;
     bool          failed = hpml_ctx_status(c->ctx) != HPML_OK;
     if (c->is_part) {
         hpmlc_mpi_close_part(c);
@@ -2387,30 +2805,28 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     }
     hpmlc_mpi_list(x, false);
     x->closed = true;
-    x->kept   = hpmlc_mpi_over();
+    x->kept   = hpmlc_mpi_finalized();
     if (x->kept) { /* because sends of MPI may read x */
-        hpmlc_shared_leave(x);
+        hpmlc_shared_release(x);
         return;
     }
-    hpmlc_mpi_say(x, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
+    hpmlc_mpi_send_final(x, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
     double limit = c->timeout < 0 ? 60 : c->timeout;
-    int    absent = hpmlc_mpi_goodbye(x, failed ? 5 : limit);
+    int    absent = hpmlc_mpi_await_final(x, failed ? 5 : limit);
     if (absent >= 0 && !failed)
         hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank "
-                   "alive? (hpml_comm_busy says that it is at work)", c->timeout, absent, (long long)c->step);
-    if (absent >= 0 && !failed) hpmlc_say_no(&c->farewell, HPML_ERR_TIMEOUT, "%s", hpml_ctx_error(c->ctx));
+                   "alive? (hpml_comm_busy extends the deadline of a rank that works)", c->timeout, absent,
+                   (long long)c->step);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
-    if (absent < 0 && !failed) MPI_Comm_free(&c->mpi->comm);
+    if (absent < 0 && !failed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
     x->kept = absent >= 0; /* because sends in flight read x */
-    hpmlc_shared_leave(x);
+    hpmlc_shared_release(x);
 }
 
-static const hpml_transport hpmlc_mpi_transport = {
-    "mpi", hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_abandon,
-    hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 0, 5e-6, 0.3e-9,
-    hpmlc_mpi_lost, hpmlc_mpi_busy
-};
+// ---------------------------------------------------------------------------------------------------------------------
+// >>mpi-create   connecting the ranks over MPI
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* Numbers the nodes by first appearance: ranks whose hosts have the same name share a node. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
@@ -2427,12 +2843,17 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
     host[c->rank] = (int64_t)(hash >> 1);
     if (hpmlc_agree(c, "hpml_comm_create", host, c->size) == HPML_OK)
         for (int i = 0; i < c->size; i++) {
-            int same = i - 1; /* mostly on the same host as the rank before */
+            int same = i - 1; /* searched backwards, because a rank is mostly on the host of the rank before */
             while (same >= 0 && host[same] != host[i]) same--;
             c->node[i] = same >= 0 ? c->node[same] : count++;
         }
     hpml_ctx_release(c->ctx, host);
     hpml_comm_counters_reset(c);
+}
+
+HPMLC_FN MPI_Comm hpmlc_mpi_given(const hpml_comm_desc *d)
+{
+    return d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
 }
 
 /* Allocates all arrays in one block, so that the buffers of sends that are never tested live as long as the struct. */
@@ -2447,14 +2868,22 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     hpmlc_shared *x = (hpmlc_shared *)calloc(1, sizeof *x + each * n);
     if (!x) return NULL;
     x->awaits = (double *)(void *)(x + 1);
-    x->saying = (MPI_Request *)(void *)(x->awaits + 2 * n);
-    x->number = (int32_t *)(void *)(x->saying + n);
-    x->heard  = (char *)(x->number + n);
-    for (int i = 0; i < (int)n; i++) x->number[i] = i, x->saying[i] = MPI_REQUEST_NULL;
-    x->rank = rank, x->size = size, x->comm = given, x->tag = found ? *most : 32767, x->from = -1;
-    x->parts = (int)hpmlc_min(((int64_t)x->tag + 1) / HPMLC_TAG_SPAN, HPMLC_PARTS), x->taken[0] = true;
-    x->users = 1;
-    x->timeout = timeout;
+    x->sends = (MPI_Request *)(void *)(x->awaits + 2 * n);
+    x->number = (int32_t *)(void *)(x->sends + n);
+    x->letter  = (char *)(x->number + n);
+    for (int i = 0; i < (int)n; i++) {
+        x->number[i] = i;
+        x->sends[i]  = MPI_REQUEST_NULL;
+    }
+    x->rank     = rank;
+    x->size     = size;
+    x->comm     = given;
+    x->tag      = found ? *most : 32767;
+    x->from     = -1;
+    x->parts    = (int)hpmlc_min(((int64_t)x->tag + 1) / HPMLC_TAG_SPAN, HPMLC_PARTS);
+    x->taken[0] = true;
+    x->users    = 1;
+    x->timeout  = timeout;
     MPI_Query_thread(&x->level);
 #ifndef HPML_NO_THREADS
     pthread_mutex_init(&x->lock, NULL);
@@ -2463,305 +2892,430 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
 }
 
 /* Handles the deadline of hpmlc_mpi_meet: the error names the ranks that have not even announced that they wait. */
-HPMLC_FN bool hpmlc_mpi_late(hpml_ctx *ctx, hpmlc_shared *x, char word)
+HPMLC_FN bool hpmlc_mpi_meet_late(hpml_ctx *ctx, hpmlc_shared *x, char letter)
 {
     char text[160], names[64] = "";
     int  used = 0;
     for (int i = 0; i < x->size && used < 48; i++)
-        if (i != x->rank && x->heard[i] != word && hpmlc_mpi_said(x, i) < 0)
+        if (i != x->rank && x->letter[i] != letter && hpmlc_mpi_valid_number(x, i) < 0)
             used += snprintf(names + used, sizeof names - (size_t)used, "%s rank %d", used ? "," : "", i);
     snprintf(text, sizeof text, "waited %g s for%s %s hpml_comm_create", x->timeout, used ? names : " all ranks",
-             word == 'Y' ? "to call" : "in");
-    hpmlc_mpi_say(x, 'F', text);
+             letter == 'Y' ? "to call" : "in");
+    hpmlc_mpi_send_final(x, 'F', text);
     hpml_ctx_fail(ctx, HPML_ERR_TIMEOUT, "rank %d: %s; is that rank alive? (.timeout sets the limit)", x->rank, text);
     return false;
 }
 
-/* Sends `word` to all ranks and waits until each has sent the same word, or 'N', could not start, which fails all
+/* Sends a letter to all ranks and waits until each has sent the same letter, or 'N', could not start, which fails all
    ranks. */
-HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *word)
+HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
 {
-    char   theirs = *word == 'N' ? 'Y' : *word;
-    double limit = x->timeout < 0 ? 1e300 : hpml_now() + x->timeout, said = 0;
+    char   expected = *letter == 'N' ? 'Y' : *letter;
+    double limit = x->timeout < 0 ? 1e300 : hpml_now() + x->timeout, announced = 0;
     hpmlc_mpi_lock(x);
-    hpmlc_mpi_send(x, word, 1, NULL);
+    hpmlc_mpi_send_control(x, letter, 1, NULL);
     hpmlc_mpi_unlock(x);
     for (int turn = 0;; turn++) {
         int absent = 0, unready = -1;
-        hpmlc_mpi_listen(x);
+        hpmlc_mpi_poll_control(x);
         for (int i = 0; i < x->size; i++) {
-            if (x->heard[i] == 'N') unready = i;
-            else absent += i != x->rank && x->heard[i] != theirs;
+            if (x->letter[i] == 'N') unready = i;
+            else absent += i != x->rank && x->letter[i] != expected;
         }
         if (x->failed)
             hpml_ctx_fail(ctx, HPML_ERR_PEER, "rank %d: rank %d failed: %s", x->rank, x->failed - 1, x->text);
         else if (absent == 0 && unready >= 0)
             hpml_ctx_fail(ctx, HPML_ERR_PEER, "rank %d: rank %d could not start", x->rank, unready);
         if (x->failed || absent == 0) return hpml_ctx_status(ctx) == HPML_OK;
-        if (hpml_now() > limit) return hpmlc_mpi_late(ctx, x, theirs);
-        hpmlc_mpi_worry(x, x->size, limit, &said);
+        if (hpml_now() > limit) return hpmlc_mpi_meet_late(ctx, x, expected);
+        hpmlc_mpi_announce_wait(x, x->size, limit, &announced);
         if (turn < 1000) hpmlc_pause(true);
         else hpmlc_nap(100e-6);
     }
 }
 
-/* All ranks meet ('Y'), duplicate the caller's communicator and meet again ('D'), because the word that is missing then
-   shows which rank was lost. A rank that is out of memory meets the others, too, with 'N'. */
-HPMLC_FN bool hpmlc_mpi_gather(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
+/* All ranks meet ('Y'), duplicate the caller's communicator and meet again ('D'), because the letter that is missing
+   then shows which rank was lost. A rank that is out of memory meets the others, too, with 'N'. c NULL: this one is. */
+HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
 {
-    static const char words[] = { 'N', 'Y', 'D' };
+    static const char letters[] = { 'N', 'Y', 'D' };
     MPI_Errhandler    own;
     MPI_Comm_get_errhandler(given, &own);
     MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
-    bool good = hpmlc_mpi_meet(ctx, x, &words[hpml_ctx_status(ctx) == HPML_OK]) &&
-                hpmlc_mpi_duplicate(c, given, &c->mpi->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &words[2]);
+    bool good = hpmlc_mpi_meet(ctx, x, &letters[hpml_ctx_status(ctx) == HPML_OK]) &&
+                hpmlc_mpi_duplicate(c, given, &hpmlc_mpi_of(c)->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &letters[2]);
     MPI_Comm_set_errhandler(given, own);
     MPI_Errhandler_free(&own);
     return good;
 }
 
-HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
+/* Sets rank and ranks; an error where MPI is not running, or where the launcher and libmpi do not belong together. */
+HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
 {
-    int      on = 0, near = 0, launched = hpml_launched(NULL);
-    MPI_Comm given;
+    int on = 0, launched = hpml_launched(NULL), rank, size;
     MPI_Initialized(&on);
-    if (!on || hpmlc_mpi_over())
+    if (!on || hpmlc_mpi_finalized())
         return hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free "
                              "the context before MPI_Finalize, or use hpml_launch once",
-                             on ? "over" : "not initialized"), (hpml_comm *)NULL;
-    given = d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
-    hpmlc_shared *x = hpmlc_shared_new(given, d->timeout != 0 ? d->timeout : 60);
-    if (!x) return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for words"), (hpml_comm *)NULL;
-    if (!d->mpi_comm && x->size == 1 && launched > 1) {
-        hpmlc_shared_free(x);
+                             on ? "over" : "not initialized");
+    MPI_Comm given = hpmlc_mpi_given(d);
+    MPI_Comm_rank(given, &rank);
+    MPI_Comm_size(given, &size);
+    if (!d->mpi_comm && size == 1 && launched > 1)
         return hpml_ctx_fail(ctx, HPML_ERR_COMM, "comm: the launcher started %d processes but MPI says each is alone: "
                              "mpiexec and libmpi are of different MPIs, or this is the MPICH of Ubuntu 24.04. Use the "
-                             "mpiexec that belongs to your mpicc", launched), (hpml_comm *)NULL;
-    }
-    hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, x->rank, x->size);
-    hpmlc_mpi *m = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *m, NULL) : NULL;
-    if (m) c->mpi = m, m->shared = x, c->timeout = x->timeout, c->doing = "hpml_comm_create", c->spin = 200;
-    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
-    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* where MPICH raises errors of MPI_Test */
-    if (!hpmlc_mpi_gather(ctx, c, x, given)) {
-        MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
-        MPI_Errhandler_free(&x->before);
-        if (!x->told) hpmlc_shared_free(x); /* else x leaks, because sends in flight read it */
-        if (c) c->t = NULL;
-        return NULL;
-    }
-    x->comm = m->native = m->comm, x->tag = HPMLC_TAG_EXTRA, x->owner = c;
-    memset(x->heard, 0, (size_t)x->size);
-    memset(x->awaits, 0, 2 * sizeof(double) * (size_t)x->size);
-    hpmlc_mpi_list(x, true);
-    hpmlc_mpi_nodes(c, d->ranks_per_node);
-    for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
-    x->roomy = near <= hpmlc_cores(1);
-    return c;
+                             "mpiexec that belongs to your mpicc", launched);
+    d->rank  = rank;
+    d->ranks = size;
+    return HPML_OK;
 }
 
-#else
-HPMLC_FN void hpmlc_calm(hpml_comm *c HPMLC_UNUSED, const hpml_message *m HPMLC_UNUSED) {}
+/* Connects this rank with the others; c NULL: notifies them that this rank cannot start. Returns NULL after an error.
+   */
+HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
+{
+    hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
+    if (!x) {
+        hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for control messages");
+        return NULL;
+    }
+    hpmlc_mpi *m = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *m, NULL) : NULL;
+    if (m) {
+        m->shared = x;
+        c->state  = m;
+    }
+    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* where MPICH raises errors of MPI_Test */
+    if (hpmlc_mpi_connect(ctx, c, x, hpmlc_mpi_given(d))) return x;
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
+    MPI_Errhandler_free(&x->before);
+    if (!x->said_final) hpmlc_shared_free(x); /* else x leaks, because sends in flight read it */
+    return NULL;
+}
+
+HPMLC_FN void hpmlc_mpi_no_memory(hpml_ctx *ctx, const hpml_comm_desc *d) { hpmlc_mpi_join(ctx, NULL, d); }
+
+HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
+{
+    int           near = 0;
+    hpmlc_shared *x    = hpmlc_mpi_join(c->ctx, c, d);
+    if (!x) return hpml_ctx_status(c->ctx);
+    hpmlc_mpi_of(c)->native = hpmlc_mpi_of(c)->comm;
+    x->comm  = hpmlc_mpi_of(c)->comm;
+    x->tag   = HPMLC_TAG_EXTRA;
+    x->owner = c;
+    memset(x->letter, 0, (size_t)x->size);
+    memset(x->awaits, 0, 2 * sizeof(double) * (size_t)x->size);
+    hpmlc_mpi_list(x, true);
+    hpmlc_mpi_nodes(c, d->ranks_per_node); /* an error of it leaves the communicator open, for close */
+    for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
+    x->own_core = near <= hpmlc_cores(1);
+    return HPML_OK;
+}
+
+/* MPI_THREAD_SERIALIZED is enough, because one lock serves all communicators. */
+HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
+{
+    return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED;
+}
+
+static const hpml_transport hpmlc_mpi_transport = {
+    "mpi", hpmlc_mpi_locate, hpmlc_mpi_open, hpmlc_mpi_no_memory, hpmlc_mpi_split, hpmlc_mpi_close,
+    hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_unblock, hpmlc_mpi_abandon,
+    hpmlc_mpi_announce_failure, hpmlc_mpi_announce_busy, hpmlc_mpi_stuck_at,
+    hpmlc_mpi_allreduce, NULL, NULL, hpmlc_mpi_is_concurrent, /* messages between nodes take time */
+    false, 0, 5e-6, 0.3e-9, NULL
+};
+
+/* Starts MPI for hpml_launch, unless the program has started it: then false. *rank: of this process. */
+HPMLC_FN bool hpmlc_mpi_init(int *rank)
+{
+    int on = 0, level;
+    MPI_Initialized(&on);
+    if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
+    if (!hpmlc_mpi_finalized()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* else hpml_comm_create reports the error */
+    return !on;
+}
+
 #endif /* HPML_USE_MPI */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>clock   messages in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Every thread has a clock of its own, moved by hpml_comm_compute and by the arrival of messages; real time does not
+/* Every thread has a clock of its own, which hpml_comm_compute and the arrival of messages advance; real time does not
    count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
-   of their time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. A
-   receive is complete when its message has arrived: the receiving thread moves its clock to that time, and lets threads
-   whose clocks are behind run before it reads the message. */
+   of their virtual time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at
+   once. A receive is complete when its message has arrived: the receiving thread advances its clock to that time, and
+   lets threads whose clocks are behind run before it reads the message. */
 
 #ifndef HPML_NO_THREADS
 
-struct hpmlc_agent {
-    double         clock; /* first: the timeline's clock is an agent */
-    hpmlc_agent   *under; /* the one that the timeline had before, NULL: none */
-    hpml_rng       rng;  /* of its jitter */
-    int            rank; /* of the world: breaks ties */
+struct hpmlc_vthread {
+    double         clock;    /* seconds; the timeline of the rank's context reads it, see hpml_trace_clock */
+    const double  *replaced; /* the clock that the timeline read before; NULL: real time */
+    hpml_rng       rng;      /* of its jitter */
+    int            rank;     /* of the world: the lower one runs first where clocks are equal */
     bool           runnable;
     pthread_cond_t turn;
-    hpmlc_agent   *next;
+    hpmlc_vthread *next;
 };
 
-HPMLC_FN void hpmlc_agent_wake(hpml_world *w, hpmlc_agent *a) /* w->mutex held */
+HPMLC_FN hpmlc_vthread *hpmlc_vthread_of(const hpml_comm *c) { return hpmlc_thread(c)->vthread; }
+
+/* The caller holds w->mutex. */
+HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 {
-    if (!a->runnable) a->runnable = true, __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    if (a->runnable) return;
+    a->runnable = true;
+    __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
 }
 
-HPMLC_FN void hpmlc_agents_wake(hpml_world *w)
+HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
 {
-    for (hpmlc_agent *a = w->agents; a; a = a->next) hpmlc_agent_wake(w, a);
+    for (hpmlc_vthread *a = w->vthreads; a; a = a->next) hpmlc_vthread_wake_held(w, a);
 }
 
-/* Gives the turn to whose time has come; w->mutex held. */
-HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
+/* Gives the turn to the runnable thread whose clock is behind all others. The caller holds w->mutex. */
+HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
 {
-    hpmlc_agent *best = NULL;
-    if (w->agent_count < w->ranks) return; /* not all are there yet */
-    for (int again = 0; again < 2 && !best; again++) {
-        for (hpmlc_agent *a = w->agents; a; a = a->next) {
+    hpmlc_vthread *best = NULL;
+    if (w->vthread_count < w->ranks) return; /* not all ranks have entered yet */
+    for (int attempt = 0; attempt < 2 && !best; attempt++) {
+        for (hpmlc_vthread *a = w->vthreads; a; a = a->next) {
             bool before = !best || a->clock < best->clock || (a->clock <= best->clock && a->rank < best->rank);
             if (a->runnable && before) best = a;
         }
-        if (!best) hpmlc_world_stuck(w); /* wakes them all, if there is anybody */
+        if (!best) hpmlc_world_stuck(w); /* a deadlock: makes all threads runnable, if there are any */
     }
     w->turn = best;
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets those run whose clocks are behind mine. rest: until somebody calls hpmlc_agent_rouse. */
-HPMLC_FN void hpmlc_agent_yield(hpml_comm *c, bool rest)
+/* Lets the threads run whose clocks are behind this one's. sleep: this thread runs again only after a wake. */
+HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
 {
-    hpml_world *w = c->room->world;
+    hpml_world    *w    = hpmlc_world_of(c);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
+    hpmlc_inbox   *in   = hpmlc_inbox_of(c);
     pthread_mutex_lock(&w->mutex);
-    if (rest && (!w->failed || c->room->inbox[c->rank].peer < 0)) { /* after a failure no message is waited for */
-        c->agent->runnable = false;
-        c->room->inbox[c->rank].gate.sleeping = true; /* for the report of a deadlock */
+    if (sleep && (!w->failed || in->peer < 0)) { /* after a failure no message is waited for */
+        self->runnable    = false;
+        in->wait.sleeping = true; /* for the report of a deadlock */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
-    hpmlc_agent_pass(w);
-    while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
-    c->room->inbox[c->rank].gate.sleeping = false;
+    hpmlc_vthread_next_turn(w);
+    while (w->turn != self) pthread_cond_wait(&self->turn, &w->mutex);
+    in->wait.sleeping = false;
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* A new thread comes on stage: it waits for its turn. The last one of all sees to the first turn. */
-HPMLC_FN void hpmlc_agent_enter(hpml_comm *c)
+/* Waits for the first turn of a new thread. The thread that enters last gives the first turn of all. */
+HPMLC_FN void hpmlc_vthread_enter(hpml_comm *c)
 {
-    hpml_world *w = c->room->world;
+    hpml_world    *w    = hpmlc_world_of(c);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
     pthread_mutex_lock(&w->mutex);
-    if (!w->turn) hpmlc_agent_pass(w);
-    while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
+    if (!w->turn) hpmlc_vthread_next_turn(w);
+    while (w->turn != self) pthread_cond_wait(&self->turn, &w->mutex);
     pthread_mutex_unlock(&w->mutex);
 }
 
-HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a)
+HPMLC_FN void hpmlc_vthread_wake(hpml_world *w, hpmlc_vthread *a)
 {
-    hpml_world *w = c->room->world;
     pthread_mutex_lock(&w->mutex);
-    hpmlc_agent_wake(w, a);
+    hpmlc_vthread_wake_held(w, a);
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Virtual time passes until `time`, if it is not there yet. The threads behind it run first: what this one does next
-   must not come before what they do earlier. */
-HPMLC_FN void hpmlc_agent_until(hpml_comm *c, double time)
+/* Advances the clock of this thread to `time`. The threads behind it run first, because what they send comes before
+   anything that this thread does next. */
+HPMLC_FN void hpmlc_clock_advance(hpml_comm *c, double time)
 {
-    if (!c->agent || c->agent->clock >= time) return;
-    c->agent->clock = time;
-    hpmlc_agent_yield(c, false);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
+    if (self->clock >= time) return;
+    self->clock = time;
+    hpmlc_vthread_yield(c, false);
 }
 
-HPMLC_FN hpmlc_agent *hpmlc_agent_new(hpml_world *w, int rank, double clock)
+HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
 {
-    hpmlc_agent *a = (hpmlc_agent *)calloc(1, sizeof *a);
+    hpmlc_vthread *a = (hpmlc_vthread *)calloc(1, sizeof *a);
     if (!a) return NULL;
     pthread_cond_init(&a->turn, NULL);
-    a->rank = rank, a->clock = clock, a->runnable = true, a->rng.seed = w->network.seed, a->rng.stream = (uint64_t)rank;
+    a->rank       = rank;
+    a->clock      = clock;
+    a->runnable   = true;
+    a->rng.seed   = w->network.seed;
+    a->rng.stream = (uint64_t)rank;
     pthread_mutex_lock(&w->mutex);
-    a->next   = w->agents;
-    w->agents = a;
-    w->agent_count++;
+    a->next     = w->vthreads;
+    w->vthreads = a;
+    w->vthread_count++;
     pthread_mutex_unlock(&w->mutex);
     return a;
 }
 
-/* Leaves the stage for good; others go on. */
-HPMLC_FN void hpmlc_agent_free(hpml_world *w, hpmlc_agent *me)
+/* Removes this thread, `self`, from the world for good, and gives the turn to another. */
+HPMLC_FN void hpmlc_vthread_free(hpml_world *w, hpmlc_vthread *self)
 {
-    hpmlc_agent **at;
+    hpmlc_vthread **link;
     pthread_mutex_lock(&w->mutex);
-    for (at = &w->agents; *at != me; at = &(*at)->next) {}
-    *at = me->next;
+    for (link = &w->vthreads; *link != self; link = &(*link)->next) {}
+    *link = self->next;
     __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    hpmlc_agent_pass(w);
+    hpmlc_vthread_next_turn(w);
     pthread_mutex_unlock(&w->mutex);
-    pthread_cond_destroy(&me->turn);
-    free(me);
+    pthread_cond_destroy(&self->turn);
+    free(self);
 }
 
 HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_inbox *in = &c->room->inbox[m->peer];
+    hpmlc_inbox *in = &hpmlc_group_of(c)->inbox[m->peer];
     if (m->receiving) return;
-    hpmlc_agent_yield(c, false);
-    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, c->agent->clock);
-    if (m->arrival <= 0) m->arrival = c->agent->clock;
-    hpmlc_inbox_post_copy(c, m);
-    if (in->owner) hpmlc_agent_rouse(c, in->owner->agent);
+    hpmlc_vthread_yield(c, false);
+    double now = hpmlc_vthread_of(c)->clock;
+    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, now);
+    if (m->arrival <= 0) m->arrival = now;
+    hpmlc_inbox_post_copy(c, m, false);
+    if (in->owner) hpmlc_vthread_wake(hpmlc_world_of(c), hpmlc_vthread_of(in->owner));
 }
 
 HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
-    hpml_message *sent = hpmlc_inbox_take(&c->room->inbox[c->rank], m);
-    if (sent) hpmlc_meet(c, m, sent);
-    else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
+    hpml_message *sent = hpmlc_inbox_take(hpmlc_inbox_of(c), m);
+    if (sent) hpmlc_threads_deliver(c, m, sent);
+    else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
 }
 
-/* Until m's message arrives (an older receive of the same rank and tag gets the next one), or until something is sent
-   to this rank; never until another receive's arrival, because m may be over before. */
+/* Sleeps until m's message arrives (an older receive of the same rank and tag gets the next one), or until a message is
+   sent to this rank; never until another receive's arrival, because m may be complete before. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
-    hpmlc_inbox *in      = &c->room->inbox[c->rank];
-    double       arrival = hpmlc_next(m)->arrival;
-    if (arrival > c->agent->clock) {
-        hpmlc_agent_until(c, arrival);
+    double arrival = hpmlc_oldest(m)->arrival;
+    if (arrival > hpmlc_vthread_of(c)->clock) {
+        hpmlc_clock_advance(c, arrival);
         return;
     }
-    hpmlc_waits(c, c->origin[m->peer]);
-    in->doing = c->doing;
-    hpmlc_agent_yield(c, true);
+    hpmlc_set_awaited(c, c->origin[m->peer]);
+    hpmlc_inbox_of(c)->operation = c->operation;
+    hpmlc_vthread_yield(c, true);
 }
 
-/* The timeline goes back to the clock it had before; if it has a later communicator's, that one will. */
+/* Returns the thread that `clock` is a member of. A timeline stores only the address of the clock that it reads, and
+   each clock that a timeline reads is that member: hpmlc_clock_open is the only caller that sets one. */
+HPMLC_FN hpmlc_vthread *hpmlc_vthread_of_clock(const double *clock)
+{
+    return (hpmlc_vthread *)((uintptr_t)clock - offsetof(hpmlc_vthread, clock));
+}
+
+/* Makes the timeline read the clock that it read before `self`'s. Where it reads the clock of a communicator that was
+   created later on the same context, that one's thread gets the clock to return to. */
+HPMLC_FN void hpmlc_clock_restore(hpml_ctx *ctx, hpmlc_vthread *self)
+{
+    const double *top = hpml_trace_clock(ctx, self->replaced);
+    if (!top || top == &self->clock) return;
+    hpml_trace_clock(ctx, top);
+    hpmlc_vthread *later = hpmlc_vthread_of_clock(top);
+    while (later->replaced && later->replaced != &self->clock) later = hpmlc_vthread_of_clock(later->replaced);
+    later->replaced = self->replaced;
+}
+
 HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
 {
-    hpml_world   *w     = c->room->world;
-    hpmlc_agent  *agent = c->agent;
-    bool          mine  = !c->is_part;
-    const double *top   = mine ? hpml_trace_clock(c->ctx, (const double *)agent->under) : NULL;
-    if (top && top != &agent->clock) {
-        hpmlc_agent *over = (hpmlc_agent *)(uintptr_t)top;
-        hpml_trace_clock(c->ctx, top);
-        while (over->under && over->under != agent) over = over->under;
-        over->under = agent->under;
+    hpml_world    *w    = hpmlc_world_of(c);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
+    if (!c->is_part) {
+        hpmlc_clock_restore(c->ctx, self);
+        hpmlc_vthread_yield(c, false);
     }
-    if (mine) hpmlc_agent_yield(c, false);
-    hpmlc_threads_close(c);
-    if (mine) hpmlc_agent_free(w, agent);
+    hpmlc_group_leave(c);
+    if (!c->is_part) hpmlc_vthread_free(w, self);
 }
 
-HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; } /* sends are copies */
+/* Nothing refers to m, because sends are copies. */
+HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; }
 
-static const hpml_transport hpmlc_clock = {
-    "clock", hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_clock_abandon,
-    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9, NULL, NULL
+HPMLC_FN double hpmlc_clock_now(const hpml_comm *c) { return hpmlc_vthread_of(c)->clock; }
+
+HPMLC_FN void hpmlc_clock_compute(hpml_comm *c, double seconds)
+{
+    hpmlc_vthread      *self  = hpmlc_vthread_of(c);
+    const hpml_network *net   = &hpmlc_world_of(c)->network;
+    double              start = self->clock;
+    if (net->slow) seconds *= net->slow[c->origin[c->rank]];
+    self->clock += seconds * (1 + net->jitter * (double)hpml_rng_uniform(&self->rng));
+    hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, self->clock);
+    hpmlc_vthread_yield(c, false);
+}
+
+HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
+{
+    const hpmlc_vthread *self = hpmlc_vthread_of(c);
+    hpmlc_vthread       *own  = hpmlc_vthread_new(hpmlc_world_of(c), self->rank, self->clock);
+    if (!own) return false;
+    __atomic_add_fetch(&hpmlc_world_of(c)->running, 1, __ATOMIC_ACQ_REL);
+    hpmlc_thread(twin)->vthread = own;
+    return true;
+}
+
+/* From here on the twin runs in the time of its communicator's thread again. */
+HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
+{
+    hpmlc_vthread *own = hpmlc_vthread_of(twin);
+    hpmlc_thread(twin)->vthread = hpmlc_vthread_of(c);
+    hpmlc_vthread_free(hpmlc_world_of(c), own);
+}
+
+/* Virtual time passes for the other threads; `until`, a real time, does not count. */
+HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
+{
+    hpmlc_set_awaited(c, -1);
+    if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_vthread_yield(c, true);
+    *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
+}
+
+HPMLC_FN void hpmlc_clock_wake(hpml_comm *sleeper, hpmlc_waitpoint *g)
+{
+    hpml_world *w = hpmlc_world_of(sleeper);
+    hpmlc_waitpoint_wake(w, g);
+    hpmlc_vthread_wake(w, hpmlc_vthread_of(sleeper));
+}
+
+static const hpmlc_schedule hpmlc_clock_schedule = {
+    hpmlc_clock_now, hpmlc_clock_compute, hpmlc_clock_advance, hpmlc_clock_thread_open, hpmlc_vthread_enter,
+    hpmlc_clock_thread_close, hpmlc_clock_sleep, hpmlc_clock_wake
 };
 
-HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
+HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
 {
-    hpml_comm *c = hpmlc_threads_create(ctx, d);
-    if (!c) return NULL;
     hpml_world *w = d->world;
-    c->agent      = hpmlc_agent_new(w, c->rank, 0);
-    if (!c->agent) {
-        hpmlc_room_enter(c->room, c->rank, NULL);
-        c->t = NULL;
-        return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
+    if (hpmlc_threads_open(c, d) != HPML_OK) return hpml_ctx_status(c->ctx);
+    hpmlc_vthread *self = hpmlc_vthread_new(w, c->rank, 0);
+    if (!self) {
+        hpmlc_group_enter(hpmlc_group_of(c), c->rank, NULL);
+        hpml_ctx_fail(c->ctx, HPML_ERR_MEMORY, "comm: no memory for a clock");
+        hpmlc_threads_absent(c->ctx, d);
+        return HPML_ERR_MEMORY;
     }
-    c->t    = &hpmlc_clock;
-    c->spin = 0; /* one thread runs at a time: nothing arrives while this thread spins */
-    /* What layers compute takes no time, but has its place in it. */
-    c->agent->under = (hpmlc_agent *)(uintptr_t)hpml_trace_clock(ctx, &c->agent->clock);
-    hpmlc_agent_enter(c);
+    hpmlc_thread(c)->vthread = self;
+    c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this thread spins */
+    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* spans of layers take no time, but are in order */
+    hpmlc_vthread_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
-    return c;
+    return HPML_OK;
 }
 
-/* A rank that could not start: nobody waits for it any more. */
+static const hpml_transport hpmlc_clock = {
+    "clock", hpmlc_threads_locate, hpmlc_clock_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_clock_close,
+    hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_threads_unblock, hpmlc_clock_abandon,
+    hpmlc_threads_announce_failure, NULL, NULL, /* no deadlines */
+    NULL, NULL, NULL, NULL,
+    true, 0, 2e-6, 0.25e-9, &hpmlc_clock_schedule
+};
+
+/* Notes that a rank could not start, so that no other rank waits for it. */
 HPMLC_FN void hpmlc_world_absent(hpml_world *w, int rank, const char *text)
 {
     if (rank < 0 || rank >= w->ranks) return;
@@ -2769,70 +3323,113 @@ HPMLC_FN void hpmlc_world_absent(hpml_world *w, int rank, const char *text)
     pthread_mutex_lock(&w->mutex);
     w->left[rank] = true;
     __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    if (w->kind == HPML_TRANSPORT_CLOCK && ++w->agent_count == w->ranks) hpmlc_agent_pass(w);
+    if (w->kind == HPML_TRANSPORT_CLOCK && ++w->vthread_count == w->ranks) hpmlc_vthread_next_turn(w);
     pthread_mutex_unlock(&w->mutex);
 }
 
-HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->agent ? c->agent->clock : hpml_now(); }
-
-HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
-{
-    if (!c || !(seconds > 0)) return;
-    double              start = hpml_comm_now(c);
-    const hpml_network *net   = c->agent ? &c->room->world->network : NULL;
-    if (net && net->slow) seconds *= net->slow[c->origin[c->rank]];
-    if (net) c->agent->clock += seconds * (1 + net->jitter * (double)hpml_rng_uniform(&c->agent->rng));
-    else hpmlc_nap(seconds);
-    hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_comm_now(c));
-    if (c->agent) hpmlc_agent_yield(c, false);
-}
-
 #else
-HPMLC_FN void   hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUSED, const char *text HPMLC_UNUSED) {}
-HPMLC_FN void   hpmlc_agent_until(hpml_comm *c HPMLC_UNUSED, double time HPMLC_UNUSED) {}
-HPML_API double hpml_comm_now(const hpml_comm *c HPMLC_UNUSED) { return hpml_now(); }
-HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
-{
-    if (seconds > 0) hpmlc_nap(seconds);
-}
+HPMLC_FN void hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUSED, const char *text HPMLC_UNUSED) {}
 #endif /* HPML_NO_THREADS */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating, splitting, freeing communicators; running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
 
-#ifdef HPML_NO_THREADS /* one rank alone: nothing is ever sent */
-static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 1e-7, 1e-10, NULL,
-                                           NULL };
-#endif
-HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
+#ifdef HPML_NO_THREADS
+/* One rank alone, for which nothing is ever sent. */
+HPMLC_FN hpml_status hpmlc_self_locate(hpml_ctx *ctx HPMLC_UNUSED, hpml_comm_desc *d)
 {
-    hpml_comm *c = NULL;
-    if (!ctx) return NULL;
-    if (!desc || desc->_begin || desc->_end)
-        return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s", desc ? "canary is not zero; zero the struct "
-                             "before you set fields" : "none given"), (hpml_comm *)NULL;
-    switch (desc->transport) {
+    d->rank  = 0;
+    d->ranks = 1;
+    return HPML_OK;
+}
+
+static const hpml_transport hpmlc_self = {
+    "self", hpmlc_self_locate, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+    NULL, true, 0, 1e-7, 1e-10, NULL
+};
+#endif
+
+/* Returns the built-in table of d->transport; NULL after an error. */
+HPMLC_FN const hpml_transport *hpmlc_transport_find(hpml_ctx *ctx, const hpml_comm_desc *d)
+{
+    switch (d->transport) {
 #ifndef HPML_NO_THREADS
-    case HPML_TRANSPORT_THREADS: c = hpmlc_threads_create(ctx, desc); break;
-    case HPML_TRANSPORT_CLOCK: c = hpmlc_clock_create(ctx, desc); break;
+    case HPML_TRANSPORT_THREADS: return &hpmlc_threads;
+    case HPML_TRANSPORT_CLOCK: return &hpmlc_clock;
 #else
-    case HPML_TRANSPORT_THREADS: case HPML_TRANSPORT_CLOCK: c = hpmlc_comm_new(ctx, &hpmlc_self, 0, 1); break;
+    case HPML_TRANSPORT_THREADS: case HPML_TRANSPORT_CLOCK: return &hpmlc_self;
 #endif
     case HPML_TRANSPORT_MPI:
 #ifdef HPML_USE_MPI
-        c = hpmlc_mpi_create(ctx, desc);
+        return &hpmlc_mpi_transport;
 #else
         hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "comm: this program was built without MPI; compile it with "
                       "mpicc -DHPML_USE_MPI");
+        return NULL;
 #endif
-        break;
-    default: hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: there is no transport %d", (int)desc->transport);
     }
-    if (!c && desc->world) hpmlc_world_absent(desc->world, desc->rank, hpml_ctx_error(ctx));
+    hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: there is no transport %d", (int)d->transport);
+    return NULL;
+}
+
+/* Returns whether a user's transport has all required functions. */
+HPMLC_FN bool hpmlc_custom_good(hpml_ctx *ctx, const hpml_transport *t)
+{
+    const char *missing = NULL;
+    if (!t->abandon) missing = "abandon";
+    if (!t->test) missing = "test";
+    if (!t->start) missing = "start";
+    if (!t->split) missing = "split";
+    if (!t->name) missing = "name";
+    if (missing)
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\" has no .%s; .name, .split, .start, .test and "
+                      ".abandon are required", t->name ? t->name : "", missing);
+    else if (t->schedule)
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\" has a .schedule, which is private; leave it NULL",
+                      t->name);
+    return !missing && !t->schedule;
+}
+
+/* Allocates a communicator and connects it by the transport t. */
+HPMLC_FN hpml_comm *hpmlc_comm_open(hpml_ctx *ctx, const hpml_transport *t, hpml_comm_desc *d)
+{
+    if (t->locate && t->locate(ctx, d) != HPML_OK) return NULL;
+    if (d->custom && (d->rank < 0 || d->rank >= d->ranks || d->ranks_per_node < 0)) {
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: transport \"%s\": rank %d of %d, %d ranks per node; .ranks above "
+                      "0 and .rank from 0 to .ranks - 1 were expected", t->name, d->rank, d->ranks, d->ranks_per_node);
+        return NULL;
+    }
+    hpml_comm *c = hpmlc_comm_new(ctx, t, d->rank, d->ranks);
+    if (!c) {
+        if (t->absent) t->absent(ctx, d);
+        return NULL;
+    }
+    c->t     = t;
+    c->state = d->custom_user;
+    if (d->timeout != 0) c->timeout = d->timeout;
+    for (int i = 0; i < c->size && d->custom && d->ranks_per_node > 0; i++) c->node[i] = i / d->ranks_per_node;
+    if (!t->open || t->open(c, d) == HPML_OK) return c;
+    c->t = NULL;
+    return NULL;
+}
+
+HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
+{
+    if (!ctx) return NULL;
+    if (!desc || desc->_begin || desc->_end) {
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s", desc ? "canary is not zero; zero the struct before you "
+                      "set fields" : "none given");
+        return NULL;
+    }
+    hpml_comm_desc        d = *desc;
+    const hpml_transport *t = d.custom;
+    if (!t) t = hpmlc_transport_find(ctx, &d);
+    else if (!hpmlc_custom_good(ctx, t)) return NULL;
+    if (!t && d.world) hpmlc_world_absent(d.world, d.rank, hpml_ctx_error(ctx));
+    hpml_comm *c = t ? hpmlc_comm_open(ctx, t, &d) : NULL;
     if (!c || hpml_ctx_status(ctx) != HPML_OK) return NULL;
-    if (desc->timeout != 0) c->timeout = desc->timeout;
-    c->check = desc->check;
+    c->check = d.check;
     hpmlc_comm_layout(c);
     return c;
 }
@@ -2840,13 +3437,16 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 HPMLC_FN void hpmlc_background_stop(hpml_comm *c);
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c);
 
-HPMLC_FN void hpmlc_comm_drop(void *object)
+HPMLC_FN void hpmlc_comm_destroy(void *object)
 {
     hpml_comm *c = (hpml_comm *)object;
     if (!c->t) return;
-    hpml_comm_set_link(c, NULL); /* tells the others of a failure, too */
+    hpml_comm_set_link(c, NULL); /* announces a failure, too */
     hpmlc_background_stop(c);
+    bool good = hpml_ctx_status(c->ctx) == HPML_OK;
     if (c->t->close) c->t->close(c);
+    if (good && hpml_ctx_status(c->ctx) != HPML_OK)
+        hpmlc_refuse(&c->close_error, HPML_ERR_COMM, "%s", hpml_ctx_error(c->ctx));
     c->t = NULL;
 }
 
@@ -2854,7 +3454,7 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 {
     if (!c) return HPML_ERR_ARGUMENT;
     hpml_device_link old = c->link;
-    hpmlc_failed(c); /* then others hear of it, and no job waits for them */
+    hpmlc_failed(c); /* announces a failure, so that the other ranks do not wait and no job waits for them */
     if (old.across) hpmlc_background_drain(old.across);
     memset(&c->link, 0, sizeof c->link);
     if (link) c->link = *link;
@@ -2864,19 +3464,25 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 HPML_API void hpml_comm_free(hpml_comm *c) { hpml_ctx_release(hpml_comm_ctx(c), c); }
 
-/* The communicator of `count` ranks of c, in this order. */
+/* Creates the communicator of `count` ranks of c, in the order of `ranks`, on ctx. */
 HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
 {
     int me = 0;
     while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
-    if (part) part->t = NULL; /* nothing to close yet */
-    else hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or none goes on */
-    for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
-    part->key   = (c->key * 31 + c->sequence) * 31 + (uint64_t)color + 1;
-    part->is_part = true, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
-    part->inside = c->inside, part->between = c->between, part->agent = c->agent; /* until a twin gets its own */
+    if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
+    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or all give up */
+    for (int i = 0; i < count; i++) {
+        part->origin[i] = c->origin[ranks[i]];
+        part->node[i]   = c->node[ranks[i]];
+    }
+    part->key        = (c->key * 31 + c->sequence) * 31 + (uint64_t)color + 1;
+    part->is_part    = true;
+    part->timeout    = c->timeout;
+    part->check      = c->check;
+    part->spin_limit = c->spin_limit;
+    part->inside     = c->inside;
+    part->between    = c->between;
     hpmlc_comm_layout(part);
     if (c->t->split && c->t->split(c, part, ranks, count, color) != HPML_OK) return NULL;
     part->t = c->t;
@@ -2890,10 +3496,11 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
     int32_t   *all  = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)(3 * p), NULL);
     hpml_comm *part = NULL;
     if (!all) return NULL;
-    int32_t *ranks = all + 2 * p; /* behind color and key of each rank */
-    all[2 * c->rank] = color, all[2 * c->rank + 1] = key;
+    int32_t *ranks = all + 2 * p; /* after color and key of each rank */
+    all[2 * c->rank]     = color;
+    all[2 * c->rank + 1] = key;
     if (hpml_allgather(c, all, 2 * p, HPML_ELEMENT_I32) == HPML_OK) {
-        for (int i = 0; i < p; i++) { /* by insertion: communicators are split rarely */
+        for (int i = 0; i < p; i++) { /* sorted by insertion, because communicators are split rarely */
             int at = count;
             if (all[2 * i] != color) continue;
             for (; at > 0 && all[2 * ranks[at - 1] + 1] > all[2 * i + 1]; at--) ranks[at] = ranks[at - 1];
@@ -2901,7 +3508,7 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
             count++;
         }
         if (color >= 0) part = hpmlc_part(c, c->ctx, ranks, count, color);
-        else if (hpml_barrier(c) == HPML_OK && c->mpi) c->t->split(c, NULL, NULL, 0, color); /* MPI wants everybody */
+        else if (hpml_barrier(c) == HPML_OK && c->t->split) c->t->split(c, NULL, NULL, 0, color);
     }
     hpml_ctx_release(c->ctx, all);
     return part;
@@ -2912,7 +3519,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
     return c ? hpml_comm_split(c, c->node[c->rank], c->rank) : NULL;
 }
 
-typedef struct hpmlc_start {
+typedef struct hpmlc_start { /* of one rank */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
     hpml_ctx_desc           ctx;
@@ -2922,8 +3529,9 @@ typedef struct hpmlc_start {
     char                    error[768];
 } hpmlc_start;
 
-/* Errors of layers and files do not know of ranks. */
-HPMLC_FN void hpmlc_start_says(hpmlc_start *s, int rank, const char *text)
+/* Stores the text of a rank's error, which begins with the rank: errors of layers and files do not name it. rank -1:
+   the only rank. */
+HPMLC_FN void hpmlc_start_error(hpmlc_start *s, int rank, const char *text)
 {
     int n = rank < 0 || strncmp(text, "rank ", 5) == 0 ? 0 : snprintf(s->error, sizeof s->error, "rank %d: ", rank);
     snprintf(s->error + n, sizeof s->error - (size_t)n, "%s", text);
@@ -2938,14 +3546,17 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
         hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
     s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
-    if (comm) comm->farewell.text = s->error, comm->farewell.size = sizeof s->error;
+    if (comm) {
+        comm->close_error.text = s->error;
+        comm->close_error.size = sizeof s->error;
+    }
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
-    if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
+    if (s->status != HPML_OK && ctx) { /* on the context, too, which announces the error to the other ranks */
         if (hpml_ctx_status(ctx) == HPML_OK)
             hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
-        hpmlc_start_says(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
+        hpmlc_start_error(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
     }
-    if (!ctx) hpmlc_start_says(s, s->comm.rank, "no memory for a context");
+    if (!ctx) hpmlc_start_error(s, s->comm.rank, "no memory for a context");
     hpml_ctx_free(ctx);
     if (s->status == HPML_OK && s->error[0]) s->status = HPML_ERR_TIMEOUT;
     return NULL;
@@ -2966,7 +3577,7 @@ HPML_API int hpml_launched(int *rank)
     return 0;
 }
 
-/* A rank's part of this machine's cores. */
+/* Returns the number of cores of this machine for each of `ranks` ranks, at least 1. */
 HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 {
 #ifndef HPML_NO_THREADS
@@ -2977,22 +3588,24 @@ HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 #endif
 }
 
-/* desc.run, in words, to transport and ranks. */
+/* Sets transport and ranks from HPML_RUN or .run. False: it cannot be read. */
 HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 {
     static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind */
-    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: as if it were not there */
+    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: the same as not set */
     if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
     if (!d->run) return true;
-    size_t      length = strcspn(d->run, ":"), kind = 0;
-    char       *end = NULL;
-    long        ranks = d->run[length] ? strtol(d->run + length + 1, &end, 10) : 0;
-    while (kind < 5 && (strlen(kinds[kind]) != length || memcmp(d->run, kinds[kind], length) != 0)) kind++;
-    if (kind > 4 || (end && (kind == 3 || *end || ranks < 1 || ranks > 65536))) return false;
-    if (kind == 4) kind = hpml_launched(NULL) > 1;
-    if (ranks == 0 && kind == 3) ranks = 1;
-    if (ranks == 0 && kind != 1) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
-    d->transport = kind == 3 ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind, d->ranks = (int32_t)ranks;
+    enum { MPI = 1, SERIAL = 3, AUTO = 4, KINDS = 5 };
+    size_t length = strcspn(d->run, ":"), kind = 0;
+    char  *end    = NULL;
+    long   ranks  = d->run[length] ? strtol(d->run + length + 1, &end, 10) : 0;
+    while (kind < KINDS && (strlen(kinds[kind]) != length || memcmp(d->run, kinds[kind], length) != 0)) kind++;
+    if (kind == KINDS || (end && (kind == SERIAL || *end || ranks < 1 || ranks > 65536))) return false;
+    if (kind == AUTO) kind = hpml_launched(NULL) > 1;
+    if (ranks == 0 && kind == SERIAL) ranks = 1;
+    if (ranks == 0 && kind != MPI) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
+    d->transport = kind == SERIAL ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind;
+    d->ranks     = (int32_t)ranks;
     return true;
 }
 
@@ -3003,41 +3616,40 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
     int         processes = hpml_launched(NULL), ranks = d->ranks > 0 ? d->ranks : 1;
     bool        meant     = run && *run && strncmp(run, "auto", 4) != 0 && strncmp(run, "mpi", 3) != 0;
     if (processes < 2 || d->alone || meant) return HPML_OK;
-    return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: \"%s:%d\" in each of the %d processes that mpiexec or srun has "
+    return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: \"%s:%d\" in each of the %d processes that mpiexec or srun has "
                         "started would be %d separate runs. For one run on all of them set .run to \"auto\" or "
                         "\"mpi\"; if separate runs are meant, set .alone, or HPML_RUN=%s:%d in the environment",
                         kind, ranks, processes, processes, kind, ranks);
 }
 
-/* The first failure by cause: a rank that only heard of another's comes second. */
-HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, const hpmlc_text *to)
+/* Returns the status of the rank that failed first, with its text: a rank that only reports another rank's failure
+   (HPML_ERR_PEER) did not. */
+HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
     for (int i = 0; i < n; i++) {
         bool nearer = !worst || (worst->status == HPML_ERR_PEER && s[i].status != HPML_ERR_PEER);
         if (s[i].status != HPML_OK && nearer) worst = &s[i];
     }
-    return hpmlc_say_no(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
+    return hpmlc_refuse(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
 }
 
 HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
 {
 #ifdef HPML_USE_MPI
-    int on = 0, over = 0, level, rank = 0;
-    MPI_Initialized(&on), MPI_Finalized(&over);
-    if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
+    int  rank    = 0;
+    bool started = hpmlc_mpi_init(&rank);
     if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
-    if (!over) MPI_Comm_rank(MPI_COMM_WORLD, &rank); /* else the communicator says so */
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
-    if (!on && s->status == HPML_OK) MPI_Finalize(); /* else others may never come: ending the process ends the job */
+    if (started && s->status == HPML_OK) MPI_Finalize(); /* else other ranks may never call it; exit ends the job */
 #else
-    hpmlc_start_main(s); /* says how to build with MPI */
+    hpmlc_start_main(s); /* fails; the text gives the command that builds with MPI */
 #endif
-    return hpmlc_verdict(s, 1, to);
+    return hpmlc_first_cause(s, 1, to);
 }
 
-/* THREADS and CLOCK. */
+/* Runs the ranks of THREADS and CLOCK, each in a thread. */
 HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
 #ifndef HPML_NO_THREADS
@@ -3049,28 +3661,28 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
         if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
     for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
-    hpml_status status = w && threads ? hpmlc_verdict(s, ranks, to) : HPML_ERR_MEMORY;
-    if (status == HPML_OK && w->failed) /* a job in the background that nobody has waited for */
-        status = hpmlc_say_no(to, HPML_ERR_COMM, "%s", w->text);
+    hpml_status status = w && threads ? hpmlc_first_cause(s, ranks, to) : HPML_ERR_MEMORY;
+    if (status == HPML_OK && w->failed) /* background work failed, and its job has not been waited for */
+        status = hpmlc_refuse(to, HPML_ERR_COMM, "%s", w->text);
     hpml_world_free(w);
     free(threads);
     return status;
 #else
     if (ranks > 1)
-        return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
     hpmlc_start_main(s);
-    return hpmlc_verdict(s, 1, to);
+    return hpmlc_first_cause(s, 1, to);
 #endif
 }
 
-/* Parses desc.run; an error where its ranks or transport are out of range or not allowed (.alone). */
+/* Parses desc.run. An error where ranks or transport are out of range or not allowed (.alone). */
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
-        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
                             "not cleared", d->ranks, (int)d->transport);
     if (!hpmlc_run_read(d))
-        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
                             "clock[:N], mpi[:N], auto[:N]", d->run);
     if (d->transport == HPML_TRANSPORT_MPI) return HPML_OK;
     hpml_status status = hpmlc_launch_alone(d, to);
@@ -3085,7 +3697,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     char              text[512] = "launch: no function for the ranks";
     const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
     hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
-    hpmlc_say_no(&to, refused, "%s", refused == HPML_OK ? "" : text);
+    hpmlc_refuse(&to, refused, "%s", refused == HPML_OK ? "" : text);
     bool cleared = !d._begin && !d._end; /* in a desc that is not cleared .log may be any address */
     if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
     if (refused != HPML_OK) return refused;
@@ -3094,10 +3706,17 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     hpmlc_start *s = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     if (!s) return HPML_ERR_MEMORY;
     for (int i = 0; i < ranks; i++) {
-        s[i].d = &d, s[i].fn = fn, s[i].user = user, s[i].ctx = d.ctx;
-        s[i].comm.transport = d.transport, s[i].comm.rank = i, s[i].comm.timeout = d.timeout, s[i].comm.check = d.check;
-        s[i].comm.ranks_per_node = d.network.ranks_per_node;
-        if (mpi) continue; /* its rank is not known yet */
+        hpml_comm_desc *c = &s[i].comm;
+        s[i].d            = &d;
+        s[i].fn           = fn;
+        s[i].user         = user;
+        s[i].ctx          = d.ctx;
+        c->transport      = d.transport;
+        c->rank           = i;
+        c->timeout        = d.timeout;
+        c->check          = d.check;
+        c->ranks_per_node = d.network.ranks_per_node;
+        if (mpi) continue; /* the rank is not known yet */
         if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
         if (d.place) d.place(&s[i].ctx, i, user);
     }
@@ -3105,6 +3724,115 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     free(s);
     return status;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>timeline   one timeline for all ranks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Returns the seconds by which this rank's clock is ahead of rank 0's. Rank 0 answers each question with its time; the
+   answer of the quickest of 8 exchanges is taken as given in the middle of it, so the error is at most half its time.
+   */
+HPMLC_FN double hpmlc_clock_offset(hpml_comm *c)
+{
+    double best = 1e300, ahead = 0, theirs = 0;
+    for (int r = 1; r < c->size; r++)
+        for (int i = 0; i < 8 && (c->rank == 0 || c->rank == r); i++) {
+            double start = hpml_comm_now(c), end;
+            if (c->rank == 0) {
+                hpml_recv(c, r, 0, &theirs, sizeof theirs);
+                theirs = hpml_comm_now(c);
+            }
+            hpml_send(c, c->rank == 0 ? r : 0, 0, &theirs, sizeof theirs);
+            if (c->rank > 0) hpml_recv(c, 0, 0, &theirs, sizeof theirs);
+            end = hpml_comm_now(c);
+            if (c->rank == 0 || end - start >= best) continue;
+            best  = end - start;
+            ahead = 0.5 * (start + end) - theirs;
+        }
+    return ahead;
+}
+
+HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc)
+{
+    HPMLC_DESC(hpml_trace_desc, d, desc);
+    if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    double ahead = hpmlc_clock_offset(c), origin = hpml_comm_now(c);
+    if (hpml_broadcast(c, &origin, sizeof origin, 0) != HPML_OK) return hpml_ctx_status(c->ctx);
+    d.rank   = c->rank;
+    d.origin = origin + ahead;
+    if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which the desc takes for "now" */
+    return hpml_trace_start(c->ctx, &d);
+}
+
+/* Returns a whole file with a zero after it; NULL when it cannot be read. */
+HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
+{
+    FILE *f    = fopen(path, "rb");
+    char *text = NULL;
+    long  end  = f && fseek(f, 0, SEEK_END) == 0 ? ftell(f) : -1;
+    if (end >= 0) text = (char *)hpml_ctx_alloc(ctx, (size_t)end + 1, NULL);
+    if (text && (fseek(f, 0, SEEK_SET) != 0 || fread(text, 1, (size_t)end, f) != (size_t)end)) {
+        hpml_ctx_release(ctx, text);
+        text = NULL;
+    }
+    if (f) fclose(f);
+    *size = end;
+    return text;
+}
+
+/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
+HPMLC_FN hpml_status hpmlc_reduce_unseen(hpml_comm *c, void *data, int64_t n, hpml_element element);
+HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
+{
+    double      first  = -hpml_trace_first(c->ctx);
+    hpml_status status = hpmlc_reduce_unseen(c, &first, 1, HPML_ELEMENT_F64);
+    if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
+    return status;
+}
+
+/* Each rank writes a file of its own, PATH.rankN, and sends it to rank 0, which joins the lists of events in `path`. */
+HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
+{
+    char    own[1024];
+    int64_t size = 0;
+    FILE   *f = NULL;
+    if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    hpmlc_background_drain(c);
+    if (hpmlc_trace_begin(c) != HPML_OK) return hpml_ctx_status(c->ctx);
+    snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
+    if (hpml_trace_save(c->ctx, own) != HPML_OK) {
+        hpmlc_failed(c);
+        return hpml_ctx_status(c->ctx);
+    }
+    char *text = hpmlc_read_file(c->ctx, own, &size);
+    remove(own);
+    if (!text || size < 5) return hpmlc_fail(c, HPML_ERR_READ, "trace \"%s\": cannot be read back", own);
+    if (c->rank > 0) {
+        hpml_status status = hpml_send(c, 0, 1, &size, sizeof size);
+        if (status == HPML_OK) status = hpml_send(c, 0, 1, text, (size_t)size);
+        hpml_ctx_release(c->ctx, text);
+        return status;
+    }
+    f = fopen(path, "wb");
+    bool good = f && fwrite(text, 1, (size_t)size - 3, f) == (size_t)size - 3; /* without the last bracket */
+    hpml_ctx_release(c->ctx, text);
+    for (int r = 1; r < c->size; r++) {
+        if (hpml_recv(c, r, 1, &size, sizeof size) != HPML_OK) break;
+        text = (char *)hpml_ctx_alloc(c->ctx, (size_t)size, NULL);
+        if (!text || hpml_recv(c, r, 1, text, (size_t)size) != HPML_OK) break;
+        good = good && fprintf(f, ",\n") > 0 && fwrite(text + 2, 1, (size_t)size - 5, f) == (size_t)size - 5;
+        hpml_ctx_release(c->ctx, text);
+    }
+    good = good && fprintf(f, "\n]\n") > 0;
+    if (f && fclose(f) != 0) good = false;
+    if (!good && hpml_ctx_status(c->ctx) == HPML_OK)
+        return hpmlc_fail(c, HPML_ERR_WRITE, "trace \"%s\": cannot be written", path);
+    return hpml_ctx_status(c->ctx);
+}
+
+// =====================================================================================================================
+// PART II   ADD UP: collectives, codecs on the wire
+// =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>moves   the algorithms, as moves; adding up elements
@@ -3492,7 +4220,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     if (hpmlc_failed(c)) return -1;
     if (n < 0) return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s of %lld elements", name, (long long)n), -1;
     tag = HPMLC_TAG_COLLECTIVE + (int)(c->sequence++ % HPMLC_TAGS);
-    c->doing = name;
+    c->operation = name;
     if (c->check && c->size > 1) {
         char words[96] = { 0 };
         int  used = snprintf(words, sizeof words, "%s of %lld %s%s%s%s", name, (long long)n, elements[element],
@@ -3502,7 +4230,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     }
     c->round = 0;
     c->bytes  = (int64_t)((uint64_t)n * hpml_element_size((hpml_element)element));
-    c->within = true;
+    c->in_collective = true;
     c->since  = hpml_comm_now(c);
     return tag;
 }
@@ -3511,8 +4239,8 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
     c->counters.seconds += end - c->since;
-    c->within = false;
-    hpmlc_span(c, c->doing, c->since, end, c->bytes);
+    c->in_collective = false;
+    hpmlc_span(c, c->operation, c->since, end, c->bytes);
     return status;
 }
 
@@ -3653,8 +4381,8 @@ HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
         double low = hpmlc_forecast(c, order[i], k), high = hpmlc_forecast(c, order[i], k + 1);
         if (low < 0 || high < 0) return HPML_ALGORITHM_NONE;
         double cost = low + (high - low) * (ldexp(n, -k) - 1);
-        if (order[i] == HPML_BUTTERFLY && !c->agent) cost += hpmlc_log2(p) * n * 1e-10; /* sends a copy */
-        if (order[i] == HPML_CENTRAL && !c->agent) cost += 2 * (p - 1) * c->t->alpha; /* one by one */
+        if (order[i] == HPML_BUTTERFLY && !c->is_virtual) cost += hpmlc_log2(p) * n * 1e-10; /* sends a copy */
+        if (order[i] == HPML_CENTRAL && !c->is_virtual) cost += 2 * (p - 1) * c->t->alpha; /* one by one */
         if (cost < best) best = cost, a = order[i];
     }
     return a;
@@ -3786,7 +4514,7 @@ struct hpmlc_background {
     hpml_job   job[HPMLC_JOBS];
     unsigned   posted, taken;
     bool       threaded, stop, ended;
-    hpmlc_gate worker, waiter;
+    hpmlc_waitpoint worker, waiter;
 #ifndef HPML_NO_THREADS
     pthread_t  thread;
 #endif
@@ -3797,31 +4525,13 @@ HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 {
     hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
     b->twin->step = j->step;
-    hpmlc_agent_until(b->twin, j->clock);
+    hpmlc_advance(b->twin, j->clock);
     j->status = j->work(b->twin, j->work == hpmlc_job_allreduce ? j : j->user);
     j->clock  = hpml_comm_now(b->twin);
     __atomic_store_n(&j->done, true, __ATOMIC_RELEASE);
 }
 
 #ifndef HPML_NO_THREADS
-
-HPMLC_FN hpml_world *hpmlc_world_of(const hpml_comm *c) { return c->room ? c->room->world : NULL; }
-
-/* Sleeps at a gate; in virtual time the turn goes on, whatever `until`. `c` is the sleeper's communicator. */
-HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double until)
-{
-    if (c->agent) {
-        hpmlc_waits(c, -1);
-        if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_agent_yield(c, true);
-        *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
-    } else hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
-}
-
-HPMLC_FN void hpmlc_rouse(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
-{
-    hpmlc_gate_wake(hpmlc_world_of(by), g);
-    if (who->agent) hpmlc_agent_rouse(who, who->agent);
-}
 
 /* This thread mostly waits, and others wait for what it does next: it asks to be woken when the time has come, not 50
    us later, and to run for moments only, which lets it run at once although all cores compute. Refused: no matter. */
@@ -3841,54 +4551,40 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     hpmlc_background *b    = (hpmlc_background *)arg;
     unsigned          seen = 0;
     hpmlc_background_prompt();
-    if (b->twin->agent) hpmlc_agent_enter(b->twin);
+    const hpmlc_schedule *schedule = b->c->t->schedule;
+    if (schedule) schedule->thread_enter(b->twin);
     for (;;) {
         if (b->taken != __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE)) {
             hpmlc_job_run(b);
-            hpmlc_rouse(b->twin, b->c, &b->waiter);
+            hpmlc_wake_at(b->c, &b->waiter);
         } else if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) break;
-        else hpmlc_rest(b->twin, &b->worker, &seen, 1e300);
+        else hpmlc_sleep_at(b->twin, &b->worker, &seen, 1e300);
     }
-    hpml_world  *w = hpmlc_world_of(b->twin);
-    hpmlc_agent *a = b->twin->agent;
-    if (a) b->twin->agent = NULL;
     __atomic_store_n(&b->ended, true, __ATOMIC_RELEASE);
-    hpmlc_rouse(b->twin, b->c, &b->waiter); /* the last touch of b */
-    if (a) hpmlc_agent_free(w, a);
-    else if (w && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
+    hpmlc_wake_at(b->c, &b->waiter);
+    if (schedule) schedule->thread_close(b->c, b->twin);
     return NULL;
 }
 
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
-    hpml_world *w = hpmlc_world_of(b->c);
-#ifdef HPML_USE_MPI
-    if (b->c->mpi && b->c->mpi->shared->level < MPI_THREAD_SERIALIZED) return;
-#endif
-    hpmlc_agent *own = b->c->agent ? hpmlc_agent_new(w, b->c->agent->rank, b->c->agent->clock) : NULL;
-    if (b->c->agent && !own) return;
-    hpmlc_gate_init(&b->worker);
-    hpmlc_gate_init(&b->waiter);
-    if (w) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    if (own) b->twin->agent = own;
+    const hpml_transport *t = b->c->t;
+    if (t->is_concurrent && !t->is_concurrent(b->c)) return;
+    if (t->schedule && !t->schedule->thread_open(b->c, b->twin)) return;
+    hpmlc_waitpoint_init(&b->worker);
+    hpmlc_waitpoint_init(&b->waiter);
     b->threaded = pthread_create(&b->thread, NULL, hpmlc_background_main, b) == 0;
-    if (b->threaded) return;
-    b->twin->agent = b->c->agent; /* work is done at once, in its owner's time */
-    if (own) hpmlc_agent_free(w, own);
-    else if (w) __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    if (!b->threaded && t->schedule) t->schedule->thread_close(b->c, b->twin);
 }
 
 /* Until the thread says so; meanwhile a deadlock is seen, and virtual time goes on. */
 HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *said)
 {
     unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_rest(b->c, &b->waiter, &seen, 1e300);
+    while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_sleep_at(b->c, &b->waiter, &seen, 1e300);
 }
 
 #else
-HPMLC_FN void hpmlc_rouse(hpml_comm *by HPMLC_UNUSED, hpml_comm *who HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
-HPMLC_FN void hpmlc_rest(hpml_comm *c HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
-                         double until HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_await(hpmlc_background *b HPMLC_UNUSED, const bool *said HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) {}
 
@@ -3902,11 +4598,11 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
 #ifndef HPML_NO_THREADS
     if (b->threaded) {
         __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
-        hpmlc_rouse(b->c, b->twin, &b->worker);
+        hpmlc_wake_at(b->twin, &b->worker);
         hpmlc_background_await(b, &b->ended);
         pthread_join(b->thread, NULL);
-        hpmlc_gate_close(&b->worker);
-        hpmlc_gate_close(&b->waiter);
+        hpmlc_waitpoint_close(&b->worker);
+        hpmlc_waitpoint_close(&b->waiter);
     }
 #endif
     hpml_ctx_free(b->ctx);
@@ -3932,7 +4628,7 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
         hpml_ctx_free(b->ctx);
         return NULL;
     }
-    b->twin->spin  = 0; /* leaves the core to those who compute */
+    b->twin->spin_limit = 0; /* leaves the core to the threads that compute */
     b->twin->trace = c->ctx;
     c->background  = b;
     hpmlc_background_thread(b);
@@ -3951,7 +4647,7 @@ HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *what)
     *j = *what;
     j->c = c, j->used = true, j->step = c->step, j->clock = hpml_comm_now(c);
     __atomic_add_fetch(&b->posted, 1, __ATOMIC_RELEASE);
-    if (b->threaded) hpmlc_rouse(c, b->twin, &b->worker);
+    if (b->threaded) hpmlc_wake_at(b->twin, &b->worker);
     else hpmlc_job_run(b);
     return j;
 }
@@ -3977,10 +4673,10 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
-    __atomic_store_n(&b->twin->spin, j->c->spin, __ATOMIC_RELAXED); /* nobody computes here: the core is the twin's */
+    __atomic_store_n(&b->twin->spin_limit, j->c->spin_limit, __ATOMIC_RELAXED); /* this thread sleeps: spin */
     hpmlc_background_await(b, &j->done);
-    __atomic_store_n(&b->twin->spin, 0, __ATOMIC_RELAXED);
-    hpmlc_agent_until(j->c, j->clock);
+    __atomic_store_n(&b->twin->spin_limit, 0, __ATOMIC_RELAXED);
+    hpmlc_advance(j->c, j->clock);
     j->used = false;
     if (j->status != HPML_OK && hpml_ctx_status(b->ctx) != HPML_OK && hpml_ctx_status(j->c->ctx) == HPML_OK)
         hpml_ctx_fail(j->c->ctx, j->status, "%s", hpml_ctx_error(b->ctx));
@@ -4013,7 +4709,7 @@ HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int what)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
     hpmlc_background_drain(c);
-    return c->to[peer][what] + (c->background ? c->background->twin->to[peer][what] : 0);
+    return c->sent_to[peer][what] + (c->background ? c->background->twin->sent_to[peer][what] : 0);
 }
 
 HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer) { return hpmlc_sent_to(c, peer, 0); }
@@ -4025,7 +4721,7 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
     hpmlc_background_drain(c);
     for (hpml_comm *x = c; x; x = x == c && c->background ? c->background->twin : NULL) {
         memset(&x->counters, 0, sizeof x->counters);
-        memset(x->to, 0, sizeof *x->to * (size_t)x->size);
+        memset(x->sent_to, 0, sizeof *x->sent_to * (size_t)x->size);
     }
 }
 
@@ -4508,11 +5204,11 @@ HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 HPMLC_FN bool hpmlc_exchange_news(hpml_comm *c, hpml_exchange *x, int *told)
 {
     hpmlc_background *b = x->by;
-    double            until = c->timeout < 0 || c->agent ? 1e300 : hpml_now() + c->timeout / 4;
+    double            until = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout / 4;
     unsigned          seen  = __atomic_load_n(&b->worker.changes, __ATOMIC_ACQUIRE);
     while (__atomic_load_n(&x->said, __ATOMIC_ACQUIRE) == *told && *told < x->d.count && hpml_now() < until) {
         if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) return false;
-        hpmlc_rest(c, &b->worker, &seen, until);
+        hpmlc_sleep_at(c, &b->worker, &seen, until);
     }
     *told = __atomic_load_n(&x->said, __ATOMIC_ACQUIRE);
     return true;
@@ -4553,7 +5249,7 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
             open--;
             status = hpmlc_exchange_count(c, x, i, -1);
         }
-        if (open < before || c->timeout < 0 || c->agent) since = hpml_now();
+        if (open < before || c->timeout < 0 || c->is_virtual) since = hpml_now();
         const char *name = x->item[late].g.name;
         if (status == HPML_OK && hpml_now() - since > c->timeout)
             return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for tensor %d \"%s\" to get ready on rank %d, "
@@ -4584,7 +5280,7 @@ HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
     __atomic_store_n(&x->ready[tensor], 1, __ATOMIC_RELEASE);
     bool last = __atomic_add_fetch(&x->said, 1, __ATOMIC_ACQ_REL) == x->d.count;
     if (!x->job && (last || x->by->threaded)) x->job = hpml_background(x->c, hpmlc_exchange_agreed, x);
-    else if (x->by->threaded) hpmlc_rouse(x->c, x->by->twin, &x->by->worker);
+    else if (x->by->threaded) hpmlc_wake_at(x->by->twin, &x->by->worker);
     hpml_job *job = last ? x->job : NULL;
     if (last) x->job = NULL;
     return job;
@@ -4824,6 +5520,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     return bytes;
 }
 
+// =====================================================================================================================
+// PART III   STEP TOGETHER: data parallelism, mixing
+// =====================================================================================================================
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute   data parallelism: layout of the parameters, buckets of gradients
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5036,14 +5736,8 @@ HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
 HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
 {
     hpml_comm *c = d->c;
-    int32_t    near = 0, pays = c->agent != NULL;
-    for (int i = 0; i < c->size; i++) near += c->node[i] == c->node[c->rank];
-    if (c->mpi) pays = near < c->size;
-#ifndef HPML_NO_THREADS
-    const hpml_network *w = c->room ? &c->room->world->network : NULL;
-    if (w && w->inside.latency + w->inside.bandwidth + w->between.latency + w->between.bandwidth > 0) pays = 1;
-    if (w) near = c->size;
-#endif
+    int32_t    near = 0, pays = hpmlc_has_delay(c);
+    for (int i = 0; i < c->size; i++) near += c->t->one_process || c->node[i] == c->node[c->rank];
     if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
     hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
     d->background = pays != 0;
@@ -5302,7 +5996,7 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
         for (int i = 0; i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
     }
     *loss = 0;
-    hpml_status status = hpml_trainer_run_local(d->t, 0, samples, scale, d->micro > 0, loss);
+    hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, d->micro > 0, loss);
     d->stats.samples += (double)samples;
     d->stats.loss += (double)*loss * (double)samples;
     if (d->trial.on) *loss = 0; /* because the trainer would refuse a NaN */
@@ -5436,7 +6130,7 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
 HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 {
     const hpml_backend *b = hpml_ctx_backend(ctx);
-    bool                f16 = b->store && b->store(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
+    bool                f16 = b->activation_dtype && b->activation_dtype(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
     return f16 && hpml_trainer_settings(t)->loss_scale == 0;
 }
 
@@ -5644,7 +6338,7 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     d->report.r.steps++;
     hpmlc_host_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
     hpmlc_host_return(d);
-    return hpml_trainer_update_local(d->t, 0, d->layout.params);
+    return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
 HPMLC_FN bool hpmlc_sync_state(hpml_distributed *d, hpmlc_states *list)
@@ -5813,7 +6507,7 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
     if (samples <= 0) return HPML_OK; /* the first step has nothing to apply */
     hpmlc_host_rescale(d, samples, whole);
     hpmlc_host_return(d);
-    return hpml_trainer_update_local(d->t, 0, d->layout.params);
+    return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
 /* Beside what exchanges carry: gradients and changes of running statistics in flight, the same on all ranks. */
@@ -5994,7 +6688,7 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     d->stats.loss = 0;
     for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
         int64_t n = hpmlc_min(samples - at, d->d.leaf);
-        status    = hpml_trainer_run_local(d->t, at, n, (float)n, false, &part);
+        status    = hpml_trainer_forward_backward(d->t, at, n, (float)n, false, &part);
         hpmlc_leaf_store(d, own->leaf + l * own->total, (double)n);
         d->stats.loss += (double)part * (double)n;
     }
@@ -6092,7 +6786,7 @@ HPMLC_FN hpml_status hpmlc_exact_update(hpml_distributed *d)
 {
     hpmlc_steps_note(d);
     d->report.r.steps++;
-    return hpml_trainer_update_local(d->t, 0, d->layout.params);
+    return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
 /* Residuals belong to leaves, not to ranks. */
@@ -6225,7 +6919,7 @@ HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(
     d->report.r.steps++;
     float scale = hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
     if (scale != 1) own->l->scale(own->l->user, d->layout.first, d->layout.span, scale, 1);
-    status = hpml_trainer_update_local(d->t, 0, d->layout.params);
+    status = hpml_trainer_apply(d->t, 0, d->layout.params);
     /* a clipped update waits for the norm on the device, where a wait has no deadline */
     return status == HPML_OK && own->is_clipped ? own->l->check(own->l->user) : status;
 }
@@ -7221,99 +7915,9 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     return hpmlc_leave(c, status);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>timeline   one timeline for all ranks
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* How far this rank's clock is ahead of rank 0's: rank 0 answers with its time; the answer of the quickest exchange was
-   made in the middle of it, give or take half of what it took. */
-HPMLC_FN double hpmlc_clock_ahead(hpml_comm *c)
-{
-    double best = 1e300, ahead = 0, theirs = 0;
-    for (int r = 1; r < c->size; r++)
-        for (int i = 0; i < 8 && (c->rank == 0 || c->rank == r); i++) {
-            double start = hpml_comm_now(c), end;
-            if (c->rank == 0) hpml_recv(c, r, 0, &theirs, sizeof theirs), theirs = hpml_comm_now(c);
-            hpml_send(c, c->rank == 0 ? r : 0, 0, &theirs, sizeof theirs);
-            if (c->rank > 0) hpml_recv(c, 0, 0, &theirs, sizeof theirs);
-            end = hpml_comm_now(c);
-            if (c->rank > 0 && end - start < best) best = end - start, ahead = 0.5 * (start + end) - theirs;
-        }
-    return ahead;
-}
-
-HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc)
-{
-    HPMLC_DESC(hpml_trace_desc, d, desc);
-    if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    double ahead = hpmlc_clock_ahead(c), origin = hpml_comm_now(c);
-    if (hpml_broadcast(c, &origin, sizeof origin, 0) != HPML_OK) return hpml_ctx_status(c->ctx);
-    d.rank = c->rank, d.origin = origin + ahead;
-    if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which would mean now */
-    return hpml_trace_start(c->ctx, &d);
-}
-
-/* The whole of a file, with a zero behind it; NULL when it cannot be read. */
-HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
-{
-    FILE *f    = fopen(path, "rb");
-    char *text = NULL;
-    long  end  = f && fseek(f, 0, SEEK_END) == 0 ? ftell(f) : -1;
-    if (end >= 0) text = (char *)hpml_ctx_alloc(ctx, (size_t)end + 1, NULL);
-    if (text && (fseek(f, 0, SEEK_SET) != 0 || fread(text, 1, (size_t)end, f) != (size_t)end)) {
-        hpml_ctx_release(ctx, text);
-        text = NULL;
-    }
-    if (f) fclose(f);
-    *size = end;
-    return text;
-}
-
-/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
-HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
-{
-    double      first  = -hpml_trace_first(c->ctx);
-    hpml_status status = hpmlc_reduce_unseen(c, &first, 1, HPML_ELEMENT_F64);
-    if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
-    return status;
-}
-
-/* Each rank writes its own file beside `path`; rank 0 strings the events together, with commas between. */
-HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
-{
-    char    own[1024];
-    int64_t size = 0;
-    FILE   *f = NULL;
-    if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    hpmlc_background_drain(c);
-    if (hpmlc_trace_begin(c) != HPML_OK) return hpml_ctx_status(c->ctx);
-    snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
-    if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failed(c), hpml_ctx_status(c->ctx);
-    char *text = hpmlc_slurp(c->ctx, own, &size);
-    remove(own);
-    if (!text || size < 5) return hpmlc_fail(c, HPML_ERR_READ, "trace \"%s\": cannot be read back", own);
-    if (c->rank > 0) {
-        hpml_status status = hpml_send(c, 0, 1, &size, sizeof size);
-        if (status == HPML_OK) status = hpml_send(c, 0, 1, text, (size_t)size);
-        hpml_ctx_release(c->ctx, text);
-        return status;
-    }
-    f = fopen(path, "wb");
-    bool good = f && fwrite(text, 1, (size_t)size - 3, f) == (size_t)size - 3; /* without the last bracket */
-    hpml_ctx_release(c->ctx, text);
-    for (int r = 1; r < c->size; r++) {
-        if (hpml_recv(c, r, 1, &size, sizeof size) != HPML_OK) break;
-        text = (char *)hpml_ctx_alloc(c->ctx, (size_t)size, NULL);
-        if (!text || hpml_recv(c, r, 1, text, (size_t)size) != HPML_OK) break;
-        good = good && fprintf(f, ",\n") > 0 && fwrite(text + 2, 1, (size_t)size - 5, f) == (size_t)size - 5;
-        hpml_ctx_release(c->ctx, text);
-    }
-    good = good && fprintf(f, "\n]\n") > 0;
-    if (f && fclose(f) != 0) good = false;
-    if (!good && hpml_ctx_status(c->ctx) == HPML_OK)
-        return hpmlc_fail(c, HPML_ERR_WRITE, "trace \"%s\": cannot be written", path);
-    return hpml_ctx_status(c->ctx);
-}
+// =====================================================================================================================
+// PART V   FORESEE: steps in virtual time
+// =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simulate   moves in virtual time, by a queue of ranks
@@ -7404,7 +8008,7 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
     s->phases = s->node + n, s->heap = s->run + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
-    c->size = p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
+    c->size = p, c->node = s->node, c->is_virtual = true;
     hpmlc_comm_links(c, net, s->nodes);
     hpmlc_comm_layout(c);
     s->mixed    = c->spread || c->per_node == 0;
@@ -7738,14 +8342,14 @@ HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
-    if (p < 1 || p > 65536) return hpmlc_say_no(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
+    if (p < 1 || p > 65536) return hpmlc_refuse(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
     if ((unsigned)a >= HPML_ALGORITHM_COUNT)
-        return hpmlc_say_no(to, wrong, "simulate: there is no algorithm %d", (int)a);
+        return hpmlc_refuse(to, wrong, "simulate: there is no algorithm %d", (int)a);
     if (a == HPML_NATIVE)
-        return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
                             "another algorithm");
     if (p > 1 && !net->node && net->ranks_per_node == 0 && (net->between.latency > 0 || net->between.bandwidth > 0))
-        return hpmlc_say_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
+        return hpmlc_refuse(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
     return hpmlc_network_check("simulate", net, p, true, to);
 }
@@ -7755,25 +8359,25 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     const hpml_status wrong = HPML_ERR_ARGUMENT;
     int64_t           total = 0, limit = (int64_t)1 << 50;
     if (!d || d->_begin || d->_end)
-        return hpmlc_say_no(to, wrong, "simulate%s", d ? " desc: canary is not zero; zero the struct before you set "
+        return hpmlc_refuse(to, wrong, "simulate%s", d ? " desc: canary is not zero; zero the struct before you set "
                             "fields" : ": no desc given");
     hpml_status status = hpmlc_sim_check_network(d->packed ? HPML_RING : d->algorithm, d->ranks, &d->network, to);
     if (status != HPML_OK) return status;
     if (d->layers < 1 || !d->backward_s || !d->elements)
-        return hpmlc_say_no(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
+        return hpmlc_refuse(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
                             "are needed", d->layers, d->backward_s ? "given" : "NULL", d->elements ? "given" : "NULL");
     if (hpml_element_size(d->element) == 0 || !HPMLC_GOOD(d->update_s) || !HPMLC_GOOD(d->codec_s_per_byte))
-        return hpmlc_say_no(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
+        return hpmlc_refuse(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
         if (!HPMLC_GOOD(forward) || !HPMLC_GOOD(backward) || n < 0 || packed < 0)
-            return hpmlc_say_no(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
+            return hpmlc_refuse(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
                                 "%lld bytes: a negative number or NaN", i, forward, backward, (long long)n,
                                 (long long)packed);
         total = n < limit - total && packed < limit ? total + n : limit;
-        if (total >= limit) return hpmlc_say_no(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
+        if (total >= limit) return hpmlc_refuse(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
     }
     return HPML_OK;
 }
@@ -7835,13 +8439,13 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     hpmlc_sim        s;
     const hpmlc_text to = { error, size };
     HPMLC_ZERO(hpml_simulation, result);
-    hpmlc_say_no(&to, HPML_OK, "%s", "");
-    if (!out) return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
+    hpmlc_refuse(&to, HPML_OK, "%s", "");
+    if (!out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
     if (!hpmlc_sim_open(&s, desc->ranks, &desc->network) || !hpmlc_sim_step(&s, desc, &result))
-        status = hpmlc_say_no(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
+        status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
     else *out = result;
     hpmlc_sim_close(&s);
     return status;
@@ -7879,5 +8483,5 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 #ifdef __cplusplus
 } /* extern "C" */
 #endif
-HPMLI_PLAIN_END
+HPMLI_COMPILE_FAST_END
 #endif /* HPML_COMM_BODY */

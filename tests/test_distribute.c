@@ -187,7 +187,7 @@ static hpml_status go(job *j, int ranks, hpml_transport_kind transport, const hp
 {
     hpml_launch_desc l = { .transport = transport, .ranks = ranks, .timeout = 20,
                            .ctx = { .seed = 3, .threads = j->run.threads ? j->run.threads : 1,
-                                    .store = j->run.store } };
+                                    .activation_dtype = j->run.store } };
     if (network) l.network = *network;
     if (j->train.samples == 0) j->train.samples = 250; /* the last batch of an epoch is short */
     if (j->train.steps == 0) j->train.steps = SLOW_BUILD ? 12 : 25; /* past the short batch */

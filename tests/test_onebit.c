@@ -171,7 +171,7 @@ static hpml_status exchange_and_step(void *user, hpml_trainer *t)
         hpml_tensor *p = hpml_param_at(hpml_comm_ctx(w->c), i);
         if (p->ndim == 1) in_stripe(w, i, 0, 1, p->grad);
     }
-    return status == HPML_OK ? hpml_trainer_update_local(t, 0, 4) : status;
+    return status == HPML_OK ? hpml_trainer_apply(t, 0, 4) : status;
 }
 
 static bool exchange_in_stripe(worker *w, hpml_trainer *t)
