@@ -5611,7 +5611,7 @@ typedef struct hpmlc_trial {
     double loss, samples;        /* loss times samples, added up over the steps; samples */
 } hpmlc_trial;
 
-typedef struct hpmlc_states   hpmlc_states; /* see >>resume */
+typedef struct hpmlc_states   hpmlc_states; /* see >>state */
 typedef struct hpmlc_strategy hpmlc_strategy;
 
 /* Starts the exchange of one bucket. An error of an exchange that is done at once is kept in the bucket's task, because
@@ -7506,6 +7506,7 @@ HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
 /* Adds factor times the row to this rank's part of its copy l. */
 HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
 {
+    if (it->floats == 0) return;
     float *data = it->data + l * it->floats;
     float *host = hpmlc_open(it->reach, data, it->floats);
     for (int64_t i = 0; i < it->floats; i++) {
