@@ -50,7 +50,8 @@
 // After fork, both processes may go on with a context that was not in use; in the child it computes on one thread.
 // SAME BITS: same seed, same build, same kind of CPU give the same bits, at any number of threads.
 //
-// INDEX (grep '^// >>' hpml.h)
+// INDEX (grep -E '^// (>>|PART)' hpml.h)
+// PART I    INTERFACE: what a program calls
 //     api-status   status codes
 //     api-context   allocator, logger, context
 //     api-tensor   tensors
@@ -63,6 +64,51 @@
 //     api-see   timeline, profile, summary
 //     api-random   random numbers that depend on nothing but their place
 //     api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
+// PART II   CONTEXTS: memory, threads, random numbers
+//     platform   compilers, system headers, macros
+//     kernels   the table of kernels: what each computes, and the structs that they take
+//     context   the context: errors, memory
+//     threads   the clock and the thread pool
+//     create   creating and freeing contexts
+//     rng   single random numbers, permutations
+// PART III  TENSORS AND GRAPH: what is recorded, where its arrays lie, how it runs
+//     tensor   tensors and views, copies and conversions
+//     host   whole tensors to and from host memory
+//     record   recording: nodes, inputs, parameters
+//     place   a place in memory for each array of a plan: first fit
+//     plan   from a recorded graph to a memory plan: how long each array is needed, and where
+//     run   running a graph forward and backward
+// PART IV   OPS: forward and backward of each, and the products under them
+//     gemm-threads   dealing a matrix product out to threads
+//     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
+//     elementwise   add, sub, mul, div with broadcasting; scale; activations
+//     matmul   matrix products and linear layers
+//     shape   reshape, permute, slice, concat, sum
+//     conv   two-dimensional convolution
+//     pool   max, average and global pooling
+//     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
+//     dropout   dropout and embedding
+//     sequence   multi-head attention; long short-term memory
+//     loss   cross-entropy, binary cross-entropy, squared and huber loss
+//     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
+//     backend   the CPU backend: memory, the table of ops, optimizer steps
+// PART V    TRAINING: optimizers, steps, gradients packed for the wire
+//     codec   gradients packed for the wire
+//     trainer   the trainer: settings, creation, one step
+//     step   one step, and the names of what is not finite in it
+//     fit   passes over data, evaluation, prediction
+// PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
+//     files   reading files, writing files that appear whole
+//     json   UTF-8, decimal numbers, JSON
+//     dataset   datasets; images as data: IDX, CIFAR
+//     csv   numbers and text as data: CSV, characters
+//     npy   numpy arrays and packed records
+//     loader   batches: shuffled, sharded, augmented, made ahead
+//     safetensors   safetensors files
+//     checkpoint   parameters and whole trainings in safetensors files
+//     trace   the timeline; where the time goes, and what a model is
+// PART VII  KERNELS: one text, compiled once for each instruction set
+//     passes   the header includes itself, once for each instruction set; which set runs
 //     simd   vectors: one kernel text for all instruction sets
 //     simd-x86   vectors: AVX2, AVX-512
 //     simd-neon   vectors: NEON; what all have in common
@@ -77,44 +123,7 @@
 //     random   Philox: random numbers by number
 //     onebit   gradient codecs: 1 bit and bf16, one row
 //     conv-kernels   convolution: tiles of pixels by channels
-//     isa   which instruction sets this build has; structs that kernels share
-//     dispatch   system headers, macros; the kernel table: one text, one copy for each instruction set
-//     rng   single random numbers, permutations
-//     codec   gradients packed for the wire
-//     context   the context: errors, memory
-//     threads   the clock and the thread pool
-//     create   creating and freeing contexts
-//     tensor   tensors and views, copies and conversions
-//     host   whole tensors to and from host memory
-//     record   recording: nodes, inputs, parameters
-//     gemm-threads   dealing a matrix product out to threads
-//     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
-//     elementwise   add, sub, mul, div with broadcasting; scale; activations
-//     matmul   matrix products and linear layers
-//     shape   reshape, permute, slice, concat, sum
-//     conv   two-dimensional convolution
-//     pool   max, average and global pooling
-//     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
-//     dropout   dropout and embedding
-//     sequence   multi-head attention; long short-term memory
-//     loss   cross-entropy, binary cross-entropy, squared and huber loss
-//     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
-//     backend   the CPU backend: memory, the table of ops, optimizer steps
-//     place   a place in memory for each array of a plan: first fit
-//     plan   from a recorded graph to a memory plan: how long each array is needed, and where
-//     run   running a graph forward and backward
-//     trainer   the trainer: settings, creation, one step
-//     step   one step, and the names of what is not finite in it
-//     fit   passes over data, evaluation, prediction
-//     files   reading files, writing files that appear whole
-//     json   UTF-8, decimal numbers, JSON
-//     dataset   datasets; images as data: IDX, CIFAR
-//     csv   numbers and text as data: CSV, characters
-//     npy   numpy arrays and packed records
-//     loader   batches: shuffled, sharded, augmented, made ahead
-//     safetensors   safetensors files
-//     checkpoint   parameters and whole trainings in safetensors files
-//     trace   the timeline; where the time goes, and what a model is
+//     table   the kernels of this pass
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
 
@@ -140,6 +149,10 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// =====================================================================================================================
+// PART I    INTERFACE: what a program calls
+// =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-status   status codes
@@ -933,7 +946,7 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the n
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Samples in host memory. The arrays are the dataset's own, freed with it. */
+/* Samples in host memory. The dataset owns its arrays and frees them; a slice shares those of its dataset. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
     int64_t     count;                  /* samples */
@@ -941,84 +954,87 @@ struct hpml_dataset {
     int         x_ndim;                 /* of one sample */
     int64_t     x_shape[HPML_MAX_DIMS]; /* of one sample: (C, H, W) for images */
     const void *x;                      /* (count, x_shape) */
-    hpml_dtype  y_dtype;                /* I32: labels, one for each y_size; F32: targets */
+    hpml_dtype  y_dtype;                /* I32: class labels; F32: targets */
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
-    float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; at first 1/255 and 0; change them */
-    int32_t     x_crop;                 /* 0; else loaders make (C, x_crop, x_crop) of images: see hpml_augment */
-    int64_t     x_step;                 /* samples start every x_step elements of x; 0: the size of one. Text: 1 */
-    int64_t     y_step;                 /* likewise for y */
+    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0; may be set */
+    int32_t     x_crop;                 /* 0, or set it: loaders crop images to this side, see hpml_augment */
+    int64_t     x_step;                 /* elements of x between samples; 0: the size of a sample; text: 1 */
+    int64_t     y_step;                 /* the same for y */
     void       *owner;                  /* private */
 };
 
-/* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
-   says what was expected where; pipes, devices and folders are refused. They copy, and take at most four times the
-   bytes of the file, unpacked, and 1 MB. NULL on failure, the error on the context. */
-/* MNIST; gzipped with HPML_USE_ZLIB. */
+/* All readers treat the file as untrusted: a truncated, oversized or random file, or one of another format, ends in an
+   error that names the place and what was expected there; pipes, devices and folders are refused. Readers copy the data
+   and allocate at most four times the (decompressed) size of the file and 1 MB. They return NULL on failure; the error
+   is in the context. */
+/* MNIST's format; gzipped files need HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 /* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers, labels too, separated by `,` `;` or tabs, rounded to the nearest float whatever the locale. The first line
-   is a header if no field of it is a number. Errors name line, column and, by the header, the column's name.
+/* Numbers (also the labels) separated by `,` `;` or tabs, each rounded to the nearest float in any locale. The first
+   line is a header if none of its fields is a number. Errors name line, column and, by the header, the column's name.
    label_column: from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float
    target. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
-/* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
-   vocabulary 256; else the characters that occur, in byte order (see hpml_dataset_vocabulary). */
+/* Text as a stream of tokens: x of a sample is `context` characters, y the same shifted by one. bytes: the vocabulary
+   is all 256 bytes; else the bytes that occur, in ascending order (see hpml_dataset_vocabulary). */
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
                                               bool bytes);
 HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* text: byte of each token */
-/* Your own arrays, copied; y NULL: unlabelled. */
+/* A dataset from arrays in memory, which are copied; y NULL: unlabelled. */
 HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                            const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
                                            const void *y);
-HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive it */
-HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
+HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive the slice */
+HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional: hpml_ctx_free frees datasets, too */
 
-/* numpy .npy: f32, f16, i32, u8, C order. Read are versions 1 to 3, and f64 and i64 become f32 and i32 (an error where
-   a number does not fit). Written is version 1. */
+/* numpy's .npy files: f32, f16, i32, u8 in C order. Loading accepts versions 1 to 3, and converts f64 to f32 and i64 to
+   i32 (an error if a number is out of range). Saving writes version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
-/* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe).
-   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. While a record
-   file is open no program may make it shorter: reading what is gone ends this process (SIGBUS). */
-typedef struct hpml_record_writer hpml_record_writer;
-typedef struct hpml_record_file   hpml_record_file;
-HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path);
-HPML_API hpml_status         hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size);
-HPML_API hpml_status         hpml_record_finish(hpml_record_writer *w); /* the file appears, whole, now; frees w */
-HPML_API void                hpml_record_abandon(hpml_record_writer *w); /* no file; frees w */
-HPML_API hpml_record_file   *hpml_record_open(hpml_ctx *ctx, const char *path);
-HPML_API int64_t             hpml_record_count(const hpml_record_file *f);
-HPML_API const void         *hpml_record_get(const hpml_record_file *f, int64_t index, size_t *size); /* lives with f */
-HPML_API void                hpml_record_close(hpml_record_file *f);
-/* A dataset's samples as records and back (the first record holds the shapes). */
+/* A file of records: many small byte strings in one large file with an index, read through mmap (the role of LMDB in
+   Caffe). Little-endian: "HPMLREC1", count u64, offset of the index u64, the records, the index: count + 1 offsets u64.
+   While such a file is open no program may truncate it, because reading the missing part kills this process (SIGBUS).
+   */
+typedef struct hpml_records_writer hpml_records_writer;
+typedef struct hpml_records_file   hpml_records_file;
+HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path);
+HPML_API hpml_status          hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size);
+HPML_API hpml_status          hpml_records_finish(hpml_records_writer *w);  /* the whole file appears; frees w */
+HPML_API void                 hpml_records_abandon(hpml_records_writer *w); /* no file appears; frees w */
+HPML_API hpml_records_file   *hpml_records_open(hpml_ctx *ctx, const char *path);
+HPML_API int64_t              hpml_records_count(const hpml_records_file *f);
+/* The bytes of a record, valid until f is closed; *size (NULL: not wanted): how many. */
+HPML_API const void          *hpml_records_get(const hpml_records_file *f, int64_t index, size_t *size);
+HPML_API void                 hpml_records_close(hpml_records_file *f);
+/* Save a dataset's samples as records, and load them (the first record holds the shapes). */
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path);
 
-/* Image augmentation, random per (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop k images are cropped
-   from (.., H, W) to (.., k, k) first, at a random place; with in_order, in evaluation as well, to their middle. */
+/* Image augmentation, random by (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop = k, images (.., H, W)
+   are cropped to (.., k, k) first: at a random place; with in_order and in evaluation, in the middle. */
 typedef struct hpml_augment {
-    int32_t shift;  /* up to this many pixels each way, zeros come in: the crop of an image padded with so many */
-    bool    flip;   /* left-right with probability 1/2 */
-    int32_t cutout; /* a square of this size set to zero */
+    int32_t shift;  /* shift by up to this many pixels in each direction, filled with zeros (as padding and cropping) */
+    bool    flip;   /* mirror left to right with probability 1/2 */
+    int32_t cutout; /* side of a random square that is set to zero, in pixels */
 } hpml_augment;
 
 typedef struct hpml_loader_desc {
     uint32_t     _begin;
     int32_t      batch;      /* samples per batch of this rank; required (fit: 0 = the trainer's) */
     bool         in_order;   /* do not shuffle */
-    bool         drop_last;  /* leave out a short last batch */
-    bool         no_prefetch; /* batches are made by the caller's thread; same batches */
+    bool         drop_last;  /* skip a last batch that is not full */
+    bool         no_prefetch; /* prepare batches in the caller's thread instead of a background thread; same batches */
     uint64_t     seed;       /* 0: the context's */
-    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1, in fit: as hpml_distribute says.
-                                 Where you have divided the data among ranks yourself: 0 and 1 */
-    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
-    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares are near-equal */
-    int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
+    int32_t      rank, ranks; /* this rank's shard of each global batch; ranks 0: 1 (in fit: set by hpml_distribute).
+                                 If each rank already has only its own part of the data: 0 and 1 */
+    int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, of at most `batch` */
+    int64_t      grain;        /* samples that always stay together on one rank (a leaf of exact mode); 0: 1 */
+    int64_t      samples_per_epoch; /* 0: all of the data; more than the data: it is shuffled again each round */
     hpml_augment augment;
     uint32_t     _end;
 } hpml_loader_desc;
@@ -1026,17 +1042,19 @@ typedef struct hpml_loader_desc {
 typedef struct hpml_batch {
     const void *x;        /* (samples, ...) f32 (U8 pixels already scaled) or i32 tokens; valid until the next call */
     const void *y;        /* (samples, y_size) or NULL */
-    int64_t     samples;  /* of this rank: few or 0 in the last global batch; every rank gets equally many batches */
-    int64_t     global_samples; /* of all ranks: what a mean divides by */
-    int64_t     first;    /* number of this rank's first sample within the global batch */
-    int64_t     index;    /* batch of the epoch, from 0 */
+    int64_t     samples;  /* of this rank; fewer, or 0, in the last global batch */
+    int64_t     global_samples; /* of all ranks: the divisor of a mean */
+    int64_t     first;    /* offset of this rank's first sample in the global batch */
+    int64_t     index;    /* number of the batch in its epoch, from 0 */
 } hpml_batch;
 
-/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same for every number of ranks. */
+/* Creates a loader. The order of the samples is a random permutation given by seed and epoch, the same for every number
+   of ranks. */
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
-HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
-HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-/* false: an error, or the epoch is done; then the next call begins the next one. */
+HPML_API int64_t      hpml_loader_steps(const hpml_loader *l); /* batches of an epoch, the same on every rank */
+/* Sets the batch that hpml_loader_next returns next. */
+HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);
+/* Returns the next batch. False: an error, or the end of an epoch; then the next call begins the next epoch. */
 HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out);
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
@@ -1044,54 +1062,56 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Like every file of this library it is written to `path`.tmp, synced
-   and renamed, and its folder is synced: a kill at any moment leaves the old file or the new one. The mode of the old
-   file is kept, a link is followed to its file. A pipe takes only .npy files and timelines. Headers are accepted and
-   refused as by the format's reference implementation, but no name holds a NUL. Tensors of other types than
-   hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS dimensions are left out on reading. */
-typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped: no program may make it shorter (SIGBUS) */
-typedef struct hpml_safetensor {                  /* one entry */
+/* safetensors files: 8-byte length, JSON header, data. Like every file of this library, such a file is written to
+   `path`.tmp, synced and renamed, and its folder is synced: if the process is killed at any moment, `path` is the old
+   file or the new one. The permissions of the old file are kept; a symbolic link is resolved. Only .npy files and
+   timelines can be written to a pipe. Reading accepts the same headers as the format's reference implementation, except
+   names that contain a NUL; tensors that hpml cannot hold (other dtypes, size 0, more than HPML_MAX_DIMS dimensions)
+   are skipped. */
+typedef struct hpml_safetensors hpml_safetensors; /* an open, mapped file: no program may truncate it (SIGBUS) */
+typedef struct hpml_safetensor {                  /* one tensor of a file */
     const char *name;
     hpml_dtype  dtype;
     int         ndim;
     int64_t     shape[HPML_MAX_DIMS];
-    const void *data; /* read: in the file's mapping until close; may be unaligned for its type */
+    const void *data; /* after reading: in the mapped file, valid until it is closed; may be unaligned for its dtype */
     size_t      bytes;
 } hpml_safetensor;
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path);
 HPML_API int               hpml_safetensors_count(const hpml_safetensors *f);
 HPML_API bool              hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out);
 HPML_API bool              hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out);
-HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: there is none */
+HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: no such key */
 HPML_API void              hpml_safetensors_close(hpml_safetensors *f);
 typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count);
 
-/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. The metadata have the
-   CRC-32C of each array, "hpml.crc32c.<name>": loading checks it where it is there, and that all numbers are finite. */
+/* Saves all parameters under their names, as F32, BF16 or F16. The metadata hold a CRC-32C of each array,
+   "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; what else it holds is ignored */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; other tensors are ignored */
 
-/* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
-   step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
-   "state.<name>", metadata "hpml.step" ..., checksums as above. */
+/* Saves everything that a training needs to continue with the same bits: parameters, optimizer state, named states
+   (such as residuals), step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>",
+   "opt.v.<param>", "state.<name>", metadata "hpml.step" ..., checksums as above. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
-HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
+HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error nothing changes */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Chrome trace form: open the file in Perfetto. A process per rank, a lane (thread) per stream that has events; the
-   trainer's steps as spans, its loss and the bytes sent in each step as counters. An event costs 50 ns. */
+/* The timeline in Chrome's trace format, for Perfetto: one process for each rank, one lane (thread) for each stream of
+   work that has events; the trainer's steps as spans, its loss and the bytes sent in each step as counters. Adding an
+   event takes about 50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
-    int64_t  first_step, last_step; /* record only these updates, the first is 0; last 0: all */
-    int64_t  capacity;              /* events kept, 72 bytes each, the oldest are dropped; 0: 65,536 */
-    double   origin;                /* the hpml_now() that is time 0 in the file; 0: that of the first event */
-    bool     arrows;                /* from the send to the receive of each message of a collective: two more events */
+    int64_t  first_step, last_step; /* trace only these steps, counted from 0; last 0: no end */
+    int64_t  capacity;              /* events kept, of 72 bytes; older ones are overwritten; 0: 65,536 */
+    double   origin;                /* the hpml_now() that is time 0 of the file; 0: the start of the first event */
+    bool     arrows;                /* arrows from send to receive for the messages of collectives: two events each */
     uint32_t _end;
 } hpml_trace_desc;
 #define HPML_LANE_COMPUTE 0
@@ -1101,50 +1121,51 @@ typedef struct hpml_trace_desc {
 #define HPML_LANE_STEP    4
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
-/* Adds a span; `name` must live as long as the trace. Any thread. Does nothing when no trace is on. */
+/* Adds a span; `name` must live as long as the trace. Thread-safe. Does nothing if no trace is on. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
-HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* recording now, this step included */
+HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* a trace was started, and the current step is traced */
 
 typedef enum hpml_trace_kind {
     HPML_TRACE_SPAN = 0,
-    HPML_TRACE_STEP,    /* a span called "step" and its number */
-    HPML_TRACE_COUNTER, /* a curve */
-    HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* an arrow from the first to the second, within spans of their lanes */
+    HPML_TRACE_STEP,    /* a span with the number of a step */
+    HPML_TRACE_COUNTER, /* a point of a curve */
+    HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* the two ends of an arrow, each inside a span of its lane */
 } hpml_trace_kind;
 
-/* Text must live as long as the trace; it may hold any bytes: what is not UTF-8 is replaced. */
+/* Names must live as long as the trace. Bytes of them that are not UTF-8 are replaced in the file. */
 typedef struct hpml_trace_event {
     hpml_trace_kind kind;
     int         lane;
     const char *name;         /* required */
-    double      start, end;   /* seconds; COUNTER, SEND, RECEIVE happen at the start */
-    const char *first, *last; /* SPAN: the tensors from one to another; last NULL: one; both NULL: none */
-    int32_t     bucket;       /* SPAN: of these tensors, from 1; 0: none */
-    int64_t     number;       /* SPAN: bytes, 0: not known. STEP: which. SEND, RECEIVE: the same for both ends */
-    double      value;        /* COUNTER; NaN and infinity are left out */
+    double      start, end;   /* seconds of hpml_now; COUNTER, SEND and RECEIVE use only the start */
+    const char *first, *last; /* SPAN: names of the first and last tensor sent; last NULL: one; both NULL: none */
+    int32_t     bucket;       /* SPAN: number of their bucket, from 1; 0: none */
+    int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: its number. SEND, RECEIVE: the same id at both ends */
+    double      value;        /* COUNTER; NaN and infinity are not written */
 } hpml_trace_event;
-/* Adds a copy of an event. Any thread. Does nothing when no trace is on. */
+/* Adds a copy of an event. Thread-safe. Does nothing if no trace is on. */
 HPML_API void        hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
-/* The time in the file of the first event that is kept, 0 where there is none; and moves the origin by some seconds. */
+/* Returns the earliest start of the events kept, in seconds from the origin; 0 if there is none. */
 HPML_API double      hpml_trace_first(const hpml_ctx *ctx);
-HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds);
-/* Layers and updates (not a GPU's) are stamped with *seconds, not with hpml_now(), until it is NULL; batches are left
-   out. Returns the one before. For communicators in virtual time (hpml_comm.h): their other spans have that time. */
+HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds); /* adds to the origin */
+/* Sets the clock of the spans of layers and updates on the CPU: *seconds instead of hpml_now(); NULL: hpml_now() again.
+   With such a clock the loader adds no spans. Returns the previous clock. hpml_comm.h uses it for virtual time. */
 HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
-/* One line of the per-layer table; times are sums over the runs since the profile was switched on. */
+/* One row of the table by layer; times are sums over the runs since the profile was enabled. */
 typedef struct hpml_profile_row {
     const hpml_node *node;
-    const char      *name;              /* of the layer: its parameter's or its op's */
+    const char      *name;              /* of the layer */
     int64_t          calls;
     double           forward_s, backward_s;
     double           forward_flops, backward_flops; /* of one call, multiply-add = 2 */
-    double           bytes;             /* inputs + outputs + parameters of one forward call */
+    double           bytes;             /* read and written by one forward call: inputs, output, parameters */
 } hpml_profile_row;
-HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* switching on clears */
-HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* returns how many there are */
-/* Text tables into `buffer`, as snprintf: returns the length it needs. */
+HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* starts a profile from zero, or ends it */
+/* Copies up to `capacity` rows; returns the number of rows that there are. */
+HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity);
+/* Write text tables to `buffer`; like snprintf, they return the length that the whole text needs. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
@@ -1287,6 +1308,12 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
+#if defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__) /* editors show the body */
+#ifndef HPML_IMPLEMENTATION
+#define HPML_IMPLEMENTATION
+#endif
+#endif
+
 #ifdef HPML_IMPLEMENTATION
 #if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
 #error "compile this file without -ffast-math or -Ofast: hpml looks for NaN and infinity, which they say there are not"
@@ -1295,18 +1322,9074 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #pragma nv_diagnostic push
 #pragma nv_diag_suppress 1675
 #endif
-#ifdef HPMLI_ISA
+#ifndef HPMLI_ISA /* the body; with HPMLI_ISA this is a pass of the kernels, see PART VII */
+#ifndef HPMLI_BODY_INCLUDED
+#define HPMLI_BODY_INCLUDED
+
+// =====================================================================================================================
+// PART II   CONTEXTS: memory, threads, random numbers
+// =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>platform   compilers, system headers, macros
+// ---------------------------------------------------------------------------------------------------------------------
+
+#ifndef __GNUC__
+#error "hpml.h: its implementation wants gcc or clang; any compiler may read the declarations"
+#endif
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "hpml.h: big-endian machines are not supported, because its files and messages are little-endian"
+#endif
+
+#if !defined(HPML_NO_SIMD) && defined(__x86_64__)
+#define HPMLI_X86
+#if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#if !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+#elif !defined(HPML_NO_SIMD) && defined(__aarch64__)
+#define HPMLI_NEON
+#include <arm_neon.h>
+#endif
+
+/* System headers stand here, once, before the kernel passes. */
+#include <errno.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__unix__) || defined(__APPLE__)
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <unistd.h>
+#define HPMLI_POSIX 1
+#endif
+#include <time.h>
+#ifndef HPML_NO_THREADS
+#include <pthread.h>
+#include <sched.h>
+#if defined(__linux__) && defined(_DEFAULT_SOURCE)
+#include <sys/syscall.h>
+#define HPMLI_AFFINITY 1
+#endif
+#endif
+#ifdef HPML_USE_CBLAS
+#include <cblas.h>
+#define HPMLI_BLAS true
+#else
+#define HPMLI_BLAS false
+#endif
+
+/* True if a takes the place of b in a maximum that keeps a NaN. */
+#define HPMLI_MAX_OR_NAN(a, b) (!((a) <= (b)) && (b) == (b))
+
+#define HPMLI_FN     static __attribute__((unused))
+#define HPMLI_UNUSED __attribute__((unused))
+#define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
+
+/* T x = HPMLI_ZEROED: all fields zero. */
+#ifdef __cplusplus
+#define HPMLI_ZEROED {}
+#else
+#define HPMLI_ZEROED { 0 }
+#endif
+
+/* For bugs in hpml only. */
+#ifndef HPML_ASSERT
+#ifdef HPML_DEBUG
+#include <assert.h>
+#define HPML_ASSERT(condition) assert(condition)
+#else
+#define HPML_ASSERT(condition) do { } while (0)
+#endif
+#endif
+
+#ifdef HPML_USE_ZLIB
+#include <zlib.h>
+#endif
+
+HPMLI_PLAIN
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>kernels   the table of kernels: what each computes, and the structs that they take
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* One matrix product, C = act(alpha A B + beta C + bias); see >>gemm. Strides in elements; any operand may be
+   transposed. Set the whole struct to zero first. */
+typedef struct hpmli_gemm_desc {
+    int64_t      m, n, k;
+    const float *a;             /* (m, k): a[i a_rs + p a_cs] */
+    int64_t      a_rs, a_cs;
+    const float *b;             /* (k, n): b[p b_rs + j b_cs] */
+    int64_t      b_rs, b_cs;
+    float       *c;             /* (m, n), rows ldc apart */
+    int64_t      ldc;
+    float        alpha, beta;   /* beta 0 never reads C, alpha 0 never reads A and B */
+    const float *bias_n;        /* (n), added to each row, or NULL */
+    const float *bias_m;        /* (m), added to each column, or NULL */
+    int          act;           /* 1: relu */
+    int64_t      batch, a_batch, b_batch, c_batch; /* that many products, operands so far apart */
+} hpmli_gemm_desc;
+
+/* A rectangle of C computed by one thread: rows [i0, i1), columns [j0, j1) of one product of the batch. */
+typedef struct hpmli_gemm_part {
+    const hpmli_gemm_desc *d;
+    int64_t                batch, i0, i1, j0, j1;
+    float                 *ws; /* packing space of this thread */
+} hpmli_gemm_part;
+
+/* Blocks: MC rows of A, KC deep, stay in the second-level cache while the panels of B pass by; NC columns of B are kept
+   packed for the next MC rows. Deep blocks read and write C less often. */
+#define HPMLI_GEMM_KC 800
+#define HPMLI_GEMM_MC 168
+#define HPMLI_GEMM_NC 1024
+#define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
+#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* where a block of A is packed, behind B */
+#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16) + HPMLI_GEMM_SUMS)
+
+/* Loops over registers must be unrolled at any optimization level. */
+#if defined(__clang__)
+#define HPMLI_UNROLL   _Pragma("clang loop unroll(full)")
+#define HPMLI_UNROLL_4 /* clang makes it slower */
+#else
+#define HPMLI_UNROLL   _Pragma("GCC unroll 16")
+#define HPMLI_UNROLL_4 _Pragma("GCC unroll 4")
+#endif
+
+/* What one optimizer step needs; see >>vupdate. */
+typedef struct hpmli_opt_args {
+    hpml_update u;                         /* LARS: lr is in grad_scale and weight_decay */
+    float       correction1, correction2;  /* 1 - beta^step */
+} hpmli_opt_args;
+
+#define HPMLI_CHUNK     64          /* random words made at a time */
+#define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox ... */
+#define HPMLI_PHILOX_M1 0xCD9E8D57u
+#define HPMLI_PHILOX_W0 0x9E3779B9u /* ... and what a round adds to its key */
+#define HPMLI_PHILOX_W1 0xBB67AE85u
+typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw; /* what becomes of the words */
+
+#define HPMLI_ONEBIT_LANES 16   /* elements in a step: two bytes of bits */
+#define HPMLI_ONEBIT_CHUNK 1024 /* elements summed in float */
+
+/* What pass 1 finds out about a row: [0] the elements below zero, [1] the others. */
+typedef struct hpmli_onebit_row {
+    double  sum[2];
+    int64_t count[2];
+    float   least[2], most[2];
+} hpmli_onebit_row;
+
+/* A convolution, see >>conv. Images are in NHWC order; their sizes and distances are counted in floats. */
+typedef struct hpmli_conv {
+    hpml_ctx  *ctx;
+    hpml_node *n;
+    int64_t    B, C, H, W, OC, OH, OW, groups, taps; /* C, OC of one group */
+    int64_t    x_pitch, x_size, x_first;             /* image of x, with its zeros: a row, all; its first pixel */
+    int64_t    y_size;                               /* image of dy */
+    bool       nhwc;                                 /* x and y are NHWC */
+    int64_t    x_ld, y_ld;                           /* NHWC: floats from one pixel to the next; else 1 */
+    int64_t    row_at, col_at;                       /* in x from one row, one pixel of the result to the next */
+    int64_t    blocks[2], block, block_at[2];        /* taps: blocks[0] x blocks[1] runs, so far apart in x */
+    int64_t    band, splits;                         /* forward: rows computed at a time, pieces of the channels */
+    bool       want_dx, want_dw, want_db;
+    int64_t    parts, part_size, joint; /* backward: partial sums of dw and db; images whose dw is summed at once */
+    float     *packed, *part, *own;     /* weights as tiles read them, partial sums, space of each thread */
+    int64_t    packed_size, own_size;   /* of one group, of one thread */
+    int64_t    scratch;                 /* all of them */
+} hpmli_conv;
+
+/* Rows of pixels with some channels, and how far apart rows and pixels are. */
+typedef struct hpmli_conv_copy {
+    int64_t rows, pixels, channels, to_row, to_pixel, from_row, from_pixel;
+} hpmli_conv_copy;
+
+/* A strip of a product: C (rows, up to two vectors) (+)= sum over runs u, v, over p < length of
+   a[u a_at[0] + v a_at[1] + i ars + p acs] times the vectors at b + u b_at[0] + v b_at[1] + p ldb. */
+typedef struct hpmli_conv_strip {
+    int64_t rows, ars, acs, ldb, ldc, length, runs[2], a_at[2], b_at[2];
+    int     add;
+} hpmli_conv_strip;
+#define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
+typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
+
+#define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
+
+/* The kernels: loops over f32 arrays that are contiguous and need no alignment. Each instruction set has a copy of each
+   (PART VII), with the same bits as the others up to rounding; a context points to the table of the best one that its
+   CPU runs. `accumulate` adds to the result instead of writing it. Results may be one of the operands where a comment
+   of the kernel does not deny it. */
+typedef struct hpmli_kernels {
+    const char *name; /* "scalar", "avx2", "avx512", "neon" */
+
+    /* Elementwise, n elements each. */
+    void (*act_forward)(hpml_act act, float slope, float *y, const float *x, int64_t n); /* y = act(x) */
+    /* dx = dy act'(x), from x or y = act(x); x or y may be NULL where the derivative does not read it */
+    void (*act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *x, const float *y,
+                         int64_t n, int accumulate);
+    void (*vadd)(float *y, const float *a, const float *b, int64_t n);         /* y = a + b */
+    void (*vsub)(float *y, const float *a, const float *b, int64_t n);         /* y = a - b */
+    void (*vmul)(float *y, const float *a, const float *b, int64_t n);         /* y = a b */
+    void (*vdiv)(float *y, const float *a, const float *b, int64_t n);         /* y = a / b */
+    void (*vfill)(float *y, float value, int64_t n);                           /* y = value */
+    void (*vaxpby)(float *y, float a, const float *x, float b, int64_t n);     /* y = a x + b y; b 0: y is not read */
+    void (*vscale_add)(float *y, const float *x, float a, float b, int64_t n); /* y = a x + b */
+    /* y = a (x - centre) + b; relu: the larger of that and 0 */
+    void (*vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n);
+    /* y = a x + b (z - centre) + constant */
+    void (*vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
+                     int64_t n, int accumulate);
+
+    /* Reductions. The `_wide` ones and vmoments add up in double every 1,024 elements. */
+    float (*vsum)(const float *x, int64_t n);
+    float (*vdot)(const float *a, const float *b, int64_t n);
+    double (*vsum_wide)(const float *x, int64_t n);
+    double (*vdot_wide)(const float *a, const float *b, int64_t n);
+    /* sums[0] += sum of w, sums[1] += sum of w d, where d = x - centre; w NULL: w = d */
+    void (*vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n);
+    float (*vmax)(const float *x, int64_t n);                            /* -infinity for n = 0 */
+    float (*vamax)(const float *x, int64_t n);                           /* largest |x|, 0 for n = 0; or NaN */
+    float (*vexp_sum)(float *y, const float *x, float shift, int64_t n); /* y = exp(x - shift); returns the sum of y */
+    /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
+    void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
+
+    /* One optimizer step on n weights; dw: their gradients, m, v: the optimizer's state or NULL. Returns what
+       hpml_update.bad is to receive: 0, or the bits of what was not finite. */
+    int (*opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n);
+
+    /* Storage types. */
+    void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
+    void (*from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n);
+
+    /* Matrix products: a rectangle of C; row i of C from `count` partial sums over k, `stride` floats apart. */
+    void (*gemm_part)(const hpmli_gemm_part *part);
+    void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
+
+    /* Numbers first .. first + n - 1 of a random stream: words, or floats. */
+    void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
+
+    /* Gradient codecs, one row of n elements; e: its residual or NULL. */
+    /* pass 1: e += g; the bits, sums and extremes of both sides; pass 2: e -= each element's level */
+    void (*onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n);
+    void (*onebit_carry)(float *e, float low, float high, int64_t n);
+    void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
+    void (*onebit_decode_add)(float *y, const uint8_t *bits, float low, float high, int64_t n);
+    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite as bf16 */
+    void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
+
+    /* Convolution: weights into panels (for y, for dx), images to NHWC order and from it, the three products. */
+    void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
+    void (*conv_pack_back)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
+    void (*conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
+    void (*conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
+                      int accumulate);
+    void (*conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate);
+    void (*conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
+                       const float *bias, int relu, float *y, float *band);
+    void (*conv_inputs)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
+    void (*conv_weights)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
+    void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate);
+
+    /* A row of n maxima of 2 x 2 windows, in the rows at x and x + width; at: which corner each was, 0 to 3. */
+    void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
+    void (*max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate);
+
+    uint32_t (*crc32c)(uint32_t crc, const void *bytes, size_t n); /* CRC-32C of n bytes more; of no bytes: 0 */
+} hpmli_kernels;
+
+/* Two kernels are called by name, for single random numbers, see >>rng. */
+HPMLI_FN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
+HPMLI_FN void hpmli_box_muller_scalar(const uint32_t *a, const uint32_t *b, float *x, float *y);
+HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>context   the context: errors, memory
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Everything a context owns is a block on one list, newest first, so that hpml_ctx_free can let go of all of it.
+   A block may carry a `drop` function: what must happen before its memory goes (stop a thread, close a file). */
+typedef void hpmli_drop_fn(void *object);
+
+typedef struct hpmli_block {
+    struct hpmli_block *older, *newer;
+    hpmli_drop_fn      *drop;
+    size_t              size; /* bytes taken from the allocator, this header included */
+} hpmli_block;
+#define HPMLI_BLOCK 64 /* bytes before the payload: keeps it aligned to a cache line */
+
+typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
+typedef struct hpmli_trace hpmli_trace; /* see >>trace */
+static void hpmli_trace_step(hpml_ctx *ctx, int64_t step);
+static void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss);
+static void hpmli_names_fill(hpml_ctx *ctx);
+
+struct hpml_ctx {
+    hpml_allocator       allocator;
+    hpml_log_fn         *log;
+    void                *log_user;
+    hpml_status          status;     /* the first error ... */
+    char                 error[768]; /* ... and its text */
+    hpmli_block         *blocks;     /* newest */
+    size_t               allocations, bytes;
+    const hpmli_kernels *k;
+    int                  threads;
+    hpmli_pool          *pool;       /* NULL: one thread */
+    long                 process;    /* id of the process that created the context, see hpmli_forked */
+    uint64_t             seed;
+    const hpml_backend  *backend;
+    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
+    hpml_dtype           store;      /* hpml_ctx_desc.store */
+    void                *device;     /* what backend->open gave */
+    float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
+    hpml_tensor        **params;     /* (param_count) in order of recording */
+    int                  param_count;
+    int                  param_kept; /* of ops that were recorded; an error that is cleared takes the others with it */
+    hpml_graph          *grads_of;   /* whose gradients the parameters have now */
+    int64_t              param_capacity;
+    int                 *names;     /* (name_size) hash table of names: 1 + number of the parameter, 0: free */
+    int64_t              name_size; /* a power of two, at least twice the parameters */
+    int                  node_count; /* recorded so far: names and mask keys */
+    int                  turn_count; /* of these, by hpml_to_layout: no name counts them */
+    hpml_node            spare;      /* see hpmli_node_create */
+    hpmli_trace         *trace;      /* NULL: off */
+    const double        *clock;      /* see hpml_trace_clock */
+    hpml_progress        progress;   /* of writing */
+    char                 texts[8][192]; /* for messages, see hpmli_text ... */
+    unsigned             text_count;    /* ... made so far */
+};
+
+HPMLI_FN double hpmli_trace_time(const hpml_ctx *ctx, double now) { return ctx->clock ? *ctx->clock : now; }
+
+HPML_API const char *hpml_status_string(hpml_status status)
+{
+    switch (status) {
+#define HPMLI_X(name, code, text) case name: return text;
+        HPML_STATUS_LIST(HPMLI_X)
+#undef HPMLI_X
+    default: return "unknown status";
+    }
+}
+
+HPML_API int hpml_version(void) { return HPML_VERSION; }
+
+HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user)
+{
+    (void)status, (void)user;
+    fprintf(stderr, "%s\n", text);
+}
+
+HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
+{
+    char text[sizeof ctx->error], whole[sizeof ctx->error + 32];
+    vsnprintf(text, sizeof text, format, args);
+    if (ctx->status == HPML_OK) {
+        ctx->status = status;
+        memcpy(ctx->error, text, sizeof text);
+    }
+    if (ctx->log) {
+        int at = line > 0 ? snprintf(whole, sizeof whole, "hpml.h:%d: ", line) : 0; /* 0: error from another file */
+        snprintf(whole + at, sizeof whole - (size_t)at, "%s", text);
+        ctx->log(status, whole, ctx->log_user);
+    }
+}
+
+HPMLI_PRINTF(4, 5)
+HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    hpmli_fail_va(ctx, status, line, format, args);
+    va_end(args);
+    return status;
+}
+#define hpmli_fail(ctx, status, ...) hpmli_fail_at(ctx, status, __LINE__, __VA_ARGS__)
+
+/* The same for functions that return a pointer, or whether all is well. */
+#ifdef __cplusplus
+#define hpmli_null(...) (hpmli_fail(__VA_ARGS__), nullptr)
+#else
+#define hpmli_null(...) (hpmli_fail(__VA_ARGS__), NULL)
+#endif
+#define hpmli_false(...) (hpmli_fail(__VA_ARGS__), false)
+
+HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
+{
+    va_list args;
+    if (!ctx) return HPML_ERR_ARGUMENT;
+    va_start(args, format);
+    hpmli_fail_va(ctx, status, 0, format, args);
+    va_end(args);
+    return status;
+}
+
+/* True when calls on this context should do nothing. */
+HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
+
+/* Was a desc cleared before its fields were set? Else an error says so. */
+#define HPMLI_CLEARED(ctx, what, d)                                                                                    \
+    (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
+     hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
+
+/* d = *desc, or all zero when there is none; then the same question. */
+#define HPMLI_TAKE(ctx, what, d, desc)                                                                                 \
+    ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_CLEARED(ctx, what, &(d)))
+
+HPMLI_FN int64_t hpmli_min(int64_t a, int64_t b) { return a < b ? a : b; }
+HPMLI_FN int64_t hpmli_max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
+{
+    if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half: every size also fits ptrdiff_t */
+    *out = a * b;
+    return true;
+}
+
+/* malloc with alignment, in plain C99: the pointer that malloc gave stands right before the block. */
+HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user HPMLI_UNUSED)
+{
+    char *raw = (char *)malloc(size + align + sizeof(void *));
+    if (!raw) return NULL;
+    char *p = raw + sizeof(void *);
+    p += (align - (uintptr_t)p % align) % align;
+    memcpy(p - sizeof(void *), &raw, sizeof(void *));
+    return p;
+}
+
+HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user HPMLI_UNUSED)
+{
+    void *raw;
+    memcpy(&raw, (char *)p - sizeof(void *), sizeof(void *));
+    free(raw);
+}
+
+/* 64-byte aligned, not cleared. NULL and an error on the context when there is none. */
+HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
+{
+    hpmli_block *b = NULL;
+    if (bytes <= SIZE_MAX / 2 - HPMLI_BLOCK)
+        b = (hpmli_block *)ctx->allocator.alloc(bytes + HPMLI_BLOCK, HPMLI_BLOCK, ctx->allocator.user);
+    if (!b)
+        return hpmli_null(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; "
+                          "use a smaller batch or model", bytes, ctx->bytes);
+    memset(b, 0, sizeof *b);
+    b->size  = bytes + HPMLI_BLOCK;
+    b->older = ctx->blocks;
+    if (ctx->blocks) ctx->blocks->newer = b;
+    ctx->blocks = b;
+    ctx->allocations++;
+    ctx->bytes += b->size;
+    return (char *)b + HPMLI_BLOCK;
+}
+
+/* A cleared object with a drop function. */
+HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *drop)
+{
+    void *p = hpmli_alloc(ctx, bytes);
+    if (!p) return NULL;
+    ((hpmli_block *)(void *)((char *)p - HPMLI_BLOCK))->drop = drop;
+    return memset(p, 0, bytes);
+}
+
+/* Cleared memory for `count` things of `size` bytes, the product checked. */
+HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
+{
+    size_t bytes;
+    if (count < 0 || !hpmli_mul((size_t)count, size, &bytes))
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit", (long long)count, size);
+    return hpmli_alloc_object(ctx, bytes, NULL);
+}
+
+HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*drop)(void *object))
+{
+    return hpmli_failed(ctx) ? NULL : hpmli_alloc_object(ctx, bytes, drop);
+}
+
+#define hpmli_new(ctx, T, count) ((T *)hpmli_alloc_array(ctx, count, sizeof(T)))
+
+HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
+{
+    size_t size = strlen(s) + 1;
+    char  *p    = (char *)hpmli_alloc(ctx, size);
+    if (p) memcpy(p, s, size);
+    return p;
+}
+
+/* Lets go of one object: its drop function runs first. NULL is fine. */
+HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
+{
+    if (!p) return;
+    hpmli_block *b = (hpmli_block *)(void *)((char *)p - HPMLI_BLOCK);
+    if (b->drop) b->drop(p);
+    if (b->newer) b->newer->older = b->older;
+    else ctx->blocks = b->older;
+    if (b->older) b->older->newer = b->newer;
+    ctx->bytes -= b->size;
+    ctx->allocator.free(b, b->size, ctx->allocator.user);
+}
+
+/* Room for one more thing in an array of `count`: doubles it when it is full. False and an error when there is none. */
+HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *capacity, size_t size)
+{
+    void *old, *more;
+    if (count < *capacity) return true;
+    more = hpmli_alloc_array(ctx, *capacity ? 2 * *capacity : 64, size);
+    if (!more) return false;
+    memcpy(&old, array, sizeof old); /* array: the address of the pointer, of whatever type */
+    memcpy(array, &more, sizeof more);
+    if (count > 0) memcpy(more, old, (size_t)count * size);
+    hpmli_free(ctx, old);
+    *capacity = *capacity ? 2 * *capacity : 64;
+    return true;
+}
+
+HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, object); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>threads   the clock and the thread pool
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Fork-join over numbered tasks. The caller opens a job, works on it as one more thread, closes it, and waits for the
+   workers still inside. Each thread begins with its share of the tasks, so that it meets the same data again from job
+   to job, in its own cache, and then helps the others. What a task computes does not depend on who does it, and no sum
+   is cut by the number of threads, so results have the same bits on any number of them.
+
+   A worker waits adaptively: it spins a moment (the next job is usually microseconds away), then yields, then sleeps.
+   `state` packs (job number << 32 | open bit << 31 | workers inside), so that a worker that wakes late can never enter
+   a job that is closed or another than the one it saw. */
+
+HPML_API double hpml_now(void)
+{
+#if defined(CLOCK_MONOTONIC)
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+#elif HPMLI_POSIX
+    struct timeval t;
+    gettimeofday(&t, NULL);
+    return (double)t.tv_sec + 1e-6 * (double)t.tv_usec;
+#else
+    return (double)clock() / CLOCKS_PER_SEC;
+#endif
+}
+
+typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
+
+HPMLI_FN long hpmli_process(void)
+{
+#ifdef HPMLI_POSIX
+    return (long)getpid();
+#else
+    return 0;
+#endif
+}
+
+/* True in a child of fork, which has none of its parent's threads: joining one, or taking a mutex that one of them
+   held, would never end. */
+HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
+
+#ifndef HPML_NO_THREADS
+#define HPMLI_JOB_OPEN   (UINT64_C(1) << 31)
+#define HPMLI_SPINS      4000 /* about 50 us */
+#define HPMLI_YIELDS     50
+
+typedef struct hpmli_worker {
+    hpmli_pool *pool;
+    pthread_t   thread;
+    int         index;  /* the caller is thread 0 */
+    long        asleep; /* the system's number of this thread while it sleeps, else 0; under the mutex */
+    int64_t     next;   /* atomic: first task of its share nobody has taken */
+} hpmli_worker;
+
+struct hpmli_pool {
+    const hpml_ctx *ctx;
+    uint64_t        state;    /* atomic, see above */
+    int64_t         count;
+    hpmli_task_fn  *fn;
+    void           *arg;
+    int             sleepers; /* atomic */
+    int             stop;     /* atomic */
+    pthread_mutex_t mutex;
+    pthread_cond_t  wake;
+    int             worker_count;
+    unsigned long   cores[128 / sizeof(long)]; /* a bit for each that this process may use */
+    hpmli_worker    workers[1]; /* (worker_count + 1) the caller is the first */
+};
+
+HPMLI_FN void hpmli_pause(int waited)
+{
+    if (waited >= HPMLI_SPINS) sched_yield();
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Linux may wake a thread on the core of whoever wakes it, where it waits for milliseconds while others idle: while it
+   wakes, a worker may use the caller's core only if there is no other. Both under the mutex: who is sent away wakes. */
+HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
+{
+#if HPMLI_AFFINITY
+    unsigned      cpu = 0, bits = 8 * sizeof(long);
+    unsigned long cores[sizeof p->cores / sizeof(long)];
+    memcpy(cores, p->cores, sizeof cores);
+    if (!wake) (void)syscall(SYS_sched_setaffinity, 0L, sizeof cores, cores); /* awake: anywhere again */
+    if (!wake || syscall(SYS_getcpu, &cpu, NULL, NULL) != 0 || cpu / bits >= sizeof cores / sizeof *cores) return;
+    cores[cpu / bits] &= ~(1ul << cpu % bits);
+    for (int i = 1; i <= p->worker_count; i++) {
+        long id = p->workers[i].asleep;
+        if (id > 0) (void)syscall(SYS_sched_setaffinity, id, sizeof cores, cores);
+    }
+#endif
+    (void)p, (void)wake;
+}
+
+HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
+{
+    for (int i = 0, threads = p->worker_count + 1; i < threads; i++) {
+        hpmli_worker *w = &p->workers[(thread + i) % threads];
+        int64_t       end = p->count * (w->index + 1) / threads, task;
+        while (__atomic_load_n(&w->next, __ATOMIC_RELAXED) < end &&
+               (task = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < end)
+            p->fn(p->arg, task, thread);
+    }
+}
+
+/* True when a job newer than `seen` is open, or the pool stops. */
+HPMLI_FN bool hpmli_pool_ready(hpmli_pool *p, uint64_t seen)
+{
+    uint64_t s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
+    return ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) || __atomic_load_n(&p->stop, __ATOMIC_SEQ_CST);
+}
+
+HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
+{
+    for (int i = 0; i < HPMLI_SPINS + HPMLI_YIELDS; i++) {
+        if (hpmli_pool_ready(p, seen)) return;
+        hpmli_pause(i);
+    }
+    pthread_mutex_lock(&p->mutex);
+    __atomic_add_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
+#if HPMLI_AFFINITY
+    w->asleep = syscall(SYS_gettid);
+#endif
+    while (!hpmli_pool_ready(p, seen)) {
+        pthread_cond_wait(&p->wake, &p->mutex);
+        hpmli_pool_part(p, 0); /* even if the job is over by now */
+    }
+    w->asleep = 0;
+    __atomic_sub_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&p->mutex);
+}
+
+HPMLI_FN void *hpmli_worker_main(void *arg)
+{
+    hpmli_worker *w    = (hpmli_worker *)arg;
+    hpmli_pool   *p    = w->pool;
+    uint64_t      seen = 0;
+    for (;;) {
+        uint64_t s;
+        hpmli_pool_wait(p, w, seen);
+        if (__atomic_load_n(&p->stop, __ATOMIC_SEQ_CST)) return NULL;
+        s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
+        while ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) /* go in, unless it has closed meanwhile */
+            if (__atomic_compare_exchange_n(&p->state, &s, s + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+                seen = s >> 32;
+                hpmli_pool_work(p, w->index);
+                __atomic_sub_fetch(&p->state, 1, __ATOMIC_SEQ_CST);
+                break;
+            }
+    }
+}
+
+HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *arg)
+{
+    uint64_t job = (__atomic_load_n(&p->state, __ATOMIC_RELAXED) >> 32) + 1;
+    p->fn    = fn;
+    p->arg   = arg;
+    p->count = n;
+    for (int i = 0; i <= p->worker_count; i++)
+        __atomic_store_n(&p->workers[i].next, n * i / (p->worker_count + 1), __ATOMIC_RELAXED);
+    if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
+    __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0 && !hpmli_forked(p->ctx)) {
+        pthread_mutex_lock(&p->mutex);
+        hpmli_pool_part(p, 1);
+        pthread_cond_broadcast(&p->wake);
+        pthread_mutex_unlock(&p->mutex);
+    }
+    hpmli_pool_work(p, 0);
+    __atomic_and_fetch(&p->state, ~HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
+    for (int i = 0; (__atomic_load_n(&p->state, __ATOMIC_SEQ_CST) & (HPMLI_JOB_OPEN - 1)) != 0; i++) hpmli_pause(i);
+}
+
+HPMLI_FN void hpmli_pool_drop(void *object)
+{
+    hpmli_pool *p = (hpmli_pool *)object;
+    if (hpmli_forked(p->ctx)) return; /* the child has no worker threads to wake and join */
+    pthread_mutex_lock(&p->mutex);
+    __atomic_store_n(&p->stop, 1, __ATOMIC_SEQ_CST);
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->mutex);
+    for (int i = 1; i <= p->worker_count; i++) pthread_join(p->workers[i].thread, NULL);
+    pthread_cond_destroy(&p->wake);
+    pthread_mutex_destroy(&p->mutex);
+}
+
+/* Those that this process may use. */
+HPMLI_FN int hpmli_cores(void)
+{
+    long n = 1;
+#if defined(CPU_COUNT)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) n = CPU_COUNT(&set);
+#elif defined(_SC_NPROCESSORS_ONLN)
+    n = sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+    return (int)hpmli_max(n, 1);
+}
+
+/* A pool of `threads` - 1 workers; fewer when the system refuses. */
+HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
+{
+    size_t      bytes = sizeof(hpmli_pool) + (size_t)threads * sizeof(hpmli_worker);
+    hpmli_pool *p     = (hpmli_pool *)hpmli_alloc_object(ctx, bytes, hpmli_pool_drop);
+    if (!p) return NULL;
+    p->ctx = ctx;
+    pthread_mutex_init(&p->mutex, NULL);
+    pthread_cond_init(&p->wake, NULL);
+#if HPMLI_AFFINITY
+    (void)syscall(SYS_sched_getaffinity, 0L, sizeof p->cores, p->cores);
+#endif
+    for (int i = 1; i < threads; i++) {
+        hpmli_worker *w = &p->workers[i];
+        w->pool  = p;
+        w->index = i;
+        if (pthread_create(&w->thread, NULL, hpmli_worker_main, w) != 0) break;
+        p->worker_count++;
+    }
+    return p;
+}
+#endif
+
+/* Runs fn for each task in [0, n); returns when all are done. */
+HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *arg)
+{
+#ifndef HPML_NO_THREADS
+    if (n > 1 && ctx->pool) {
+        hpmli_pool_run(ctx->pool, n, fn, arg);
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < n; i++) fn(arg, i, 0);
+    (void)ctx;
+}
+
+/* Loops over long arrays are cut into pieces of this many elements: small enough to share, large enough to pay. */
+#define HPMLI_GRAIN 16384
+
+/* Long sums are cut into at most HPMLI_SUM_TASKS pieces; the partial sums are added in order. */
+#define HPMLI_SUM_TASKS 64
+
+/* Rows per task so that a task has about HPMLI_GRAIN elements. */
+HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>create   creating and freeing contexts
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
+{
+    if (!HPMLI_CLEARED(ctx, "ctx", d)) return false;
+    ctx->k = hpmli_kernels_find(d->cpu);
+    if (!ctx->k) {
+        ctx->k = hpmli_kernels_find(NULL);
+        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
+                   "best (\"%s\")", d->cpu, ctx->k->name);
+    }
+    if (d->threads < 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: %d threads, expected 1 or more, or 0 for all cores",
+                           d->threads);
+#ifndef HPML_NO_THREADS
+    ctx->threads = (int)hpmli_min(d->threads > 0 ? d->threads : hpmli_cores(), 1024);
+    if (ctx->threads > 1) {
+        ctx->pool = hpmli_pool_create(ctx, ctx->threads);
+        if (!ctx->pool) return false;
+        ctx->threads = ctx->pool->worker_count + 1;
+    }
+#endif
+    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
+    if (!ctx->gemm_ws) return false;
+    if (d->store != HPML_DTYPE_F32 && d->store != HPML_DTYPE_BF16 && d->store != HPML_DTYPE_F16)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store is %s (%d), expected f32, bf16 or f16",
+                           hpml_dtype_name(d->store), (int)d->store);
+    if (d->store != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store %s is for the CPU; the backend \"%s\" takes its "
+                           "precision from its own desc", hpml_dtype_name(d->store), ctx->backend->name);
+    ctx->store = d->store;
+    return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
+}
+
+HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
+{
+    hpml_ctx_desc d = HPMLI_ZEROED;
+    hpml_ctx     *ctx;
+    if (desc && (desc->_begin || desc->_end)) d._begin = 1; /* refused below; what it points to is not called */
+    else if (desc) d = *desc;
+    if (!d.allocator.alloc || !d.allocator.free) {
+        d.allocator.alloc = hpmli_default_alloc;
+        d.allocator.free  = hpmli_default_free;
+    }
+    ctx = (hpml_ctx *)d.allocator.alloc(sizeof *ctx, HPMLI_BLOCK, d.allocator.user);
+    if (!ctx) return NULL;
+    memset(ctx, 0, sizeof *ctx);
+    ctx->allocator   = d.allocator;
+    ctx->log         = d.log;
+    ctx->log_user    = d.log_user;
+    ctx->seed        = d.seed;
+    ctx->process     = hpmli_process();
+    ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
+    ctx->ops         = ctx->backend->ops;
+    ctx->allocations = 1;
+    ctx->bytes       = sizeof *ctx;
+    ctx->threads     = 1;
+    if (!hpmli_ctx_open(ctx, &d) && ctx->status == HPML_OK)
+        hpmli_fail(ctx, HPML_ERR_STATE, "ctx: the backend \"%s\" did not open", ctx->backend->name);
+    return ctx;
+}
+
+HPML_API void hpml_ctx_free(hpml_ctx *ctx)
+{
+    if (!ctx) return;
+    for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: users before what they use */
+        hpmli_drop_fn *drop = b->drop;
+        b->drop = NULL;
+        if (drop) drop((char *)b + HPMLI_BLOCK);
+    }
+    if (ctx->device) ctx->backend->close(ctx->device);
+    while (ctx->blocks) hpmli_free(ctx, (char *)ctx->blocks + HPMLI_BLOCK);
+    hpml_allocator allocator = ctx->allocator;
+    allocator.free(ctx, sizeof *ctx, allocator.user);
+}
+
+HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx) { return ctx ? ctx->status : HPML_ERR_ARGUMENT; }
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx) { return ctx ? ctx->error : "no context"; }
+
+HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
+{
+    if (!ctx) return;
+    ctx->status      = HPML_OK;
+    ctx->error[0]    = 0;
+    ctx->param_count = ctx->param_kept;
+    hpmli_names_fill(ctx);
+}
+
+HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
+HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ctx->k->name : ""; }
+HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx)        { return ctx ? ctx->seed : 0; }
+HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx) { return ctx ? ctx->allocations : 0; }
+HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx)       { return ctx ? ctx->bytes : 0; }
+HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress)
+{
+    hpml_progress before = { NULL, NULL };
+    if (!ctx) return before;
+    before        = ctx->progress;
+    ctx->progress = progress;
+    return before;
+}
+
+HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
+{
+    hpml_allocator none = HPMLI_ZEROED;
+    return ctx ? ctx->allocator : none;
+}
+
+HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx) { return ctx ? ctx->backend : NULL; }
+HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>rng   single random numbers, permutations
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Single numbers are the same elements that the bulk kernels make, one block of Philox each (about 20 ns). */
+
+#define HPMLI_STREAM_SHUFFLE (UINT64_C(0x5) << 60) /* no other use of a seed draws from it */
+
+HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4])
+{
+    hpmli_philox_scalar((uint64_t)key[1] << 32 | key[0], (uint64_t)counter[3] << 32 | counter[2],
+                        (uint64_t)counter[1] << 32 | counter[0], out);
+}
+
+/* Word number i of the stream. */
+HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
+{
+    uint32_t block[4];
+    hpmli_philox_scalar(r->seed, r->stream, i / 4, block);
+    return block[i % 4];
+}
+
+HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return hpmli_rng_word(r, r->counter++); }
+HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f); }
+
+HPML_API float hpml_rng_normal(hpml_rng *r)
+{
+    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_CHUNK / 2); /* its pair: j and j + half a chunk */
+    uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_CHUNK / 2);
+    float    x, y;
+    hpmli_box_muller_scalar(&a, &b, &x, &y);
+    return i == j ? x : y;
+}
+
+/* Draws as many bits as n - 1 has and starts again when they show n or more: less than two draws on average. */
+HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
+{
+    uint64_t mask = n > 1 ? (uint64_t)(n - 1) : 0, x;
+    if (mask == 0) return 0;
+    for (int shift = 1; shift < 64; shift *= 2) mask |= mask >> shift;
+    do {
+        x = hpml_rng_u32(r);
+        if (mask >> 32) x |= (uint64_t)hpml_rng_u32(r) << 32;
+        x &= mask;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+
+/* Whole pieces of a stream. x: (n) */
+#define HPMLI_RANDOM(kind, name, T)                                                                                    \
+    HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
+    {                                                                                                                  \
+        hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);                                  \
+        if (n > 0) r->counter += (uint64_t)n;                                                                          \
+    }
+HPMLI_RANDOM(HPMLI_WORDS, u32, uint32_t)
+HPMLI_RANDOM(HPMLI_UNIFORM, uniform, float)
+HPMLI_RANDOM(HPMLI_NORMAL, normal, float)
+#undef HPMLI_RANDOM
+
+/* The last step of splitmix64: every bit of x moves every bit of the result. */
+HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
+{
+    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+    return x ^ x >> 31;
+}
+
+/* A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b: cut the bits in two parts and change, in turn,
+   one part by a random function of the other; whatever the function, each step can be undone, so the whole is a
+   bijection. A result of n or more is put through again until it falls below n, less than twice on average ("cycle
+   walking", Black & Rogaway 2002): that follows a cycle of the larger permutation from [0, n) back into it, so it
+   permutes [0, n). */
+HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i)
+{
+    uint32_t k[4];
+    uint64_t x = (uint64_t)i, key0, key1, low_mask, high_mask;
+    int      bits = 2, low_bits;
+    if (i < 0 || i >= n) return -1;
+    if (n == 1) return 0;
+    while ((uint64_t)(n - 1) >> bits) bits++;
+    low_bits  = (bits + 1) / 2;
+    low_mask  = ((uint64_t)1 << low_bits) - 1;
+    high_mask = ((uint64_t)1 << (bits - low_bits)) - 1;
+    hpmli_philox_scalar(seed, HPMLI_STREAM_SHUFFLE, epoch, k);
+    key0 = (uint64_t)k[1] << 32 | k[0];
+    key1 = (uint64_t)k[3] << 32 | k[2] | 1;
+    do {
+        uint64_t low = x & low_mask, high = x >> low_bits, round_key = key0;
+        for (int round = 0; round < 4; round++) { /* two half rounds each */
+            high ^= hpmli_mix64(low + (round_key += key1)) >> 32 & high_mask;
+            low ^= hpmli_mix64(high + (round_key += key1)) >> 32 & low_mask;
+        }
+        x = high << low_bits | low;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+
+// =====================================================================================================================
+// PART III  TENSORS AND GRAPH: what is recorded, where its arrays lie, how it runs
+// =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>tensor   tensors and views, copies and conversions
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* By hpml_dtype: bytes of an element, our name, safetensors' name, numpy's (it has no bf16). */
+static const struct hpmli_dtype {
+    size_t      size;
+    const char *name, *safe, *numpy;
+} hpmli_dtypes[] = { { 4, "f32", "F32", "<f4" }, { 2, "bf16", "BF16", NULL }, { 2, "f16", "F16", "<f2" },
+                     { 4, "i32", "I32", "<i4" }, { 1, "u8", "U8", "|u1" } };
+#define HPMLI_DTYPES 5
+
+HPML_API size_t hpml_dtype_size(hpml_dtype dtype)
+{
+    return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].size : 0;
+}
+
+HPML_API const char *hpml_dtype_name(hpml_dtype dtype)
+{
+    return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].name : "?";
+}
+
+/* Product of a shape; -1 when a dimension is not positive or the bytes would overflow. */
+HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
+{
+    size_t count = 1;
+    for (int i = 0; i < ndim; i++)
+        if (shape[i] <= 0 || !hpmli_mul(count, (size_t)shape[i], &count) || count > SIZE_MAX / 16) return -1;
+    return (int64_t)count;
+}
+
+HPMLI_FN int64_t hpmli_cropped(const hpml_dataset *d) /* numbers of a sample as loaders hand it out */
+{
+    int64_t n = hpmli_shape_count(d->x_ndim, d->x_shape), k = d->x_crop;
+    return k > 0 && d->x_ndim > 1 ? n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * k * k : n;
+}
+
+/* Appends as snprintf does, and counts what it would have needed. */
+typedef struct hpmli_table {
+    char  *buffer;
+    size_t size;
+    int    used;
+} hpmli_table;
+
+HPMLI_FN hpmli_table hpmli_table_of(char *buffer, size_t size)
+{
+    hpmli_table t = { buffer, size, 0 };
+    if (size > 0 && buffer) buffer[0] = 0;
+    return t;
+}
+
+HPMLI_PRINTF(2, 3)
+HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
+{
+    va_list args;
+    bool    room = t->buffer && (size_t)t->used < t->size;
+    va_start(args, format);
+    int n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
+    va_end(args);
+    if (n > 0) t->used += n;
+}
+
+/* Texts for messages, good until eight more are made: of a shape, "64x784", ... */
+HPMLI_FN const char *hpmli_shape_text(hpml_ctx *ctx, int ndim, const int64_t *shape)
+{
+    hpmli_table t = hpmli_table_of(ctx->texts[ctx->text_count++ % 8], sizeof ctx->texts[0]);
+    if (ndim < 1) hpmli_table_add(&t, "scalar");
+    for (int i = 0; i < ndim; i++) hpmli_table_add(&t, "%s%lld", i ? "x" : "", (long long)shape[i]);
+    return t.buffer;
+}
+
+HPML_API int64_t hpml_tensor_count(const hpml_tensor *t)
+{
+    int64_t count = 1;
+    if (!t) return 0;
+    for (int i = 0; i < t->ndim; i++) count *= t->shape[i];
+    return count;
+}
+
+HPMLI_FN size_t hpmli_tensor_bytes(const hpml_tensor *t)
+{
+    return (size_t)hpml_tensor_count(t) * hpml_dtype_size(t->dtype);
+}
+
+HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size)
+{
+    if (!t) snprintf(buffer, size, "no tensor");
+    else snprintf(buffer, size, "%s %s \"%s\"", hpml_dtype_name(t->dtype),
+                  hpmli_shape_text(t->ctx, t->ndim, t->shape), t->name);
+    return buffer;
+}
+
+/* ... and of a tensor. */
+HPMLI_FN const char *hpmli_text(const hpml_tensor *t)
+{
+    char *buffer = t->ctx->texts[t->ctx->text_count++ % 8];
+    return hpml_tensor_text(t, buffer, sizeof t->ctx->texts[0]);
+}
+
+HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
+{
+    int64_t stride = 1;
+    t->ndim = ndim;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) t->shape[i] = i < ndim ? shape[i] : 1;
+    for (int i = HPML_MAX_DIMS - 1; i >= 0; i--) {
+        t->stride[i] = stride;
+        stride *= t->shape[i];
+    }
+}
+
+/* A tensor without memory. The one place where shapes are checked. */
+HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim,
+                                       const int64_t *shape)
+{
+    if (hpmli_failed(ctx)) return NULL;
+    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape))
+        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, not 0 to %d", name, ndim, HPML_MAX_DIMS);
+    if (hpml_dtype_size(dtype) == 0)
+        return hpmli_null(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
+    for (int i = 0; i < ndim; i++)
+        if (shape[i] <= 0)
+            return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": shape %s, every dimension must be at least 1", name,
+                              hpmli_shape_text(ctx, ndim, shape));
+    if (hpmli_shape_count(ndim, shape) < 0)
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
+                          hpmli_shape_text(ctx, ndim, shape));
+    hpml_tensor *t = hpmli_new(ctx, hpml_tensor, 1);
+    if (!t) return NULL;
+    t->ctx   = ctx;
+    t->name  = name;
+    t->dtype = dtype;
+    hpmli_set_shape(t, ndim, shape);
+    return t;
+}
+
+/* Zeroed memory on the context's device; an error on the context when there is none. */
+HPMLI_FN void *hpmli_device_alloc(hpml_ctx *ctx, size_t bytes)
+{
+    void *p = ctx->backend->alloc(ctx->device, bytes);
+    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were asked for",
+                       ctx->backend->name, bytes);
+    return p;
+}
+
+HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
+{
+    hpml_tensor *t = hpmli_tensor_new(ctx, "tensor", dtype, ndim, shape);
+    if (!t) return NULL;
+    t->data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
+    if (t->data) return t;
+    hpmli_free(ctx, t);
+    return NULL;
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
+{
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 1, &d0);
+}
+
+/* The forms of a function that take a shape as two, three, four numbers; `call` uses them as `shape`. */
+#define HPMLI_SHAPES(name, T, x, call)                                                                                 \
+    HPML_API hpml_tensor *name##_2d(T x, int64_t a, int64_t b) { int64_t ndim = 2, shape[] = { a, b }; return call; }  \
+    HPML_API hpml_tensor *name##_3d(T x, int64_t a, int64_t b, int64_t c)                                              \
+    { int64_t ndim = 3, shape[] = { a, b, c }; return call; }                                                          \
+    HPML_API hpml_tensor *name##_4d(T x, int64_t a, int64_t b, int64_t c, int64_t d)                                   \
+    { int64_t ndim = 4, shape[] = { a, b, c, d }; return call; }
+HPMLI_SHAPES(hpml_tensor_create, hpml_ctx *, ctx, hpml_tensor_create(ctx, HPML_DTYPE_F32, (int)ndim, shape))
+
+/* True when views of t can be made. */
+HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
+{
+    if (!t || hpmli_failed(t->ctx)) return false;
+    if (t->data) return true;
+    return hpmli_false(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, hpml_slice "
+                       "or hpml_transpose instead", t->name);
+}
+
+/* A tensor with the memory and strides of another one. */
+HPMLI_FN hpml_tensor *hpmli_view(const hpml_tensor *t)
+{
+    hpml_tensor *v = hpmli_tensor_new(t->ctx, "view", t->dtype, t->ndim, t->shape);
+    if (v) v->data = t->data, memcpy(v->stride, t->stride, sizeof v->stride);
+    return v;
+}
+
+HPML_API void hpml_tensor_free(hpml_tensor *t)
+{
+    if (!t || t->node || t->param || t->batch_rows) return;
+    if (strcmp(t->name, "tensor") == 0) t->ctx->backend->free(t->ctx->device, t->data, hpmli_tensor_bytes(t));
+    hpmli_free(t->ctx, t);
+}
+
+HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
+{
+    int64_t stride = 1;
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        if (t->shape[i] != 1 && t->stride[i] != stride) return false;
+        stride *= t->shape[i];
+    }
+    return true;
+}
+
+/* Replaces one -1 in a wanted shape by what is left; false when the counts differ. */
+HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, int64_t *shape)
+{
+    int64_t known = 1;
+    int     open  = -1;
+    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !want)) return false;
+    for (int i = 0; i < ndim; i++) {
+        shape[i] = want[i];
+        if (want[i] == -1 && open < 0) open = i;
+        else if (want[i] <= 0 || known > count / want[i]) return false;
+        else known *= want[i];
+    }
+    if (open >= 0) {
+        if (known == 0 || count % known != 0) return false;
+        shape[open] = count / known;
+        known *= shape[open];
+    }
+    return known == count;
+}
+
+HPMLI_FN hpml_tensor *hpmli_reshape_error(hpml_tensor *t, int ndim, const int64_t *want)
+{
+    const char *shape = hpmli_shape_text(t->ctx, !want || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
+    return hpmli_null(t->ctx, HPML_ERR_SHAPE, "reshape of %s to %s: the number of elements must stay the same, and at "
+                      "most one dimension may be -1", hpmli_text(t), shape);
+}
+
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape)
+{
+    int64_t full[HPML_MAX_DIMS];
+    if (!hpmli_has_views(t)) return NULL;
+    if (!hpmli_contiguous(t) || !hpmli_reshape_rule(hpml_tensor_count(t), ndim, shape, full))
+        return hpmli_reshape_error(t, ndim, shape);
+    hpml_tensor *v = hpmli_view(t);
+    if (v) hpmli_set_shape(v, ndim, full);
+    return v;
+}
+
+HPMLI_FN bool hpmli_slice_fits(const hpml_tensor *t, int dim, int64_t start, int64_t count)
+{
+    if (dim >= 0 && dim < t->ndim && start >= 0 && count > 0 && start <= t->shape[dim] - count) return true;
+    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "slice of %s: %lld from %lld on of dimension %d is outside",
+                       hpmli_text(t), (long long)count, (long long)start, dim);
+}
+
+HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count)
+{
+    if (!hpmli_has_views(t) || !hpmli_slice_fits(t, dim, start, count)) return NULL;
+    hpml_tensor *v = hpmli_view(t);
+    if (!v) return NULL;
+    v->shape[dim] = count;
+    v->data = (float *)(void *)((char *)t->data + (size_t)(start * t->stride[dim]) * hpml_dtype_size(t->dtype));
+    return v;
+}
+
+HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
+{
+    if (!hpmli_has_views(t)) return NULL;
+    if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim)
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_text(t), dim_a,
+                          dim_b);
+    hpml_tensor *v = hpmli_view(t);
+    if (!v) return NULL;
+    v->shape[dim_a] = t->shape[dim_b], v->stride[dim_a] = t->stride[dim_b];
+    v->shape[dim_b] = t->shape[dim_a], v->stride[dim_b] = t->stride[dim_a];
+    return v;
+}
+
+/* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits. */
+HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src,
+                            int64_t n)
+{
+    float  piece[1024], raw[1024]; /* files do not align what they hold: raw is where that is read, or made */
+    size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
+    if (to == from) memmove(dst, src, (size_t)n * to_size);
+    for (int64_t i = 0, count; i < n && to != from; i += count) {
+        const void *x = (const char *)src + (size_t)i * from_size;
+        void       *y = (char *)dst + (size_t)i * to_size, *made = (uintptr_t)y % to_size ? raw : y;
+        count = n - i < 1024 ? n - i : 1024;
+        if ((uintptr_t)x % from_size) x = memcpy(raw, x, (size_t)count * from_size);
+        k->to_f32(piece, from, x, count);
+        k->from_f32(to, made, piece, count);
+        if (made != y) memcpy(y, made, (size_t)count * to_size);
+    }
+}
+
+HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n)
+{
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (!dst || !src || n < 0 || !hpml_dtype_size(to) || !hpml_dtype_size(from))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "convert: needs two arrays, two dtypes, n >= 0; n is %lld",
+                          (long long)n);
+    hpmli_convert(ctx->k, to, dst, from, src, n);
+    return HPML_OK;
+}
+
+/* Two operands in step: shapes are matched from the last dimension, a 1 stretches, which in memory is a stride of 0.
+   Neighbouring dimensions that walk in step are joined, so that equal shapes become one long run and (B, C) + (C)
+   becomes B runs of C. */
+typedef struct hpmli_walk {
+    int     ndim;
+    int64_t shape[HPML_MAX_DIMS];     /* of the result, joined */
+    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b: 0 where stretched */
+    int64_t runs, run;                /* result = runs x run elements */
+} hpmli_walk;
+
+HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_tensor *a, const hpml_tensor *b)
+{
+    const hpml_tensor *src[2] = { a, b };
+    w->ndim = 0;
+    for (int i = 0; i < out->ndim; i++) { /* outermost first; i joins the one before when both operands allow */
+        int64_t size = out->shape[i], stride[2];
+        for (int s = 0; s < 2; s++) {
+            int dim = i - (out->ndim - src[s]->ndim);
+            stride[s] = dim >= 0 && src[s]->shape[dim] > 1 ? src[s]->stride[dim] : 0;
+        }
+        if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0] * size &&
+            w->stride[1][w->ndim - 1] == stride[1] * size)
+            size *= w->shape[--w->ndim];
+        else if (size == 1) continue;
+        w->shape[w->ndim]     = size;
+        w->stride[0][w->ndim] = stride[0];
+        w->stride[1][w->ndim] = stride[1];
+        w->ndim++;
+    }
+    if (w->ndim == 0) w->shape[0] = 1, w->stride[0][0] = w->stride[1][0] = 1, w->ndim = 1;
+    w->run  = w->shape[w->ndim - 1];
+    w->runs = 1;
+    for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
+}
+
+/* Where run `r` of operand s begins. */
+HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
+{
+    int64_t at = 0;
+    for (int i = w->ndim - 2; i > 0; i--) {
+        at += r % w->shape[i] * w->stride[s][i];
+        r /= w->shape[i];
+    }
+    return at + r * w->stride[s][0];
+}
+
+HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
+{
+    hpmli_walk w;
+    if (!dst || !src || hpmli_failed(dst->ctx)) return dst ? hpml_ctx_status(dst->ctx) : HPML_ERR_ARGUMENT;
+    if (dst->ndim != src->ndim || memcmp(dst->shape, src->shape, sizeof dst->shape) != 0 || !dst->data || !src->data)
+        return hpmli_fail(dst->ctx, HPML_ERR_SHAPE, "copy of %s to %s: both need memory and the same shape",
+                          hpmli_text(src), hpmli_text(dst));
+    hpmli_walk_make(&w, dst, dst, src);
+    int64_t to = w.stride[0][w.ndim - 1], from = w.stride[1][w.ndim - 1], whole = to == 1 && from == 1 ? w.run : 1;
+    for (int64_t i = 0; i < w.runs * w.run; i += whole) {
+        int64_t run = i / w.run, d = hpmli_walk_at(&w, 0, run) + i % w.run * to;
+        int64_t s = hpmli_walk_at(&w, 1, run) + i % w.run * from;
+        hpmli_convert(dst->ctx->k, dst->dtype, (char *)dst->data + (size_t)d * hpml_dtype_size(dst->dtype), src->dtype,
+                      (const char *)src->data + (size_t)s * hpml_dtype_size(src->dtype), whole);
+    }
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>host   whole tensors to and from host memory
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
+
+/* Copies the first n numbers of t, of any dtype, to the host as f32. */
+HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
+{
+    size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out: widened in place */
+    hpml_status status = ctx->backend->read(ctx->device, raw, t->data, bytes);
+    if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const float *in)
+{
+    size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
+    void  *raw   = hpmli_alloc(ctx, bytes);
+    if (!raw) return ctx->status;
+    hpmli_convert(ctx->k, t->dtype, raw, HPML_DTYPE_F32, in, n);
+    hpml_status status = ctx->backend->write(ctx->device, t->data, raw, bytes);
+    hpmli_free(ctx, raw);
+    return status;
+}
+
+/* Copies `count` values from the host (`in`) to a tensor or back (`out`); plain: the host's values are f32. */
+HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, const void *in, void *out, int64_t count,
+                                    bool plain)
+{
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    const hpml_backend *b     = t->ctx->backend;
+    size_t              bytes = hpmli_tensor_bytes(t);
+    if ((!in && !out) || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
+        return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
+                          "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
+                          t->data ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
+    if (plain && in) return hpmli_write_floats(t->ctx, t, count, (const float *)in);
+    if (plain) return hpmli_read_floats(t->ctx, t, count, (float *)out);
+    return in ? b->write(t->ctx->device, t->data, in, bytes) : b->read(t->ctx->device, out, t->data, bytes);
+}
+
+HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count)
+{
+    return hpmli_transfer(t, "set", values, NULL, count, t && t->node && hpmli_is_half(t->dtype));
+}
+
+HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count)
+{
+    return hpmli_transfer(t, "get", NULL, values, count, t && t->node && hpmli_is_half(t->dtype));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>record   recording: nodes, inputs, parameters
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* What the backward pass of an op reads: the planner keeps just that. Given by the op's _needs function. */
+#define HPMLI_NEED_SRC(i) (1u << (i))
+#define HPMLI_NEED_OUT    (1u << 8)
+#define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
+#define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
+
+/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`; one
+   that can fail returns its status. */
+#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+#define HPMLI_OP(name, needs, forward, backward)                                                                       \
+    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
+    HPMLI_PASS(name##_forward) { forward; return HPML_OK; }                                                            \
+    HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
+
+/* What most passes are: fn for each of `count` rows, planes, channels ..., `each` of them a task. */
+typedef struct hpmli_work hpmli_work;
+typedef void hpmli_work_fn(const hpmli_work *w, int64_t i, int thread);
+struct hpmli_work {
+    const hpml_run      *run;
+    const hpmli_kernels *k;
+    hpml_node           *n;
+    int64_t              cols; /* of a row of src[0] */
+    bool                 back;
+    int64_t              count, each;
+    hpmli_work_fn       *fn;
+};
+
+HPMLI_FN void hpmli_work_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_work *w = (const hpmli_work *)arg;
+    for (int64_t i = task * w->each; i < (task + 1) * w->each && i < w->count; i++) w->fn(w, i, thread);
+}
+
+HPMLI_FN void hpmli_work_run(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t each,
+                             hpmli_work_fn *fn)
+{
+    const hpml_tensor *x = n->src[0];
+    hpmli_work         w = { run, run->ctx->k, n, x->ndim ? x->shape[x->ndim - 1] : 1, back, count, each, fn };
+    hpmli_parallel(run->ctx, (count + each - 1) / each, hpmli_work_task, &w);
+}
+
+/* An op whose passes are of this kind. */
+#define HPMLI_WORK_OP(name, needs, count, each, forward, backward)                                                     \
+    HPMLI_OP(name, needs, hpmli_work_run(run, n, false, count, each, hpmli_##forward),                                 \
+             hpmli_work_run(run, n, true, count, each, hpmli_##backward))
+
+/* fn for each row of src[0]: of its last dimension. */
+HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
+{
+    int64_t cols = n->src[0]->shape[n->src[0]->ndim - 1];
+    hpmli_work_run(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
+}
+
+/* Such functions go through a long row piece by piece: c elements from i on. */
+#define HPMLI_PIECE 512
+#define HPMLI_PIECES(i, c, n) \
+    for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
+
+/* What results of ops are kept in. */
+HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
+{
+    return ctx->backend->store ? ctx->backend->store(ctx->device) : HPML_DTYPE_F32;
+}
+
+/* What ops compute with. */
+HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
+{
+    return t->dtype == HPML_DTYPE_F32 || hpmli_is_half(t->dtype);
+}
+
+/* The given name, or "<kind><number>". Owned by the context. */
+HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
+{
+    char text[64];
+    if (hpmli_failed(ctx)) return NULL;
+    if (name && name[0]) return hpmli_strdup(ctx, name);
+    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count - ctx->turn_count);
+    return hpmli_strdup(ctx, text);
+}
+
+/* True when all sources are there and of one context; with one NULL, or on a failed context, recording does nothing. */
+HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
+{
+    hpml_ctx *ctx = NULL;
+    for (int i = 0; i < src_count; i++) {
+        if (!src[i]) return false;
+        if (!ctx) ctx = src[i]->ctx;
+        if (hpmli_failed(ctx)) return false;
+        if (src[i]->ctx != ctx)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name,
+                               src[i]->name);
+        if (!hpmli_contiguous(src[i]))
+            return hpmli_false(ctx, HPML_ERR_SHAPE, "%s is a view with gaps, which ops do not read: hpml_tensor_copy "
+                               "it to a tensor of its own, or record hpml_permute or hpml_slice", hpmli_text(src[i]));
+    }
+    return true;
+}
+
+/* Adds an op. Its result, n->out, is named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
+   and absent are NULL, the first never is. The caller fills in n->attr and the bytes it needs. After an error that is
+   lost: it goes to a spare node, whose result is NULL. */
+HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
+                                      const int64_t *shape)
+{
+    hpml_ctx  *ctx   = src[0]->ctx;
+    hpml_node *none  = &ctx->spare;
+    hpml_dtype dtype = hpmli_store(ctx);
+    bool       images = ndim == 4 && op != HPML_OP_RESHAPE && op != HPML_OP_PERMUTE;
+    const hpml_tensor *first = NULL, *nhwc = NULL; /* sources with a layout, one in NHWC */
+    none->out = NULL;
+    for (int i = 0; i < src_count && images; i++) {
+        if (!src[i] || src[i]->ndim != 4) continue;
+        if (src[i]->layout == HPML_NHWC) nhwc = src[i];
+        if (!src[i]->batch_rows) continue;
+        if (first && first->layout != src[i]->layout)
+            hpmli_fail(ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of them",
+                       hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
+        first = src[i];
+    }
+    for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
+        bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
+        if (src[i] && op != HPML_OP_RESHAPE &&
+            (index ? src[i]->dtype != HPML_DTYPE_I32 : src[i]->dtype != HPML_DTYPE_F32 && src[i]->dtype != dtype))
+            hpmli_fail(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
+                       hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
+    }
+    if (ndim == 0) dtype = HPML_DTYPE_F32;
+    if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
+    hpml_tensor *out = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
+    hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
+    if (!n) return none;
+    HPML_ASSERT(src_count <= HPML_MAX_SRC);
+    n->op        = op;
+    n->index     = ctx->node_count++;
+    n->out       = out;
+    n->src_count = src_count;
+    out->node    = n;
+    out->layout  = nhwc ? HPML_NHWC : HPML_NCHW;
+    for (int i = 0; i < src_count; i++) {
+        hpml_tensor *s = n->src[i] = src[i];
+        if (!s) continue;
+        s->used = true;
+        if (s->needs_grad) out->needs_grad = true;
+        if (!s->batch_rows) continue;
+        if (ndim > 0 && shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
+        else n->mixes_batch = ndim > 0; /* a scalar of a short batch is just a shorter sum */
+    }
+    if (out->batch_rows) n->mixes_batch = false;
+    ctx->param_kept = ctx->param_count;
+    return n;
+}
+
+/* Says how many rows of the result there are for each sample, where that is not as in a source of as many rows; 0: if
+   a source has any, samples get mixed. */
+HPMLI_FN void hpmli_node_batch(hpml_node *n, int64_t rows)
+{
+    if (!n->out) return;
+    n->out->batch_rows = rows;
+    n->mixes_batch     = false;
+    for (int i = 0; i < n->src_count; i++) n->mixes_batch |= rows == 0 && n->src[i]->batch_rows > 0;
+}
+
+HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
+{
+    if (hpmli_failed(ctx)) return NULL;
+    if (ndim < 1) return hpmli_null(ctx, HPML_ERR_SHAPE, "input: needs at least the batch dimension");
+    hpml_tensor *t = hpmli_tensor_new(ctx, "input", dtype, ndim, shape);
+    if (t) t->batch_rows = 1;
+    return t;
+}
+
+HPMLI_SHAPES(hpml_input, hpml_ctx *, ctx, hpml_input(ctx, HPML_DTYPE_F32, (int)ndim, shape))
+
+HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
+{
+    int64_t shape[2] = { b, t };
+    return hpml_input(ctx, HPML_DTYPE_I32, 2, shape);
+}
+
+HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
+{
+    if (!input || hpmli_failed(input->ctx)) return input ? input->ctx->status : HPML_ERR_ARGUMENT;
+    if (input->node || input->dtype != HPML_DTYPE_F32)
+        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets "
+                          "its gradient by itself", input->name);
+    if (input->used && !input->needs_grad)
+        return hpmli_fail(input->ctx, HPML_ERR_STATE, "require_grad of \"%s\": an op uses it already, whose backward "
+                          "pass would leave it out; call this before", input->name);
+    input->needs_grad = true;
+    return HPML_OK;
+}
+
+#define HPMLI_NAME 256 /* room for the name of an array in a file */
+
+#define HPMLI_HASH UINT64_C(14695981039346656037)
+HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n) /* FNV-1a, begun with HPMLI_HASH */
+{
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
+    return hash;
+}
+
+/* The entry of the table of names for the parameter `name`: its own, or a free one. */
+HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
+{
+    uint64_t hash = hpmli_hash(HPMLI_HASH, name, strlen(name));
+    for (uint64_t at = hash ^ hash >> 32;; at++) {
+        int *entry = &ctx->names[at & (uint64_t)(ctx->name_size - 1)];
+        if (*entry == 0 || strcmp(ctx->params[*entry - 1]->name, name) == 0) return entry;
+    }
+}
+
+/* Fills the table of names again from the list of parameters. */
+static void hpmli_names_fill(hpml_ctx *ctx)
+{
+    if (ctx->name_size > 0) memset(ctx->names, 0, (size_t)ctx->name_size * sizeof *ctx->names);
+    for (int i = 0; i < ctx->param_count; i++) *hpmli_name_entry(ctx, ctx->params[i]->name) = i + 1;
+}
+
+/* Doubles the table before one more parameter would fill more than half of it. */
+HPMLI_FN bool hpmli_names_grow(hpml_ctx *ctx)
+{
+    int64_t size = ctx->name_size > 0 ? 2 * ctx->name_size : 128;
+    if (2 * ((int64_t)ctx->param_count + 1) <= ctx->name_size) return true;
+    int *names = hpmli_new(ctx, int, size);
+    if (!names) return false;
+    hpmli_free(ctx, ctx->names);
+    ctx->names     = names;
+    ctx->name_size = size;
+    hpmli_names_fill(ctx);
+    return true;
+}
+
+HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
+                                      const int64_t *shape)
+{
+    if (!name || hpmli_failed(ctx)) return NULL;
+    if ((int)init < 0 || init > HPML_INIT_ONES)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": no initializer %d", name, (int)init);
+    if (strlen(name) >= HPMLI_NAME - 8) /* "state." goes before some in files */
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": a name of %zu characters, expected fewer than %d",
+                          name, strlen(name), HPMLI_NAME - 8);
+    if (hpml_param_find(ctx, name))
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
+    hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
+    if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
+    if (!hpmli_names_grow(ctx)) return NULL;
+    t->param = hpmli_new(ctx, hpml_param, 1);
+    if (!t->param) return NULL;
+    t->param->index      = ctx->param_count;
+    t->param->init       = init == HPML_INIT_DEFAULT ? HPML_INIT_KAIMING_UNIFORM : init;
+    t->param->init_scale = scale;
+    t->param->lr_scale   = 1;
+    t->needs_grad        = true;
+    *hpmli_name_entry(ctx, name) = ctx->param_count + 1;
+    ctx->params[ctx->param_count++] = t;
+    return t;
+}
+
+/* The parameter "layer.suffix". Weight decay leaves vectors alone: a bias, the scale of a norm. */
+HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
+                                        float scale, int ndim, const int64_t *shape)
+{
+    char text[HPMLI_NAME];
+    if (!layer || hpmli_failed(ctx)) return NULL;
+    snprintf(text, sizeof text, "%s.%s", layer, suffix);
+    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, text), init, scale, ndim, shape);
+    if (t) t->param->no_decay = ndim == 1;
+    return t;
+}
+
+HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc)
+{
+    hpml_param_desc d;
+    char            text[32];
+    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "param", d, desc)) return NULL;
+    if (d.ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
+    snprintf(text, sizeof text, "param%d", ctx->param_count);
+    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d.name ? d.name : text), d.init, d.init_scale, d.ndim,
+                                     d.shape);
+    if (!t) return NULL;
+    t->param->buffer   = d.buffer;
+    t->param->frozen   = d.frozen;
+    t->param->no_decay = d.no_decay;
+    t->needs_grad      = !d.buffer && !d.frozen;
+    ctx->param_kept    = ctx->param_count;
+    return t;
+}
+
+HPML_API int hpml_param_count(const hpml_ctx *ctx) { return ctx ? ctx->param_count : 0; }
+
+HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index)
+{
+    return ctx && index >= 0 && index < ctx->param_count ? ctx->params[index] : NULL;
+}
+
+HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name)
+{
+    int *entry = ctx && name && ctx->name_size > 0 ? hpmli_name_entry(ctx, name) : NULL;
+    return entry && *entry > 0 ? ctx->params[*entry - 1] : NULL;
+}
+
+HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
+{
+    int64_t total = 0;
+    for (int i = 0; i < hpml_param_count(ctx); i++)
+        if (!ctx->params[i]->param->buffer) total += hpml_tensor_count(ctx->params[i]);
+    return total;
+}
+
+/* One parameter's first values, drawn on the host from the stream of its index: they do not depend on the others. */
+typedef struct hpmli_init_job {
+    const hpml_ctx *ctx;
+    float          *w;             /* (n) */
+    int64_t         n;
+    uint64_t        stream;
+    double          scale;
+    bool            drawn, normal; /* not drawn: all are `scale` */
+} hpmli_init_job;
+
+HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_init_job *j = (const hpmli_init_job *)arg;
+    int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
+    if (j->drawn)
+        j->ctx->k->random(j->normal ? HPMLI_NORMAL : HPMLI_UNIFORM, j->w + i, j->ctx->seed, j->stream, (uint64_t)i,
+                          end - i);
+    for (; i < end; i++)
+        if (!j->drawn) j->w[i] = (float)j->scale;
+        else j->w[i] = (float)(j->scale * (j->normal ? (double)j->w[i] : 2 * (double)j->w[i] - 1));
+}
+
+HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
+{
+    const hpml_param *p = t->param;
+    hpmli_init_job    j = { ctx, w, hpml_tensor_count(t), (uint64_t)p->index, (double)p->init_scale, true, false };
+    double fan_in = (double)j.n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
+    double fan_out = (double)t->shape[0] * field;
+    switch (p->init) {
+    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
+    case HPML_INIT_KAIMING_NORMAL: j.scale = sqrt(2 / fan_in), j.normal = true; break;
+    case HPML_INIT_XAVIER_UNIFORM: j.scale = sqrt(6 / (fan_in + fan_out)); break;
+    case HPML_INIT_XAVIER_NORMAL: j.scale = sqrt(2 / (fan_in + fan_out)), j.normal = true; break;
+    case HPML_INIT_NORMAL: j.scale = j.scale > 0 ? j.scale : 0.02, j.normal = true; break;
+    case HPML_INIT_UNIFORM: j.scale = j.scale > 0 ? j.scale : 0.1; break;
+    case HPML_INIT_ZEROS: case HPML_INIT_ONES: j.scale = p->init == HPML_INIT_ONES, j.drawn = false; break;
+    }
+    hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
+}
+
+HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
+{
+    size_t room = 0;
+    float *w    = NULL; /* room for the largest */
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    for (int i = 0; i < ctx->param_count; i++) {
+        size_t bytes = hpmli_tensor_bytes(ctx->params[i]);
+        if (!ctx->params[i]->data && bytes > room) room = bytes;
+    }
+    if (room > 0) w = (float *)hpmli_alloc(ctx, room);
+    for (int i = 0; w && i < ctx->param_count; i++) {
+        hpml_tensor *t = ctx->params[i];
+        if (t->data) continue;
+        t->data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
+        if (!t->data) break;
+        hpmli_init_values(ctx, t, w);
+        ctx->backend->write(ctx->device, t->data, w, hpmli_tensor_bytes(t));
+    }
+    hpmli_free(ctx, w);
+    return ctx->status;
+}
+
+HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
+{
+    uint64_t hash = HPMLI_HASH;
+    if (hpmli_failed(ctx)) return 0;
+    for (int i = 0; i < ctx->param_count; i++) {
+        const hpml_tensor *t     = ctx->params[i];
+        size_t             bytes = hpmli_tensor_bytes(t);
+        unsigned char     *host  = t->data ? (unsigned char *)hpmli_alloc(ctx, bytes) : NULL;
+        if (!host) continue;
+        ctx->backend->read(ctx->device, host, t->data, bytes);
+        hash = hpmli_hash(hash, host, bytes);
+        hpmli_free(ctx, host);
+    }
+    return hash;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>place   a place in memory for each array of a plan: first fit
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A slot is an array with a life: the times at which it is needed. Largest first, each goes to the lowest address where
+   its bytes are free during its life: simple, and close to the best for chains. Two ways lead to the same address:
+   - a list of all slots placed before, in the order of their addresses: for n slots n^2 / 2 short steps;
+   - a binary tree over the times (a segment tree). At each node are two lists of address ranges in use, in which what
+     touches is one range: `whole`, of slots alive at all times of the node, and `part`, of slots alive at some. A life
+     is cut into at most two nodes a level; what can be in its way is their `part` and the `whole` of all nodes above.
+     Slots of one size stand in few ranges, so this takes about n log n steps for each size; networks have few sizes. */
+
+typedef struct hpmli_slot {
+    size_t   bytes, offset; /* before it has one: its number */
+    int      from, to;   /* alive, both included */
+    void   **place;      /* where the address goes once there is memory */
+} hpmli_slot;
+
+HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
+{
+    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
+    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
+    return x->offset < y->offset ? -1 : x->offset > y->offset;
+}
+
+/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
+HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
+{
+    size_t at = 0;
+    for (int i = 0; i < count; i++) {
+        const hpmli_slot *p = placed[i];
+        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
+        if (at + s->bytes <= p->offset) break;
+        at = p->offset + p->bytes;
+    }
+    return at;
+}
+
+HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
+{
+    hpmli_slot **placed = hpmli_new(ctx, hpmli_slot *, count);
+    for (int i = 0; placed && i < count; i++) {
+        int at = i;
+        slots[i].offset = hpmli_slot_fit(placed, i, &slots[i]);
+        for (; at > 0 && placed[at - 1]->offset > slots[i].offset; at--) placed[at] = placed[at - 1];
+        placed[at] = &slots[i];
+    }
+    hpmli_free(ctx, placed);
+    return placed != NULL;
+}
+
+typedef struct hpmli_range {
+    size_t from, to; /* addresses, `to` not included */
+    int    next;     /* number of the next range of its list, which is higher and does not touch; 0: none */
+} hpmli_range;
+
+typedef struct hpmli_times {
+    hpml_ctx    *ctx;
+    hpmli_range *ranges; /* (count of capacity) of all lists; number 0 is none */
+    int64_t      capacity;
+    int          count, spare;     /* spare: list of those no longer used */
+    int         *whole, *part;     /* (2 * times) first range by node; node 1 is the root, 2i and 2i + 1 are below i */
+    int          path[4 * 32 + 4]; /* (path_count) nodes that the life at hand is cut into, and those above */
+    bool         inside[4 * 32 + 4];
+    int          path_count;
+} hpmli_times;
+
+/* Walks from `node`, which stands for the times first to last, down to the nodes that lie inside the life of s. */
+HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
+{
+    int  middle = first + (last - first) / 2;
+    bool inside = s->from <= first && last <= s->to;
+    m->inside[m->path_count] = inside;
+    m->path[m->path_count++] = node;
+    if (!inside && s->from <= middle) hpmli_times_path(m, 2 * node, first, middle, s);
+    if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
+}
+
+/* The lowest offset at which `bytes` fit between the ranges of all lists on the path. */
+HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
+{
+    int    list[sizeof m->path / sizeof *m->path], count = 0;
+    size_t at = 0, before;
+    for (int k = 0; k < m->path_count; k++) {
+        int first = m->inside[k] ? m->part[m->path[k]] : m->whole[m->path[k]];
+        if (first) list[count++] = first;
+    }
+    do { /* until the offset is free in every list */
+        before = at;
+        for (int k = 0; k < count; k++)
+            for (const hpmli_range *r; r = &m->ranges[list[k]], list[k] && r->from < at + bytes; list[k] = r->next)
+                if (at < r->to) at = r->to;
+    } while (at != before);
+    return at;
+}
+
+/* Adds a range to the list that begins at *head, and joins it with those that it touches or overlaps. */
+HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
+{
+    int before = 0, at = *head;
+    for (; at && m->ranges[at].to < from; at = m->ranges[at].next) before = at;
+    while (at && m->ranges[at].from <= to) {
+        hpmli_range *r    = &m->ranges[at];
+        int          next = r->next;
+        if (r->from < from) from = r->from;
+        if (r->to > to) to = r->to;
+        r->next  = m->spare;
+        m->spare = at;
+        at       = next;
+    }
+    int added = m->spare;
+    if (added) m->spare = m->ranges[added].next;
+    else if (hpmli_grow(m->ctx, &m->ranges, m->count, &m->capacity, sizeof *m->ranges)) added = m->count++;
+    else return false;
+    hpmli_range range = { from, to, at };
+    m->ranges[added] = range;
+    if (before) m->ranges[before].next = added;
+    else *head = added;
+    return true;
+}
+
+HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
+{
+    hpmli_times m = HPMLI_ZEROED;
+    m.ctx = ctx, m.count = 1;
+    m.whole = hpmli_new(ctx, int, 4 * (int64_t)times);
+    m.part  = hpmli_new(ctx, int, 4 * (int64_t)times);
+    bool good = m.whole && m.part && hpmli_grow(ctx, &m.ranges, 0, &m.capacity, sizeof *m.ranges);
+    for (int i = 0; i < count && good; i++) {
+        hpmli_slot *s = &slots[i];
+        m.path_count = 0;
+        hpmli_times_path(&m, 1, 0, times - 1, s);
+        s->offset = hpmli_times_fit(&m, s->bytes);
+        for (int k = 0; k < m.path_count && good; k++) {
+            good = hpmli_times_add(&m, &m.part[m.path[k]], s->offset, s->offset + s->bytes);
+            if (m.inside[k]) good = good && hpmli_times_add(&m, &m.whole[m.path[k]], s->offset, s->offset + s->bytes);
+        }
+    }
+    hpmli_free(ctx, m.ranges);
+    hpmli_free(ctx, m.part);
+    hpmli_free(ctx, m.whole);
+    return good;
+}
+
+/* Sorts the slots, gives each its offset, and sets *bytes to what all need, by the faster of the two ways: the tree,
+   where there are at least 1000 slots for each size (measured with random graphs). */
+HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
+{
+    int sizes = 1, times = 1;
+    if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
+    for (int i = 0; i < count; i++) {
+        if (i > 0 && slots[i].bytes != slots[i - 1].bytes) sizes++;
+        if (slots[i].to >= times) times = slots[i].to + 1;
+    }
+    bool good = count / 1000 < sizes ? hpmli_place_list(ctx, slots, count) : hpmli_place_tree(ctx, slots, count, times);
+    for (int i = 0; i < count && good; i++)
+        if (slots[i].offset + slots[i].bytes > *bytes) *bytes = slots[i].offset + slots[i].bytes;
+    return good;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
+   is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
+   function. Two arrays may share memory when their lives do not overlap: see >>place. All this happens once; a step
+   allocates nothing.
+
+   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
+   may work in place on a source that no other op reads. A node's out_root and grad_root follow such links. */
+
+HPMLI_FN unsigned hpmli_needs(const hpml_node *n); /* defined where all ops are, in >>half */
+
+typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
+    int  last;                 /* time until which the value lives */
+    int  grad_first, grad_last;
+    int  readers;              /* nodes that read the value */
+    bool kept, grad_written;
+} hpmli_use;
+
+struct hpml_graph {
+    hpml_ctx      *ctx;
+    hpml_node    **nodes;      /* (count) in order */
+    int            count;
+    hpml_tensor  **leaves;     /* (leaf_count) inputs and constants */
+    int            leaf_count;
+    hpml_tensor   *loss;
+    int            output_count;
+    hpmli_slot    *slots;      /* (slot_count) */
+    int            slot_count;
+    hpml_memory    memory;
+    char          *arena;      /* activations, their gradients and scratch, on the device */
+    float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
+    int64_t        grad_count; /* floats */
+    size_t         scratch_bytes;
+    int            param_count; /* of the context, when this was made */
+    int           *param_last;  /* (param_count) node whose backward finishes the gradient; -1: none */
+    int64_t        batch, batch_now;
+    bool           batchable;
+    bool           train;      /* of the last forward pass ... */
+    uint64_t       step;       /* ... and its step */
+    int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
+    const char   **back_names; /* (count) for the timeline */
+    hpml_profile_row *profile; /* (count), NULL: off */
+    const hpml_hooks *hooks;   /* the trainer's, if it has one */
+    hpml_trainer  *trainer;
+    bool           last;       /* batch of an update: gradients are final, and hooks are told */
+    hpml_update   *updates;    /* (param_count) steps to be taken during the backward pass, or NULL */
+    bool           idle;       /* see hpml_run */
+};
+
+/* Whether t is among the inputs found. t->leaf may be from another graph, so the input with that index is compared. */
+HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
+{
+    return t->leaf < g->leaf_count && g->leaves[t->leaf] == t;
+}
+
+/* Marks what t depends on, at its place in the order of recording, which is an order of running. */
+HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
+{
+    if (!t || t->param) return;
+    if (t->node) {
+        found[t->node->index] = t->node;
+        return;
+    }
+    if (hpmli_graph_leaf(g, t)) return;
+    HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
+    t->leaf = g->leaf_count;
+    g->leaves[g->leaf_count++] = t;
+}
+
+/* From the last op recorded to the first: whoever reads a result stands behind it. */
+HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
+{
+    hpml_ctx   *ctx   = g->ctx;
+    hpml_node **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
+    g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
+    if (!found || !g->leaves) return false;
+    for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
+    for (int i = ctx->node_count - 1; i >= 0; i--)
+        for (int s = 0; found[i] && s < found[i]->src_count; s++) hpmli_graph_mark(g, found, found[i]->src[s]);
+    for (int i = 0; i < ctx->node_count; i++)
+        if (found[i]) g->nodes[g->count++] = found[i];
+    return true;
+}
+
+HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
+
+/* uses: by the index of the node that makes t, and behind them of the inputs; NULL: a parameter. */
+HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
+{
+    if (t && t->node) return &uses[t->node->index];
+    return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->leaf] : NULL;
+}
+
+/* Lives of the values. */
+HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
+{
+    int N = g->count;
+    for (int i = 0; i < N; i++) {
+        hpml_node *n      = g->nodes[i];
+        bool       back   = g->loss && n->out->needs_grad;
+        unsigned   needs  = hpmli_needs(n);
+        hpmli_use *u      = &uses[n->index];
+        n->out_root = n->out;
+        u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
+        if (u->kept) u->last = 2 * N;
+        for (int j = 0; j < n->src_count; j++) {
+            hpmli_use *s = hpmli_use_of(g, uses, n->src[j]);
+            int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->with != NULL);
+            if (s && s->last < at) s->last = at;
+            if (s) s->readers++;
+        }
+    }
+    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later */
+        hpml_node   *n = g->nodes[i];
+        hpml_tensor *x = n->src[0];
+        if (!x->node) continue;
+        const hpmli_use *u = &uses[x->node->index];
+        bool inplace = (hpmli_needs(n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
+                       x->node->out_root == x && x->dtype == n->out->dtype;
+        if (inplace || n->op == HPML_OP_RESHAPE) n->out_root = x->node->out_root;
+    }
+    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
+        hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->out_root->node->index];
+        if (r->last < u->last) r->last = u->last;
+    }
+}
+
+/* Lives of the gradients; who writes first and who adds, in the order of the backward pass: what nobody has written
+   when its own op's turn comes does not lead to the loss. */
+HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
+{
+    int N = g->count;
+    for (int i = 0; i < N; i++) {
+        hpml_node *n = g->nodes[i];
+        hpmli_use *u = &uses[n->index];
+        n->grad_root  = n->op == HPML_OP_RESHAPE && n->src[0]->node ? n->src[0]->node->grad_root : n->out;
+        u->grad_first = 2 * N, u->grad_last = 2 * N - 1 - i;
+    }
+    for (int i = N - 1; i >= 0; i--) {
+        hpml_node *n = g->nodes[i];
+        if (!n->out->needs_grad || (n->out != g->loss && !uses[n->grad_root->node->index].grad_written)) continue;
+        for (int j = 0; j < n->src_count; j++) {
+            hpml_tensor *s = n->src[j];
+            hpmli_use   *u = hpmli_use_of(g, uses, s), *r;
+            n->accumulate[j] = false;
+            if (!s || !s->needs_grad) continue;
+            if (hpmli_trainable(s)) {
+                n->accumulate[j] = g->param_last[s->param->index] >= 0;
+                g->param_last[s->param->index] = i;
+            }
+            if (!u) continue;
+            r = s->node ? &uses[s->node->grad_root->node->index] : u;
+            n->accumulate[j] = r->grad_written && !(s->node && n->op == HPML_OP_RESHAPE);
+            r->grad_written  = true;
+            if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
+            if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
+        }
+    }
+}
+
+HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
+{
+    hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
+    HPML_ASSERT(g->slot_count < 3 * g->count + 2 * g->leaf_count);
+    g->slots[g->slot_count++] = s;
+    g->memory.unshared += s.bytes;
+}
+
+HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
+{
+    int N = g->count;
+    for (int i = 0; i < N; i++) {
+        hpml_node *n    = g->nodes[i];
+        hpmli_use *u    = &uses[n->index];
+        bool       back = g->loss && n->out->needs_grad;
+        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: others write beside it, see hpmli_told */
+        if (n->out_root == n->out)
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), from, u->last, (void **)(void *)&n->out->data);
+        if (back && n->grad_root == n->out && (n->out == g->loss || u->grad_written))
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : u->grad_first, u->grad_last,
+                           (void **)(void *)&n->out->grad);
+        if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
+        if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
+    }
+    for (int i = 0; i < g->leaf_count; i++) {
+        hpml_tensor *t = g->leaves[i];
+        if (!t->data) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->data);
+        if (g->loss && t->needs_grad) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->grad);
+    }
+}
+
+/* The batch is that of the inputs; all must agree. */
+HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
+{
+    g->batchable = true;
+    for (int i = 0; i < g->leaf_count; i++) {
+        const hpml_tensor *t = g->leaves[i];
+        if (!t->batch_rows) continue;
+        if (g->batch == 0) g->batch = t->shape[0];
+        if (g->batch != t->shape[0])
+            return hpmli_false(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be "
+                               "the same", (long long)g->batch, (long long)t->shape[0]);
+    }
+    for (int i = 0; i < g->count; i++)
+        if (g->nodes[i]->mixes_batch) g->batchable = false;
+    if (g->batch == 0) g->batch = 1;
+    g->batch_now = g->batch;
+    return true;
+}
+
+HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
+{
+    hpml_ctx  *ctx  = g->ctx;
+    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + g->leaf_count + 1);
+    g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
+    g->param_count = ctx->param_count;
+    g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
+    for (int i = 0; i < g->count && ctx->backend->plan; i++) ctx->backend->plan(ctx->device, g->nodes[i]);
+    g->back_names = hpmli_new(ctx, const char *, g->count + 1);
+    if (!uses || !g->slots || !g->param_last || !g->back_names) return false;
+    for (int i = 0; i < g->count; i++) {
+        char text[160];
+        snprintf(text, sizeof text, "%s backward", g->nodes[i]->out->name);
+        g->back_names[i] = hpmli_strdup(ctx, text);
+        if (!g->back_names[i]) return false;
+    }
+    for (int i = 0; i < ctx->param_count; i++) g->param_last[i] = -1;
+    for (int i = 0; i < g->output_count; i++)
+        if (outputs[i]->node) uses[outputs[i]->node->index].kept = true;
+    if (g->loss && g->loss->node) uses[g->loss->node->index].kept = true;
+    hpmli_plan_values(g, uses);
+    if (g->loss) hpmli_plan_grads(g, uses);
+    hpmli_plan_slots(g, uses);
+    for (int i = 0; i < g->param_count; i++) {
+        g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(ctx->params[i]) + 15) / 16 * 16;
+    }
+    g->memory.gradients = (size_t)g->grad_count * sizeof(float);
+    hpmli_free(ctx, uses);
+    if (!hpmli_slots_place(ctx, g->slots, g->slot_count, &g->memory.activations)) return false;
+    g->memory.scratch = g->scratch_bytes;
+    g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
+    return true;
+}
+
+/* Its ops may be planned again, by another graph. */
+HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
+{
+    for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = g->nodes[i]->grad_root = NULL;
+}
+
+HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
+{
+    static const hpml_hooks none = HPMLI_ZEROED;
+    hpml_graph_desc d;
+    hpml_tensor    *targets[HPML_MAX_SRC + 1];
+    int             count = 0;
+    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "graph", d, desc)) return NULL;
+    if (d.output_count < 0 || d.output_count > HPML_MAX_SRC || (d.output_count == 0 && !d.loss) ||
+        (d.output_count > 0 && !d.outputs) || (d.loss && hpml_tensor_count(d.loss) != 1))
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
+                          "one number", HPML_MAX_SRC);
+    for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
+    if (d.loss) targets[count++] = d.loss;
+    if (!hpmli_recordable(count, targets)) return NULL;
+    if (d.loss && d.loss->dtype != HPML_DTYPE_F32)
+        return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected f32: a scalar, as losses and hpml_mean "
+                          "over HPML_ALL_DIMS give it", hpmli_text(d.loss));
+    if (targets[0]->ctx != ctx)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
+    hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
+    if (!g) return NULL;
+    g->ctx = ctx, g->hooks = &none, g->loss = d.loss, g->output_count = d.output_count;
+    if (!hpmli_graph_collect(g, targets, count)) return NULL;
+    for (int i = 0; i < g->count; i++)
+        if (g->nodes[i]->out_root)
+            return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
+                              "that you want as outputs of one graph, or record what leads to this one again",
+                              g->nodes[i]->out->name);
+    if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
+    hpmli_graph_leave(g);
+    return NULL;
+}
+
+HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
+{
+    if (out) memset(out, 0, sizeof *out);
+    if (g && out) *out = g->memory;
+}
+
+HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
+
+/* Gives each parameter its place in this graph's array of gradients; another graph may have had them in its own. */
+HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
+{
+    int64_t at = 0;
+    if (!g->loss || g->ctx->grads_of == g) return;
+    g->ctx->grads_of = g;
+    for (int i = 0; i < g->ctx->param_count; i++) {
+        hpml_tensor *p    = g->ctx->params[i];
+        bool         mine = i < g->param_count && g->param_last[i] >= 0;
+        p->grad = mine ? g->grads + at : NULL;
+        if (mine) at += (hpml_tensor_count(p) + 15) / 16 * 16;
+    }
+}
+
+HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
+{
+    if (!g) return HPML_ERR_ARGUMENT;
+    hpml_ctx *ctx = g->ctx;
+    if (hpmli_failed(ctx)) return ctx->status;
+    if (g->arena) return HPML_OK;
+    if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
+    g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
+    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+    if (ctx->status != HPML_OK) return ctx->status;
+    for (int i = 0; i < g->slot_count; i++) /* an input may have memory from another graph: it keeps its data */
+        if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
+    hpmli_graph_place_grads(g);
+    for (int i = 0; i < g->count; i++) {
+        hpml_node *n = g->nodes[i];
+        n->out->data = n->out_root->data;
+        if (n->grad_root) n->out->grad = n->grad_root->grad;
+        n->scratch = g->arena + g->memory.activations;
+    }
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>run   running a graph forward and backward
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* All shapes follow the batch. Before each pass, as another graph may have the same inputs. */
+HPMLI_FN void hpmli_graph_rows(hpml_graph *g)
+{
+    for (int i = 0; i < g->leaf_count + g->count; i++) {
+        hpml_tensor *t = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
+        if (t->batch_rows) t->shape[0] = t->batch_rows * g->batch_now;
+    }
+}
+
+/* All samples of a batch again, after an error as well. */
+HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
+{
+    g->batch_now = g->batch;
+    hpmli_graph_rows(g);
+}
+
+HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
+{
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
+        return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
+                          g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
+    g->batch_now = samples;
+    hpmli_graph_rows(g);
+    return HPML_OK;
+}
+
+/* What the backward pass of n writes first, and a batch that is short or empty may leave as it was: gradients of what
+   has no batch dimension. */
+HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
+{
+    for (int s = 0; s < n->src_count; s++) {
+        const hpml_tensor *t = n->src[s];
+        if (t && t->grad && !t->batch_rows && !n->accumulate[s] && t->grad != n->out->grad)
+            g->ctx->backend->zero(g->ctx->device, t->grad, hpmli_tensor_bytes(t));
+    }
+}
+
+/* One op, timed when somebody looks. */
+HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
+{
+    hpml_node          *n    = g->nodes[i];
+    const hpml_hooks   *h    = g->hooks;
+    const hpml_backend *b    = g->ctx->backend;
+    const hpml_op_impl *impl = &g->ctx->ops[n->op];
+    bool                look = g->profile || g->ctx->trace;
+    const char         *name = backward ? g->back_names[i] : n->out->name;
+    double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
+    hpml_status         status = HPML_OK;
+    if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
+    if (look && b->look) b->look(g->ctx->device, NULL, NULL);
+    for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
+        if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
+    bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
+    if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
+    if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
+    for (int s = 0; backward && s < n->src_count; n->update[s++] = NULL)
+        if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
+            status = b->update(g->ctx->device, g->ctx, n->update[s], 1), n->update[s]->n = 0;
+    if (!look) return status;
+    if (b->look) b->look(g->ctx->device, name, seconds);
+    else if (b->sync) b->sync(g->ctx->device);
+    end = hpml_now();
+    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, since, hpmli_trace_time(g->ctx, end)); /* look: of launching it */
+    if (seconds && !b->look) *seconds += end - start;
+    if (g->profile && !backward) g->profile[i].calls++;
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
+{
+    const hpml_graph *g = (const hpml_graph *)graph;
+    return g->hooks->sum(g->hooks->user, g->trainer, values, n);
+}
+
+HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
+{
+    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
+                     g->hooks->sum ? hpmli_run_sum : NULL, g };
+    return run;
+}
+
+HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
+{
+    hpml_node *n = g->nodes[i];
+    bool       before[HPML_MAX_SRC];
+    if (!n->out->needs_grad || !n->out->grad) return HPML_OK;
+    for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
+        before[s] = n->accumulate[s];
+        if (!n->src[s] || !hpmli_trainable(n->src[s])) continue;
+        int param = n->src[s]->param->index;
+        if (accumulate) n->accumulate[s] = true;
+        if (g->updates && g->param_last[param] == i) n->update[s] = &g->updates[param];
+    }
+    hpml_status status = hpmli_run_node(g, run, i, true);
+    memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
+    return status;
+}
+
+/* The hook of each gradient that is final behind node i. */
+HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
+{
+    hpml_node  *n      = g->nodes[i];
+    hpml_status status = HPML_OK;
+    for (int s = 0; n->out->needs_grad && n->out->grad && s < n->src_count && status == HPML_OK; s++)
+        if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
+            status = g->hooks->grad(g->hooks->user, g->trainer, n->src[s]->param->index);
+    return status;
+}
+
+/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. Only
+   gradients are waited for, by their hooks: then it is up to eight pieces, and behind each the hooks of all of it. */
+HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
+{
+    const hpml_backend *b     = g->ctx->backend;
+    const hpml_hooks   *h     = g->hooks;
+    bool                whole = b->begin && !(g->profile || g->ctx->trace || h->need || h->sum || g->idle);
+    bool                hooks = backward && h->grad && g->last, done, again;
+    int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
+    hpml_status         status = HPML_OK;
+    hpml_pass           pass; /* compared byte by byte */
+    memset(&pass, 0, sizeof pass);
+    pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
+    pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
+    hpmli_graph_rows(g);
+    for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
+        to = last - from < piece ? last + 1 : from + piece, pass.from = from, pass.to = to;
+        do {
+            done = again = false;
+            if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
+            for (int i = from; i < to && !done && status == HPML_OK; i++)
+                status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
+            if (whole && !done) status = b->end(g->ctx->device, run, status, &again);
+        } while (again);
+        for (int i = from; i < to && hooks && status == HPML_OK; i++) status = hpmli_run_hooks(g, last - i);
+    }
+    return status;
+}
+
+HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
+{
+    hpml_status status = hpml_graph_alloc(g);
+    if (status != HPML_OK) return status;
+    hpml_run run = hpmli_run_of(g, train, step, 1);
+    g->train = train, g->step = step;
+    return hpmli_graph_pass(g, &run, false, false);
+}
+
+HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
+{
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    if (!g->loss || !g->arena || !g->loss->grad)
+        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
+                          "forward pass before");
+    hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
+    hpmli_graph_place_grads(g);
+    g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
+    return hpmli_graph_pass(g, &run, true, accumulate);
+}
+
+/* Loss with element `at` of t moved by `by`. */
+HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
+{
+    float was, now, loss = 0;
+    g->ctx->backend->read(g->ctx->device, &was, t->data + at, sizeof was);
+    now = was + by;
+    g->ctx->backend->write(g->ctx->device, t->data + at, &now, sizeof now);
+    hpml_graph_forward(g, g->train, g->step);
+    g->ctx->backend->read(g->ctx->device, &loss, g->loss->data, sizeof loss);
+    g->ctx->backend->write(g->ctx->device, t->data + at, &was, sizeof was);
+    return (double)loss;
+}
+
+HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
+{
+    double worst = 0;
+    if (!g) return -1;
+    if (hpmli_store(g->ctx) != HPML_DTYPE_F32) {
+        hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "check_grad: results are stored as %s, whose rounding hides the "
+                   "differences that are compared; record the model on a context that stores f32",
+                   hpml_dtype_name(hpmli_store(g->ctx)));
+        return -1;
+    }
+    if (eps == 0) eps = 1e-2f;
+    if (!(eps > 0) || samples < 1) {
+        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples: expected more than 0 of both (eps 0: "
+                   "1e-2)", (double)eps, samples);
+        return -1;
+    }
+    if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
+    for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
+        hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
+        int64_t      n = hpml_tensor_count(t);
+        hpml_rng     rng   = { g->ctx->seed, 77, 0 };
+        double       scale = 0;
+        if (!t->grad || !t->needs_grad) continue;
+        float *grad = hpmli_new(g->ctx, float, n);
+        if (!grad) return -1;
+        g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
+        for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
+        scale = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
+        for (int64_t i = 0; i < samples && i < n; i++) {
+            int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
+            double  near_ = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
+            double  far   = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
+            double  slope = (8 * near_ - far) / (12 * (double)eps); /* error of order eps^4 */
+            double  error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
+            if (!(error <= worst)) worst = error;
+        }
+        hpmli_free(g->ctx, grad);
+    }
+    hpml_graph_forward(g, true, 0);
+    return worst;
+}
+
+// =====================================================================================================================
+// PART IV   OPS: forward and backward of each, and the products under them
+// =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-threads   dealing a matrix product out to threads
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* C is cut into rectangles, each computed by one thread with its own packing space: nothing is shared, nobody waits.
+   Each rectangle packs what it needs; at 100 rows or more that is a few percent. */
+
+typedef struct hpmli_gemm_job {
+    hpml_ctx              *ctx;
+    const hpmli_gemm_desc *d;
+    int64_t                rows, cols; /* pieces of C down and across */
+} hpmli_gemm_job;
+
+/* Piece t of `pieces` of a length, cut at multiples of `unit`. */
+HPMLI_FN int64_t hpmli_cut(int64_t length, int64_t pieces, int64_t t, int64_t unit)
+{
+    int64_t units = (length + unit - 1) / unit, at = units * t / pieces * unit;
+    return at < length ? at : length;
+}
+
+HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_gemm_job *job = (const hpmli_gemm_job *)arg;
+    int64_t               at  = task % (job->rows * job->cols), r = at / job->cols, c = at % job->cols;
+    hpmli_gemm_part       part;
+    part.d     = job->d;
+    part.batch = task / (job->rows * job->cols);
+    part.i0    = hpmli_cut(job->d->m, job->rows, r, 1);
+    part.i1    = hpmli_cut(job->d->m, job->rows, r + 1, 1);
+    part.j0    = hpmli_cut(job->d->n, job->cols, c, 32);
+    part.j1    = hpmli_cut(job->d->n, job->cols, c + 1, 32);
+    part.ws    = job->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
+}
+
+/* One thread, from inside a task: uses the packing space of `thread`. */
+HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
+{
+    hpmli_gemm_part part;
+    part.d = d, part.i0 = part.j0 = 0, part.i1 = d->m, part.j1 = d->n;
+    part.ws = ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    if (d->m > 0 && d->n > 0)
+        for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
+}
+
+/* A small C over a long k (the gradient of a convolution's weights) is cut along k, into pieces that the shape alone
+   decides; their sums are added in order. */
+typedef struct hpmli_gemm_split {
+    hpml_ctx              *ctx;
+    const hpmli_gemm_desc *d;
+    int64_t                pieces;
+    float                 *sums; /* (pieces, m, n) */
+} hpmli_gemm_split;
+
+HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
+{
+    int64_t pieces = d->k / 2048;
+    if (d->batch != 1 || d->alpha == 0 || d->m * d->n > HPMLI_GEMM_SUMS / 8) return 1;
+    if (pieces > HPMLI_GEMM_SUMS / (d->m * d->n)) pieces = HPMLI_GEMM_SUMS / (d->m * d->n);
+    return pieces > 64 ? 64 : pieces;
+}
+
+HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_gemm_split *s  = (const hpmli_gemm_split *)arg;
+    int64_t                 p0 = task * s->d->k / s->pieces, p1 = (task + 1) * s->d->k / s->pieces;
+    hpmli_gemm_desc         d  = *s->d;
+    d.k = p1 - p0;
+    d.a += p0 * d.a_cs, d.b += p0 * d.b_rs;
+    d.c = s->sums + task * d.m * d.n, d.ldc = d.n;
+    d.alpha = 1, d.beta = 0, d.bias_n = d.bias_m = NULL, d.act = 0;
+    hpmli_gemm_serial(s->ctx, thread, &d);
+}
+
+#ifdef HPML_USE_CBLAS
+/* HPML_USE_CBLAS: whole products of plain matrices go to a BLAS (its threads, its bits); bias first, relu after. Small
+   products inside tasks, convolutions and batches stay with us. */
+HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
+{
+    bool  ta = d->a_cs != 1, tb = d->b_cs != 1;
+    float beta = d->beta;
+    if (d->batch != 1 || d->bias_m || d->k < 1) return false;
+    if (d->m > INT_MAX || d->n > INT_MAX || d->k > INT_MAX ||
+        (ta && d->a_rs != 1) || (tb && d->b_rs != 1) || (ta ? d->a_cs < d->m : d->a_rs < d->k) ||
+        (tb ? d->b_cs < d->k : d->b_rs < d->n) || d->ldc < d->n)
+        return false;
+    for (int64_t i = 0; d->bias_n && i < d->m; i++) {
+        if (d->beta == 0) memcpy(d->c + i * d->ldc, d->bias_n, (size_t)d->n * sizeof(float));
+        else return false;
+        beta = 1;
+    }
+    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, (int)d->m, (int)d->n,
+                (int)d->k, d->alpha, d->a, (int)(ta ? d->a_cs : d->a_rs), d->b, (int)(tb ? d->b_cs : d->b_rs), beta,
+                d->c, (int)d->ldc);
+    for (int64_t i = 0; d->act == 1 && i < d->m; i++)
+        ctx->k->act_forward(HPML_ACT_RELU, 0, d->c + i * d->ldc, d->c + i * d->ldc, d->n);
+    return true;
+}
+#endif
+
+HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
+{
+    hpmli_gemm_job   job;
+    hpmli_gemm_split split;
+    double           each, size = (double)d->m * (double)d->n * (double)d->batch; /* of C: lines change caches, too */
+    int64_t          want = size * (double)d->k < 250e3 + 4 * fmin(size, 65536) ? 1 : ctx->threads;
+    if (d->m < 1 || d->n < 1 || d->batch < 1) return;
+#ifdef HPML_USE_CBLAS
+    if (hpmli_gemm_cblas(ctx, d)) return;
+#endif
+    split.pieces = hpmli_gemm_pieces(d);
+    if (split.pieces > 1) {
+        split.ctx = ctx, split.d = d, split.sums = ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS;
+        hpmli_parallel(ctx, split.pieces, hpmli_gemm_split_task, &split);
+        for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, split.sums, split.pieces, d->m * d->n);
+        return;
+    }
+    if (want == 1) { hpmli_gemm_serial(ctx, 0, d); return; }
+    job.ctx = ctx, job.d = d, job.rows = job.cols = 1;
+    while (job.rows * job.cols * d->batch < want) { /* cut the longer side of a piece */
+        int64_t height = d->m / job.rows, width = d->n / job.cols;
+        bool    down   = d->a_rs == 1 && d->a_cs * d->k >= 262144 && width >= 256; /* else each packs all of A */
+        bool    even   = width >= 256 || d->n % (32 * (job.cols + 1)) == 0; /* columns are cut at multiples of 32 */
+        if (width >= height + down && width >= 64 && even) job.cols++;
+        else if (height >= 8) job.rows++;
+        else if (width >= 64) job.cols++;
+        else break;
+    }
+    each = size * (double)d->k / (double)(job.rows * job.cols * d->batch);
+    if (d->a_cs == 1) /* 8e6 or more in up to four: a slow core does fewer. Across, so that B is packed but once */
+        job.cols *= (int64_t)fmax(1, fmin(fmin(each / 8e6, 4), (double)(d->n / job.cols / 128)));
+    hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A product whose operands are not all f32: C is cut into tiles, one to a task, and k into blocks. A task makes f32 of
+   its block of A and of B, in the part of its packing space that so small a product leaves free, and adds their product
+   to its tile. The shape alone decides the cuts, so that the bits do not depend on the number of threads. */
+#define HPMLI_MIXED_SIDE  512 /* of a tile, at most */
+#define HPMLI_MIXED_DEPTH 256 /* of a block of k */
+#define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
+#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* behind packed B: where the block of A is, */
+#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK)           /* and that of B; it ends before packed A */
+#define HPMLI_MIXED_THIN  8   /* rows or columns: so few that reading the other operand takes most of the time */
+
+typedef struct hpmli_mixed {
+    hpml_ctx       *ctx;
+    hpmli_gemm_desc d;       /* a and b: not floats, but of type[0] and type[1] */
+    hpml_dtype      type[2];
+    int64_t         rows, cols, depth; /* of a tile, of a block of k */
+} hpmli_mixed;
+
+/* The part (rows, cols) of an operand from (row, col) on, as f32, at `space` if it is not f32; its strides follow. */
+HPMLI_FN const float *hpmli_mixed_part(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row, int64_t col,
+                                       int64_t rows, int64_t cols, int64_t *rs, int64_t *cs, float *space)
+{
+    bool        across = *cs == 1;
+    int64_t     lines = across ? rows : cols, length = across ? cols : rows, apart = across ? *rs : *cs;
+    const char *from = (const char *)x + (size_t)(row * *rs + col * *cs) * hpml_dtype_size(type);
+    if (type == HPML_DTYPE_F32) return (const float *)(const void *)from;
+    for (int64_t i = 0; i < lines; i++)
+        k->to_f32(space + i * length, type, from + (size_t)(i * apart) * hpml_dtype_size(type), length);
+    *rs = across ? length : 1;
+    *cs = across ? 1 : length;
+    return space;
+}
+
+HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
+    const hpmli_kernels *k  = j->ctx->k;
+    float               *ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    int64_t across = (j->d.n + j->cols - 1) / j->cols, row = task / across * j->rows, col = task % across * j->cols;
+    int64_t at = 0;
+    do {
+        hpmli_gemm_desc d = j->d;
+        d.m = hpmli_min(d.m - row, j->rows), d.n = hpmli_min(d.n - col, j->cols);
+        d.k = hpmli_min(d.k - at, j->depth);
+        d.a = hpmli_mixed_part(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_rs, &d.a_cs, ws + HPMLI_MIXED_A);
+        d.b = hpmli_mixed_part(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_rs, &d.b_cs, ws + HPMLI_MIXED_B);
+        d.c += row * d.ldc + col;
+        if (at > 0) d.beta = 1;
+        hpmli_gemm_serial(j->ctx, thread, &d);
+        at += j->depth;
+    } while (at < j->d.k);
+}
+
+/* Chooses the tiles of C: large, because a tile uses each converted number once a row or column; yet enough for all
+   threads. */
+HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
+{
+    const hpmli_gemm_desc *d = &j->d;
+    bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
+    bool    along  = thin_m ? d->b_rs == 1 : d->a_cs == 1; /* the operand that is not thin is stored along k */
+    int64_t across, down, side = HPMLI_MIXED_SIDE;
+    if (thin) side = along ? 8 : 1024; /* long lines */
+    j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
+    j->rows = hpmli_min(d->m, side), j->cols = hpmli_min(d->n, side);
+    for (;;) {
+        down = (d->m + j->rows - 1) / j->rows, across = (d->n + j->cols - 1) / j->cols;
+        if (thin || down * across >= 16 || hpmli_max(j->rows, j->cols) < 128) break;
+        if (j->cols >= j->rows) j->cols = (j->cols + 63) / 64 * 32;
+        else j->rows = (j->rows + 1) / 2;
+    }
+    hpmli_parallel(j->ctx, down * across, hpmli_mixed_task, j);
+}
+
+HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                               hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
+                               int64_t ldb, float beta, float *c, int64_t ldc)
+{
+    hpmli_mixed j;
+    bool        plain = type_a == HPML_DTYPE_F32 && type_b == HPML_DTYPE_F32;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
+        (m > 0 && n > 0 && (!c || (k > 0 && alpha != 0 && (!a || !b)))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
+                          "not be negative, a leading dimension not smaller than a stored row, and no array NULL",
+                          plain ? "s" : "", (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb,
+                          (long long)ldc);
+    if ((unsigned)type_a > HPML_DTYPE_F16 || (unsigned)type_b > HPML_DTYPE_F16)
+        return hpmli_fail(ctx, HPML_ERR_DTYPE, "gemm: A is %s and B is %s, expected f32, bf16 or f16",
+                          hpml_dtype_name(type_a), hpml_dtype_name(type_b));
+    if (m == 0 || n == 0) return HPML_OK;
+    memset(&j, 0, sizeof j);
+    j.ctx = ctx, j.type[0] = type_a, j.type[1] = type_b;
+    j.d.m = m, j.d.n = n, j.d.k = alpha == 0 ? 0 : k, j.d.alpha = alpha, j.d.beta = beta, j.d.batch = 1;
+    j.d.a = (const float *)a, j.d.a_rs = trans_a ? 1 : lda, j.d.a_cs = trans_a ? lda : 1;
+    j.d.b = (const float *)b, j.d.b_rs = trans_b ? 1 : ldb, j.d.b_cs = trans_b ? ldb : 1;
+    j.d.c = c, j.d.ldc = ldc;
+    if (plain || j.d.k == 0) hpmli_gemm(ctx, &j.d);
+    else hpmli_mixed_run(&j);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                                const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
+                                int64_t ldc)
+{
+    return hpml_gemm(ctx, trans_a, trans_b, m, n, k, alpha, HPML_DTYPE_F32, a, lda, HPML_DTYPE_F32, b, ldb, beta, c,
+                     ldc);
+}
+
+/* n numbers, inc apart: where they are, or together in `space`. */
+HPMLI_FN const float *hpmli_gather(float *space, const float *x, int64_t inc, int64_t n)
+{
+    if (inc == 1) return x;
+    for (int64_t i = 0; i < n; i++) space[i] = x[i * inc];
+    return space;
+}
+
+/* A matrix times a vector is a product with one column; transposed, into a contiguous y, it is one with one row, which
+   reads A row by row. Neither packs anything, so that packing space has room for vectors that are not contiguous. */
+#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* numbers; longer ones are read as they stand */
+
+HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
+                                int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
+{
+    hpmli_gemm_desc d;
+    int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* of y, of x */
+    float          *to = y;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
+        (rows > 0 && (!y || (k > 0 && alpha != 0 && (!a || !x)))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemv: m %lld n %lld lda %lld inc_x %lld inc_y %lld: sizes must not "
+                          "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
+                          (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
+    if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
+        x     = hpmli_gather(ctx->gemm_ws, x, inc_x, k);
+        inc_x = 1;
+    }
+    if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
+        to = ctx->gemm_ws + HPMLI_VECTOR;
+        if (beta != 0) hpmli_gather(to, y, inc_y, rows);
+    }
+    memset(&d, 0, sizeof d);
+    d.m = rows, d.n = d.batch = 1, d.k = k, d.alpha = alpha, d.beta = beta, d.c = to, d.ldc = to == y ? inc_y : 1;
+    d.a = a, d.a_rs = trans_a ? 1 : lda, d.a_cs = trans_a ? lda : 1;
+    d.b = x, d.b_rs = inc_x, d.b_cs = 1;
+    if (trans_a && d.ldc == 1) {
+        d.m = 1, d.n = d.ldc = rows;
+        d.a = x, d.a_rs = inc_x == 1 ? k : 1, d.a_cs = inc_x;
+        d.b = a, d.b_rs = lda, d.b_cs = 1;
+    }
+    hpmli_gemm(ctx, &d);
+    for (int64_t i = 0; i < rows && to != y; i++) y[i * inc_y] = to[i];
+    return HPML_OK;
+}
+
+/* Vectors are cut into pieces of HPMLI_GRAIN numbers, one a task; strided pieces are copied to a contiguous array. */
+typedef struct hpmli_vectors {
+    const hpmli_kernels *k;
+    int64_t              n, inc_x, inc_y, pieces;
+    float                alpha;
+    const float         *x;
+    float               *y;
+    float                most[HPMLI_SUM_TASKS]; /* of a piece: the largest magnitude, and where it is first */
+    int64_t              at[HPMLI_SUM_TASKS];
+} hpmli_vectors;
+
+/* y = alpha x + y; x NULL: y = alpha y. */
+HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_vectors *v = (const hpmli_vectors *)arg;
+    int64_t              first = task * HPMLI_GRAIN, count = hpmli_min(v->n - first, HPMLI_GRAIN);
+    float                px[HPMLI_PIECE], py[HPMLI_PIECE];
+    HPMLI_PIECES(i, c, count) {
+        float       *y  = v->y + (first + i) * v->inc_y;
+        float       *to = v->inc_y == 1 ? y : py;
+        const float *x  = v->x ? hpmli_gather(px, v->x + (first + i) * v->inc_x, v->inc_x, c) : to;
+        hpmli_gather(py, y, v->inc_y, c);
+        if (!v->x && v->alpha == 0) v->k->vfill(to, 0, c);
+        else v->k->vaxpby(to, v->alpha, x, v->x ? 1.0f : 0.0f, c);
+        for (int64_t e = 0; e < c && to == py; e++) y[e * v->inc_y] = py[e];
+    }
+}
+
+/* Checks the arguments of an operation that writes y, and runs it. */
+HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, float alpha, const float *x, int64_t inc_x,
+                                float *y, int64_t inc_y, bool reads_x)
+{
+    hpmli_vectors v;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (n < 0 || inc_x < 1 || inc_y < 1 || (n > 0 && (!y || (reads_x && !x))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%s: n %lld, increments %lld and %lld: n must not be negative, "
+                          "increments 1 or more, and no array NULL", name, (long long)n, (long long)inc_x,
+                          (long long)inc_y);
+    v.k = ctx->k, v.n = n, v.alpha = alpha, v.x = x, v.inc_x = inc_x, v.y = y, v.inc_y = inc_y;
+    hpmli_parallel(ctx, (n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_axpy_task, &v);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
+                                int64_t inc_y)
+{
+    if (alpha == 0) n = hpmli_min(n, 0); /* checked, and nothing read */
+    return hpmli_axpy(ctx, "saxpy", n, alpha, x, inc_x, y, inc_y, true);
+}
+
+HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x)
+{
+    return hpmli_axpy(ctx, "sscal", n, alpha, NULL, 1, x, inc_x, false);
+}
+
+HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    hpmli_vectors *v   = (hpmli_vectors *)arg;
+    int64_t        end = v->n * (task + 1) / v->pieces, best = v->n * task / v->pieces;
+    float          most = -1, space[HPMLI_PIECE];
+    for (int64_t i = best, c; i < end && most == most; i += c) { /* which piece of a piece */
+        c = hpmli_min(end - i, HPMLI_PIECE);
+        float here = v->k->vamax(hpmli_gather(space, v->x + i * v->inc_x, v->inc_x, c), c);
+        if (here > most || here != here) most = here, best = i;
+    }
+    while (most == most ? fabsf(v->x[best * v->inc_x]) != most : v->x[best * v->inc_x] == v->x[best * v->inc_x]) best++;
+    v->most[task] = most, v->at[task] = best;
+}
+
+HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x)
+{
+    hpmli_vectors v;
+    int64_t       best = 0;
+    if (hpmli_failed(ctx)) return -1;
+    if (n < 0 || inc_x < 1 || (n > 0 && !x)) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "isamax: n %lld, increment %lld: n must not be negative, the increment 1 or "
+                   "more, and x not NULL", (long long)n, (long long)inc_x);
+        return -1;
+    }
+    if (n == 0) return -1;
+    v.k = ctx->k, v.n = n, v.x = x, v.inc_x = inc_x;
+    v.pieces = hpmli_min((n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, HPMLI_SUM_TASKS);
+    hpmli_parallel(ctx, v.pieces, hpmli_isamax_task, &v);
+    for (int64_t i = 1; i < v.pieces && v.most[best] == v.most[best]; i++)
+        if (!(v.most[i] <= v.most[best])) best = i;
+    return v.at[best];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>elementwise   add, sub, mul, div with broadcasting; scale; activations
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Broadcasting as numpy does it, see hpmli_walk. The gradient of a stretched operand is the sum over what it was
+   stretched to. A batch that becomes a later dimension of the result has no short form. */
+
+HPML_API const char *hpml_op_name(hpml_op op)
+{
+    static const char *const names[] = {
+#define HPMLI_X(op, name) #name,
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
+}
+
+typedef struct hpmli_binary {
+    const hpmli_kernels *k;
+    hpml_node           *n;
+    void (*op)(float *y, const float *a, const float *b, int64_t n); /* forward */
+    hpmli_walk           w;
+    int64_t              pieces; /* of HPMLI_GRAIN elements, per run */
+    int                  side;   /* backward: the operand whose gradient is computed; -1: forward */
+} hpmli_binary;
+
+/* n elements of operand s in a run: in place, or the one stretched value spread over `piece`. */
+HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, int64_t from, int64_t n, float *piece)
+{
+    const float *x = b->n->src[s]->data + hpmli_walk_at(&b->w, s, run);
+    if (b->w.stride[s][b->w.ndim - 1] != 0) return x + from;
+    b->k->vfill(piece, x[0], n);
+    return piece;
+}
+
+/* d(side) of n elements: dy for a sum; for the rest the product rule. */
+HPMLI_FN void hpmli_binary_slope(const hpmli_binary *b, float *d, const float *dy, const float *x0, const float *x1,
+                                 int64_t n)
+{
+    switch (b->n->op) {
+    case HPML_OP_ADD: b->k->vscale_add(d, dy, 1, 0, n); break;
+    case HPML_OP_SUB: b->k->vscale_add(d, dy, b->side ? -1.0f : 1.0f, 0, n); break;
+    case HPML_OP_MUL: b->k->vmul(d, dy, b->side ? x0 : x1, n); break;
+    default: /* a / b: da = dy / b, db = -dy a / b^2 */
+        b->k->vdiv(d, dy, x1, n);
+        if (!b->side) break;
+        b->k->vmul(d, d, x0, n);
+        b->k->vdiv(d, d, x1, n);
+        b->k->vscale_add(d, d, -1, 0, n);
+    }
+}
+
+/* One piece of a run: its result, or its share of one operand's gradient. */
+HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_binary *b   = (const hpmli_binary *)arg;
+    int64_t             run = task / b->pieces, from = task % b->pieces * HPMLI_GRAIN;
+    int64_t             end = b->w.run - from < HPMLI_GRAIN ? b->w.run : from + HPMLI_GRAIN, c;
+    float               pa[HPMLI_PIECE], pb[HPMLI_PIECE], d[HPMLI_PIECE];
+    for (int64_t i = from; i < end; i += c) {
+        c = end - i < HPMLI_PIECE ? end - i : HPMLI_PIECE;
+        const float *x0 = hpmli_operand(b, 0, run, i, c, pa);
+        const float *x1 = hpmli_operand(b, 1, run, i, c, pb);
+        if (b->side < 0) {
+            b->op(b->n->out->data + run * b->w.run + i, x0, x1, c);
+            continue;
+        }
+        float *dx = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
+        hpmli_binary_slope(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
+        if (b->w.stride[b->side][b->w.ndim - 1] != 0) b->k->vadd(dx + i, dx + i, d, c);
+        else dx[0] += b->k->vsum(d, c); /* stretched */
+    }
+}
+
+/* Sides [first, end), see hpmli_binary. A gradient that was stretched is summed by one thread, in order; a whole one is
+   cut among all. */
+HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int end)
+{
+    hpmli_binary b = HPMLI_ZEROED;
+    b.k = run->ctx->k, b.n = n;
+    b.op = n->op == HPML_OP_ADD ? b.k->vadd : n->op == HPML_OP_SUB ? b.k->vsub :
+           n->op == HPML_OP_MUL ? b.k->vmul : b.k->vdiv;
+    hpmli_walk_make(&b.w, n->out, n->src[0], n->src[1]);
+    b.pieces = (b.w.run + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
+    for (b.side = first; b.side < end; b.side++) {
+        hpml_tensor *s     = b.side < 0 ? n->out : n->src[b.side];
+        int64_t      tasks = b.w.runs * b.pieces;
+        if (b.side >= 0 && !s->grad) continue;
+        if (b.side == 1 && s == n->src[0]) n->accumulate[1] = true; /* x + x */
+        if (b.side >= 0 && !n->accumulate[b.side]) b.k->vfill(s->grad, 0, hpml_tensor_count(s));
+        if (hpml_tensor_count(s) == hpml_tensor_count(n->out)) hpmli_parallel(run->ctx, tasks, hpmli_binary_task, &b);
+        else
+            for (int64_t i = 0; i < tasks; i++) hpmli_binary_task(&b, i, 0);
+    }
+}
+
+#define HPMLI_BINARY_OP(op, name, needs)                                                                               \
+    HPMLI_OP(name, needs, hpmli_binary_run(run, n, -1, 0), hpmli_binary_run(run, n, 0, 2))                             \
+    HPML_API hpml_tensor *hpml_##name(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(op, a, b); }
+
+HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tensor *b)
+{
+    int64_t      shape[HPML_MAX_DIMS];
+    hpml_tensor *src[2] = { a, b };
+    if (!hpmli_recordable(2, src)) return NULL;
+    int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
+    for (int i = 0; i < ndim; i++) {
+        int64_t da = i < ndim - a->ndim ? 1 : a->shape[i - (ndim - a->ndim)];
+        int64_t db = i < ndim - b->ndim ? 1 : b->shape[i - (ndim - b->ndim)];
+        if (da != db && da != 1 && db != 1)
+            return hpmli_null(a->ctx, HPML_ERR_SHAPE, "%s: %s and %s do not fit: dimensions must be equal or 1",
+                              hpml_op_name(op), hpmli_text(a), hpmli_text(b));
+        shape[i] = da > db ? da : db;
+    }
+    hpml_node *n = hpmli_node_create(op, NULL, 2, src, ndim, shape);
+    n->mixes_batch |= (a->batch_rows && a->ndim < ndim) || (b->batch_rows && b->ndim < ndim);
+    return n->out;
+}
+
+HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
+HPMLI_BINARY_OP(HPML_OP_SUB, sub, 0)
+HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_BOTH)
+HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_BOTH)
+
+/* What goes number by number is dealt out in grains of the result. */
+HPMLI_FN int64_t hpmli_grains(const hpml_node *n)
+{
+    return (hpml_tensor_count(n->out) + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
+}
+
+HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
+{
+    if (!hpmli_recordable(1, &x)) return NULL;
+    hpml_node *n = hpmli_node_create(HPML_OP_SCALE, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.scale.a = a, n->attr.scale.b = b;
+    return n->out;
+}
+
+/* y = a x + b; dx (+)= a dy. */
+HPMLI_FN void hpmli_scale_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+{
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    int64_t            at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
+    float              a = w->n->attr.scale.a;
+    if (!w->back) w->k->vscale_add(y->data + at, x->data + at, a, w->n->attr.scale.b, c);
+    else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
+    else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
+}
+
+HPMLI_WORK_OP(scale, HPMLI_INPLACE, hpmli_grains(n), 1, scale_grain, scale_grain)
+
+/* True when the derivative is computed from the argument, false when the result is enough. */
+HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
+{
+    return act == HPML_ACT_GELU || act == HPML_ACT_GELU_ERF || act == HPML_ACT_SILU || act == HPML_ACT_LOG ||
+           act == HPML_ACT_SQUARE || act == HPML_ACT_ABS;
+}
+
+HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
+{
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
+    hpml_node *n = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.act.act = act, n->attr.act.slope = slope == 0 ? 0.01f : slope;
+    return n->out;
+}
+
+HPML_API hpml_tensor *hpml_relu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_RELU, 0); }
+HPML_API hpml_tensor *hpml_leaky_relu(hpml_tensor *x, float s) { return hpml_activation(x, HPML_ACT_LEAKY_RELU, s); }
+HPML_API hpml_tensor *hpml_gelu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU, 0); }
+HPML_API hpml_tensor *hpml_gelu_erf(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU_ERF, 0); }
+HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SILU, 0); }
+HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
+HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
+
+/* y = act(z), dz (+)= dy act'(z): an op, whose source is z; or the end of linear and conv2d, with z in y or saved, and
+   dz in the memory of dy, which nobody reads after us. */
+HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+{
+    const hpml_node *n    = w->n;
+    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACT;
+    hpml_act         act  = conv ? n->attr.conv.act : n->attr.act.act;
+    float            slope = conv ? 0.01f : n->attr.act.slope, *y = n->out->data, *dy = n->out->grad;
+    const float     *z  = alone ? n->src[0]->data : n->saved ? (const float *)n->saved : y;
+    float           *dz = alone ? n->src[0]->grad : dy;
+    int64_t          at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(n->out) - at, HPMLI_GRAIN);
+    if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
+    else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
+}
+
+HPMLI_WORK_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
+              hpmli_grains(n), 1, act_grain, act_grain)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>matmul   matrix products and linear layers
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed matrix is the same
+   memory read the other way, so one function does them all. */
+
+typedef struct hpmli_mat {
+    float  *p;
+    int64_t rows, cols, ld; /* ld: elements between rows; of a transposed one between columns */
+    int64_t count, apart;   /* so many of them, so far apart */
+    bool    trans;
+} hpmli_mat;
+
+HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
+{
+    hpmli_mat m = { p, rows, cols, ld, 1, 0, false };
+    return m;
+}
+
+HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
+{
+    hpmli_mat t = { m.p, m.cols, m.rows, m.ld, m.count, m.apart, !m.trans };
+    return t;
+}
+
+/* A tensor's values, or gradients, row by row: of its last dimension. */
+HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
+{
+    int64_t cols = t->shape[t->ndim - 1];
+    return hpmli_matrix(grad ? t->grad : t->data, hpml_tensor_count(t) / cols, cols, cols);
+}
+
+HPMLI_FN hpmli_mat hpmli_values(const hpml_tensor *t) { return hpmli_mat_of(t, false); }
+HPMLI_FN hpmli_mat hpmli_grads(const hpml_tensor *t) { return hpmli_mat_of(t, true); }
+
+/* A part of a matrix that is not transposed. */
+HPMLI_FN hpmli_mat hpmli_mat_at(hpmli_mat m, int64_t row, int64_t rows, int64_t col, int64_t cols)
+{
+    return hpmli_matrix(m.p + row * m.ld + col, rows, cols, m.ld);
+}
+
+/* c = a b (+ c when accumulate). Where c is transposed, c^T = b^T a^T. */
+HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
+{
+    hpmli_gemm_desc d = HPMLI_ZEROED;
+    if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
+    d.m = c.rows, d.n = c.cols, d.k = a.cols, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = c.count;
+    d.a = a.p, d.a_rs = a.trans ? 1 : a.ld, d.a_cs = a.trans ? a.ld : 1, d.a_batch = a.apart;
+    d.b = b.p, d.b_rs = b.trans ? 1 : b.ld, d.b_cs = b.trans ? b.ld : 1, d.b_batch = b.apart;
+    d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
+    return d;
+}
+
+HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
+{
+    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
+    hpmli_gemm(ctx, &d);
+}
+
+HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
+{
+    int64_t      shape[HPML_MAX_DIMS];
+    hpml_tensor *src[2] = { a, b };
+    if (!hpmli_recordable(2, src)) return NULL;
+    bool fits = a->ndim >= 2 && (b->ndim == 2 || b->ndim == a->ndim);
+    for (int i = 0; i < a->ndim - 2; i++) {
+        shape[i] = a->shape[i];
+        fits     = fits && (b->ndim == 2 || b->shape[i] == a->shape[i]);
+    }
+    if (!fits || a->shape[a->ndim - (trans_a ? 2 : 1)] != b->shape[b->ndim - (trans_b ? 1 : 2)])
+        return hpmli_null(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, "
+                          "n) with the same leading dimensions, or (k, n)", hpmli_text(a), trans_a ? " transposed" : "",
+                          hpmli_text(b), trans_b ? " transposed" : "");
+    shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
+    shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
+    hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
+    n->attr.matmul.trans_a = trans_a;
+    n->attr.matmul.trans_b = trans_b;
+    if (b->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
+        bool contracts = a->ndim == 2 && trans_a;
+        hpmli_node_batch(n, contracts ? 0 : a->batch_rows);
+        n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
+    }
+    return n->out;
+}
+
+/* a, b, c, values or gradients, as they are multiplied. Where all share one b and a is not transposed, it is one tall
+   product. */
+HPMLI_FN void hpmli_matmul_of(const hpml_node *n, bool grad, hpmli_mat m[3])
+{
+    const hpml_tensor *t[3]     = { n->src[0], n->src[1], n->out };
+    const bool         trans[3] = { n->attr.matmul.trans_a, n->attr.matmul.trans_b, false };
+    const bool         shared   = t[1]->ndim == 2;
+    const int64_t     *end      = t[2]->shape + t[2]->ndim, batch = hpml_tensor_count(t[2]) / (end[-1] * end[-2]);
+    for (int i = 0; i < 3; i++) {
+        m[i] = hpmli_mat_of(t[i], grad), m[i].rows = t[i]->shape[t[i]->ndim - 2];
+        if (!shared || (i != 1 && trans[0])) m[i].count = batch, m[i].apart = m[i].rows * m[i].cols;
+        else if (i != 1) m[i].rows *= batch;
+        if (trans[i]) m[i] = hpmli_transposed(m[i]);
+    }
+}
+
+HPMLI_FN void hpmli_matmul_pass(const hpml_run *run, hpml_node *n)
+{
+    hpmli_mat v[3];
+    hpmli_matmul_of(n, false, v);
+    hpmli_product(run->ctx, v[0], v[1], v[2], false);
+}
+
+HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
+{
+    hpmli_mat v[3], d[3];
+    hpmli_matmul_of(n, false, v);
+    hpmli_matmul_of(n, true, d);
+    if (d[0].p) hpmli_product(run->ctx, d[2], hpmli_transposed(v[1]), d[0], n->accumulate[0]);
+    for (int64_t i = 0; d[1].p && i < d[2].count / d[1].count; i++) { /* a shared b sums over the batch, in order */
+        hpmli_product(run->ctx, hpmli_transposed(v[0]), d[2], d[1], n->accumulate[1] || i > 0);
+        v[0].p += v[0].apart, d[2].p += d[2].apart;
+    }
+}
+
+HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n))
+
+/* Linear: sources x, w, bias (NULL without). */
+HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
+{
+    hpml_linear_desc d;
+    int64_t          shape[HPML_MAX_DIMS], weight[2];
+    hpml_tensor     *src[3];
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "linear", d, desc)) return NULL;
+    if (x->ndim < 2 || out < 1 || (int)d.activation < 0 || d.activation >= HPML_ACT_COUNT)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); at least one output, "
+                          "got %lld; activation %d", d.name ? d.name : "", hpmli_text(x), (long long)out,
+                          (int)d.activation);
+    const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
+    weight[0] = out, weight[1] = x->shape[x->ndim - 1];
+    src[0]    = x;
+    src[1]    = d.weight ? d.weight : hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 2, weight);
+    src[2]    = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
+    if (!hpmli_recordable(2, src) || (!d.no_bias && !src[2])) return NULL;
+    if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1])
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld "
+                          "outputs are wanted", name, hpmli_text(src[1]), hpmli_text(x), (long long)weight[1],
+                          (long long)out);
+    memcpy(shape, x->shape, sizeof shape);
+    shape[x->ndim - 1] = out;
+    hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
+    n->attr.act.act   = d.activation;
+    n->attr.act.slope = 0.01f;
+    if (n->out && hpmli_act_reads_x(d.activation)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* x w^T + bias */
+    return n->out;
+}
+
+HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0], *w = n->src[1];
+    hpml_act           act = n->attr.act.act;
+    hpmli_mat          z   = hpmli_values(n->out); /* (rows, out) before the activation */
+    if (n->saved) z.p = (float *)n->saved;
+    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(x), hpmli_transposed(hpmli_values(w)), z, false);
+    d.bias_n = n->src[2] ? n->src[2]->data : NULL;
+    d.act    = act == HPML_ACT_RELU;
+    hpmli_gemm(run->ctx, &d);
+    if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
+        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
+}
+
+/* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
+   cache when its step reads it. */
+typedef struct hpmli_update_job {
+    hpml_ctx              *ctx;
+    const hpmli_gemm_desc *d;
+    hpmli_opt_args         o;
+    int64_t                piece; /* elements of a task */
+} hpmli_update_job;
+
+HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_update_job *j = (const hpmli_update_job *)arg;
+    const hpml_update      *u = &j->o.u;
+    int64_t                 i = task * j->piece, n = u->n - i < j->piece ? u->n - i : j->piece;
+    if (j->d) {
+        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
+        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+        j->ctx->k->gemm_part(&p);
+    }
+    int bad = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
+    if (bad && u->bad) __atomic_fetch_or(u->bad, bad, __ATOMIC_RELAXED);
+}
+
+HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
+{
+    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
+    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n;
+    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
+}
+
+/* dz, in the memory of dy; dbias = sums of columns, dx = dz w, and then, as w may take its step, dw = dz^T x. */
+HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
+{
+    hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
+    hpmli_mat    dz = hpmli_grads(n->out); /* (rows, out) */
+    if (n->attr.act.act != HPML_ACT_NONE) hpmli_work_run(run, n, true, hpmli_grains(n), 1, hpmli_act_grain);
+    if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
+    if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
+    if (!w->grad) return;
+    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_transposed(dz), hpmli_values(x), hpmli_grads(w), n->accumulate[1]);
+    /* not small products, which stay in the cache and may be cut along k, or leave threads idle; nor those over a long
+       batch, which would be packed again for each block; nor where the step wants the norm of the whole */
+    hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->update[1] : NULL;
+    bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
+    if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_update_by(run->ctx, u, &d), u->n = 0;
+    else hpmli_gemm(run->ctx, &d);
+}
+
+HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
+         hpmli_linear_pass(run, n), hpmli_linear_back(run, n))
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>shape   reshape, permute, slice, concat, sum
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The
+   others move numbers between a tensor and a part of another one, or one seen in another order, in runs as long as the
+   layout allows. */
+
+HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
+{
+    int64_t full[HPML_MAX_DIMS];
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
+    hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
+    if (x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
+        int64_t batch = x->shape[0] / x->batch_rows;
+        hpmli_node_batch(n, ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0);
+    }
+    return n->out;
+}
+
+HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
+
+HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
+{
+    if (x && x->ndim == 4) x = hpml_to_layout(x, HPML_NCHW);
+    return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL;
+}
+
+typedef struct hpmli_mover {
+    const hpmli_kernels *k;
+    float               *to;
+    const float         *from;
+    hpmli_walk           w; /* of `to` and `from` */
+    int64_t              each; /* runs per task */
+    bool                 add;
+} hpmli_mover;
+
+HPMLI_FN void hpmli_move_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_mover *m = (const hpmli_mover *)arg;
+    const hpmli_walk  *w = &m->w;
+    const int64_t      n = w->run, a = w->stride[0][w->ndim - 1], b = w->stride[1][w->ndim - 1];
+    int64_t            run = task * m->each, left = run, at[HPML_MAX_DIMS];
+    float             *to   = m->to + hpmli_walk_at(w, 0, run);
+    const float       *from = m->from + hpmli_walk_at(w, 1, run);
+    for (int i = w->ndim - 2; i >= 0; left /= w->shape[i--]) at[i] = left % w->shape[i];
+    for (; run < (task + 1) * m->each && run < w->runs; run++) {
+        if (a == 1 && b == 1 && m->add) m->k->vadd(to, to, from, n);
+        else if (a == 1 && b == 1) memcpy(to, from, (size_t)n * sizeof(float));
+        else if (a == 1 && !m->add) for (int64_t i = 0; i < n; i++) to[i] = from[i * b];
+        else for (int64_t i = 0; i < n; i++) to[i * a] = m->add ? to[i * a] + from[i * b] : from[i * b];
+        for (int i = w->ndim - 2; i >= 0; i--) { /* where the next run begins */
+            bool turn = ++at[i] == w->shape[i];
+            to += w->stride[0][i] - (turn ? w->shape[i] * w->stride[0][i] : 0);
+            from += w->stride[1][i] - (turn ? w->shape[i] * w->stride[1][i] : 0);
+            if (!turn) break;
+            at[i] = 0;
+        }
+    }
+}
+
+/* Values of x to y, or gradients of y to x. One of the two may be a part of a larger tensor or seen in another order.
+   The shape is that of y, which is short when the batch is. */
+HPMLI_FN void hpmli_move(const hpml_run *run, const hpml_tensor *y, const hpml_tensor *x, bool backward, bool add)
+{
+    hpmli_mover m = { run->ctx->k, backward ? x->grad : y->data, backward ? y->grad : x->data, HPMLI_ZEROED, 0,
+                      backward && add };
+    if (!m.to || m.to == m.from) return;
+    hpmli_walk_make(&m.w, y, backward ? x : y, backward ? y : x);
+    m.each = hpmli_rows_per_task(m.w.run);
+    hpmli_parallel(run->ctx, (m.w.runs + m.each - 1) / m.each, hpmli_move_task, &m);
+}
+
+/* The part of t that is `count` long from `start` on in one dimension. Not returned: gcc 12 for Arm would then leave
+   out what calls this. */
+HPMLI_FN void hpmli_part(hpml_tensor *part, const hpml_tensor *t, int dim, int64_t start, int64_t count)
+{
+    *part = *t;
+    part->shape[dim] = count;
+    part->data += start * t->stride[dim];
+    if (t->grad) part->grad += start * t->stride[dim];
+}
+
+HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
+{
+    hpml_tensor x = *n->out; /* as it stands in the other's memory */
+    x.grad = n->src[0]->grad;
+    hpmli_move(run, n->out, &x, true, n->accumulate[0]);
+}
+
+/* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
+HPMLI_OP(reshape, 0,
+         if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out)),
+         hpmli_reshape_back(run, n))
+
+HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
+{
+    int64_t  shape[HPML_MAX_DIMS];
+    unsigned seen = 0;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    for (int i = 0; dims && i < x->ndim; i++) {
+        if (dims[i] < 0 || dims[i] >= x->ndim) break;
+        seen |= 1u << dims[i];
+        shape[i] = x->shape[dims[i]];
+    }
+    if (seen == 0 || seen != (1u << x->ndim) - 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: name each dimension once", hpmli_text(x));
+    hpml_node *n = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
+    for (int i = 0; i < x->ndim; i++) n->attr.permute.dims[i] = dims[i];
+    hpmli_node_batch(n, dims[0] == 0 ? x->batch_rows : 0);
+    return n->out;
+}
+
+HPMLI_FN bool hpmli_layout_check(hpml_tensor *x, hpml_layout layout)
+{
+    if (!hpmli_recordable(1, &x)) return false;
+    return (x->ndim == 4 && (layout == HPML_NCHW || layout == HPML_NHWC)) ||
+           hpmli_false(x->ctx, HPML_ERR_SHAPE, "layout %d of %s: expected HPML_NCHW or HPML_NHWC, and 4 dimensions",
+                       (int)layout, hpmli_text(x));
+}
+
+HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout)
+{
+    static const int dims[2][4] = { { 0, 3, 1, 2 }, { 0, 2, 3, 1 } };
+    if (!hpmli_layout_check(x, layout)) return NULL;
+    if (x->layout == layout) return x;
+    hpml_tensor *y = hpml_permute(x, dims[layout]);
+    if (!y) return NULL;
+    y->layout = layout;
+    x->ctx->turn_count++;
+    return y;
+}
+
+HPML_API hpml_status hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout)
+{
+    if (!hpmli_layout_check(x, layout)) return x ? x->ctx->status : HPML_ERR_ARGUMENT;
+    if (x->used)
+        return hpmli_fail(x->ctx, HPML_ERR_STATE, "layout of \"%s\": an op reads it already; set its layout before, or "
+                          "record hpml_to_layout", x->name);
+    x->layout = layout;
+    return HPML_OK;
+}
+
+/* Channels (i 0), height (1) or width (2) of images. */
+HPMLI_FN int64_t hpmli_image(const hpml_tensor *t, int i)
+{
+    return t->shape[t->layout == HPML_NHWC ? (i + 2) % 3 + 1 : i + 1];
+}
+
+/* A shape of images like x. */
+HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t height, int64_t width, int64_t *shape)
+{
+    bool nhwc = x->layout == HPML_NHWC;
+    shape[0] = x->shape[0];
+    shape[1] = nhwc ? height : channels;
+    shape[2] = nhwc ? width : height;
+    shape[3] = nhwc ? channels : width;
+}
+
+/* Whether the backend has no kernels for the layout of x. */
+HPMLI_FN bool hpmli_image_foreign(const hpml_tensor *x)
+{
+    return x->ndim == 4 && x->layout == HPML_NHWC && !x->ctx->backend->layouts;
+}
+
+HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
+{
+    int dims[HPML_MAX_DIMS];
+    for (int i = 0; i < HPML_MAX_DIMS; i++) dims[i] = i == dim_a ? dim_b : i == dim_b ? dim_a : i;
+    return hpml_permute(x, dims);
+}
+
+/* Whether n permutes between NCHW and NHWC, as hpml_to_layout does: a transpose of each image as a matrix. */
+HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
+{
+    const int32_t *d = n->attr.permute.dims;
+    return n->out->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1;
+}
+
+HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+{
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    int64_t size = y->stride[0], rows = w->n->attr.permute.dims[1] == 2 ? x->shape[1] : size / x->shape[3];
+    float  *from = (w->back ? y->grad : x->data) + image * size, *to = (w->back ? x->grad : y->data) + image * size;
+    if (w->back) rows = size / rows;
+    w->k->conv_turn(to, from, rows, 1, size / rows, size);
+}
+
+/* Copies, reading the source through shape and strides in the order of the destination. */
+HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
+{
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    hpml_tensor        read = backward ? *y : *x;
+    if (hpmli_permutes_images(n) && !(backward && (n->accumulate[0] || !x->grad))) {
+        hpmli_work_run(run, n, backward, y->shape[0], 1, hpmli_permute_image);
+        return;
+    }
+    for (int i = 0; i < y->ndim; i++) {
+        int dim = n->attr.permute.dims[i], at = backward ? dim : i;
+        read.shape[at]  = y->shape[i];
+        read.stride[at] = backward ? y->stride[i] : x->stride[dim];
+    }
+    hpmli_move(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
+}
+
+HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
+
+HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
+{
+    int64_t shape[HPML_MAX_DIMS];
+    if (!hpmli_recordable(1, &x) || !hpmli_slice_fits(x, dim, start, count)) return NULL;
+    memcpy(shape, x->shape, sizeof shape);
+    shape[dim] = count;
+    hpml_node *n = hpmli_node_create(HPML_OP_SLICE, NULL, 1, &x, x->ndim, shape);
+    n->attr.slice.dim   = dim;
+    n->attr.slice.start = start;
+    if (dim == 0) hpmli_node_batch(n, 0);
+    return n->out;
+}
+
+HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
+{
+    int         dim = n->attr.slice.dim;
+    hpml_tensor x;
+    hpmli_part(&x, n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
+    if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
+    hpmli_move(run, n->out, &x, backward, true);
+}
+
+HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
+
+HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
+{
+    int64_t shape[HPML_MAX_DIMS];
+    if (!x || count < 1 || !hpmli_recordable(count, x)) return NULL;
+    if (count > HPML_MAX_SRC)
+        return hpmli_null(x[0]->ctx, HPML_ERR_ARGUMENT, "concat of %d tensors, at most %d", count, HPML_MAX_SRC);
+    memcpy(shape, x[0]->shape, sizeof shape);
+    for (int i = 0; i < count; i++) {
+        bool fits = dim >= 0 && dim < x[0]->ndim && x[i]->ndim == x[0]->ndim;
+        for (int d = 0; fits && d < x[0]->ndim; d++) fits = d == dim || x[i]->shape[d] == x[0]->shape[d];
+        if (!fits)
+            return hpmli_null(x[0]->ctx, HPML_ERR_SHAPE, "concat along dimension %d: %s and %s do not fit", dim,
+                              hpmli_text(x[0]), hpmli_text(x[i]));
+        if (i > 0) shape[dim] += x[i]->shape[dim];
+    }
+    hpml_node *n = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
+    n->attr.slice.dim = dim;
+    if (dim == 0) hpmli_node_batch(n, 0);
+    return n->out;
+}
+
+HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
+{
+    for (int64_t i = 0, start = 0, count; i < n->src_count; i++, start += count) {
+        hpml_tensor y;
+        count = n->src[i]->shape[n->attr.slice.dim];
+        hpmli_part(&y, n->out, n->attr.slice.dim, start, count);
+        hpmli_move(run, &y, n->src[i], backward, n->accumulate[i]);
+    }
+}
+
+HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
+
+HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
+{
+    int64_t shape[HPML_MAX_DIMS];
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (dim < HPML_ALL_DIMS || dim >= x->ndim)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpmli_text(x), dim);
+    memcpy(shape, x->shape, sizeof shape);
+    if (dim >= 0) shape[dim] = 1;
+    hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
+    n->attr.sum.dim  = dim;
+    n->attr.sum.mean = mean;
+    if (dim <= 0) hpmli_node_batch(n, 0);
+    n->mixes_batch = false; /* summed away: a short batch is just a shorter sum */
+    return n->out;
+}
+
+HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
+HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
+
+/* x (outer, size, inner) to y (outer, inner), and dy to dx; all dimensions are (1, count, 1). */
+HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
+{
+    const hpmli_kernels *k   = run->ctx->k;
+    const hpml_tensor   *src = n->src[0];
+    int     dim   = n->attr.sum.dim;
+    int64_t size  = dim == HPML_ALL_DIMS ? hpml_tensor_count(src) : src->shape[dim], inner = 1;
+    float   scale = n->attr.sum.mean ? 1 / (float)size : 1;
+    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < src->ndim; i++) inner *= src->shape[i];
+    int64_t outer = hpml_tensor_count(src) / (size * inner);
+    if (back && !n->accumulate[0]) k->vfill(src->grad, 0, outer * size * inner);
+    for (int64_t o = 0; o < outer; o++) {
+        float *x = (back ? src->grad : src->data) + o * size * inner;
+        float *y = (back ? n->out->grad : n->out->data) + o * inner;
+        if (!back && inner == 1) *y = k->vsum(x, size);
+        else if (!back) k->vsum_rows(y, x, size, inner, 0);
+        else if (inner == 1) k->vscale_add(x, x, 1, scale * *y, size);
+        else for (int64_t i = 0; i < size; i++) k->vaxpby(x + i * inner, scale, y, 1, inner);
+    }
+    if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
+}
+
+HPMLI_OP(sum, 0, hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true))
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv   two-dimensional convolution
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions side by side.
+
+   The gradient of the weights is summed image by image into a number of partial sums that depends on the shape alone,
+   added up in order: the same bits at any number of threads. */
+
+HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
+
+/* The same for both passes, so that what is recorded has scratch for either. */
+HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    const hpml_attr   *a = &n->attr;
+    hpmli_conv         c = HPMLI_ZEROED;
+    c.ctx = ctx, c.n = n, c.groups = a->conv.groups;
+    c.B = x->shape[0], c.C = hpmli_image(x, 0) / c.groups, c.H = hpmli_image(x, 1), c.W = hpmli_image(x, 2);
+    c.OC = hpmli_image(y, 0) / c.groups, c.OH = hpmli_image(y, 1), c.OW = hpmli_image(y, 2);
+    c.nhwc = x->layout == HPML_NHWC;
+    c.x_ld = c.nhwc ? c.groups * c.C : 1, c.y_ld = c.nhwc ? c.groups * c.OC : 1;
+    c.taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
+    c.x_pitch   = (c.W + 2 * a->conv.padding[1]) * c.C;
+    c.x_first   = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
+    c.x_size    = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
+    c.y_size    = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16); /* both: tiles are whole */
+    c.row_at    = a->conv.stride[0] * c.x_pitch, c.col_at = a->conv.stride[1] * c.C;
+    c.blocks[0] = a->conv.kernel[0];
+    c.blocks[1] = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is one run */
+    c.block     = c.taps * c.C / (c.blocks[0] * c.blocks[1]);
+    c.block_at[0] = a->conv.dilation[0] * c.x_pitch, c.block_at[1] = a->conv.dilation[1] * c.C;
+    int64_t weights = c.taps * c.C * hpmli_round_up(c.OC, HPMLI_CONV_PANEL);
+    int64_t back    = c.blocks[0] * c.blocks[1] * hpmli_round_up(c.block, HPMLI_CONV_PANEL) * c.OC;
+    c.band        = hpmli_max(64 / c.OW, 1);
+    c.parts       = hpmli_min(c.groups * weights > 65536 ? 8 : 16, c.B);
+    c.joint       = hpmli_max(hpmli_min(128 / (c.OH * c.OW), (c.B - 1) / c.parts + 1), 1);
+    c.part_size   = c.groups * weights + hpmli_round_up(c.groups * c.OC, 16);
+    c.packed_size = hpmli_max(weights, back);
+    c.own_size    = hpmli_max(c.x_size + hpmli_round_up(c.band * c.OW, 16) * HPMLI_CONV_PANEL,
+                              c.joint * (2 * c.x_size + c.y_size));
+    c.scratch     = c.parts * c.part_size + c.groups * c.packed_size + ctx->threads * c.own_size;
+    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return c; /* no memory yet, or not used */
+    HPML_ASSERT((size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
+    c.part   = (float *)n->scratch;
+    c.packed = c.part + c.parts * c.part_size;
+    c.own    = c.packed + c.groups * c.packed_size;
+    return c;
+}
+
+/* A product without columns: 1 x 1, as it stands. */
+HPMLI_FN bool hpmli_conv_direct(const hpmli_conv *c)
+{
+    return c->taps == 1 && c->row_at == c->x_pitch && c->col_at == c->C && c->x_first == 0;
+}
+
+/* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
+HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
+{
+    int64_t span = hpmli_image(x, 1 + i) + 2 * (int64_t)a->conv.padding[i] - 1;
+    span -= (int64_t)a->conv.dilation[i] * (a->conv.kernel[i] - 1);
+    return span < 0 ? 0 : span / a->conv.stride[i] + 1;
+}
+
+HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
+{
+    if (x->ndim != 4) return "the input must be (B, C, H, W) or, in NHWC, (B, H, W, C)";
+    if (a->conv.groups < 1 || hpmli_image(x, 0) % a->conv.groups != 0 || out < 1 || out % a->conv.groups != 0)
+        return "input and output channels must be multiples of the groups";
+    for (int i = 0; i < 2; i++) {
+        if (a->conv.kernel[i] < 1 || a->conv.stride[i] < 1 || a->conv.padding[i] < 0 || a->conv.dilation[i] < 1)
+            return "kernel_h is required, and kernel, stride, dilation must be at least 1, padding at least 0";
+        if (a->conv.kernel[i] > INT16_MAX || a->conv.stride[i] > INT16_MAX || a->conv.padding[i] > INT16_MAX ||
+            a->conv.dilation[i] > INT16_MAX)
+            return "kernel, stride, padding and dilation must be below 32768";
+        if (hpmli_conv_size(x, a, i) < 1)
+            return "the kernel is larger than the padded image";
+    }
+    if ((int)a->conv.act < 0 || a->conv.act >= HPML_ACT_COUNT) return "there is no such activation";
+    if (a->conv.act != HPML_ACT_NONE && hpmli_act_reads_x(a->conv.act))
+        return "this activation needs its argument in the backward pass; record it after the convolution";
+    return NULL;
+}
+
+HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
+
+/* Chooses the algorithm for y, of this shape, within the workspace that d allows; *bytes: the workspace needed. */
+HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
+                                size_t *bytes)
+{
+    hpml_node   n = HPMLI_ZEROED;
+    hpml_tensor y = *x;
+    hpmli_set_shape(&y, 4, shape);
+    n.src[0] = x, n.out = &y, n.attr = *a;
+    hpmli_conv c    = hpmli_conv_of(x->ctx, &n);
+    size_t     row  = (size_t)(c.C * c.taps * c.OW) * sizeof(float), most = d->workspace ? d->workspace : SIZE_MAX;
+    bool       fits = (size_t)c.scratch * sizeof(float) <= most;
+    *bytes = (size_t)c.scratch * sizeof(float);
+    a->conv.algorithm = HPML_CONV_DIRECT;
+    if (fits && d->algorithm != HPML_CONV_IM2COL) return true;
+    if (d->algorithm == HPML_CONV_DIRECT || row > most)
+        return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
+                           "at least %zu: raise it", d->name ? d->name : "", d->workspace, *bytes, row);
+    if (d->workspace == 0) most = (size_t)4 << 20; /* bytes: about a cache */
+    a->conv.algorithm = HPML_CONV_IM2COL;
+    a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);
+    *bytes            = (size_t)a->conv.rows * row;
+    return true;
+}
+
+HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
+{
+    hpml_attr    a;
+    hpml_tensor *src[3];
+    int64_t      shape[4];
+    size_t       bytes = 0;
+    hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
+    if (hpmli_image_foreign(x))
+        return hpml_to_layout(hpml_conv2d(hpml_to_layout(x, HPML_NCHW), out, desc), HPML_NHWC);
+    if ((int)d.algorithm < 0 || d.algorithm > HPML_CONV_IM2COL)
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": there is no algorithm %d", d.name ? d.name : "",
+                          (int)d.algorithm);
+    if ((d.algorithm != HPML_CONV_AUTO || d.workspace > 0) && !x->ctx->backend->layouts)
+        return hpmli_null(x->ctx, HPML_ERR_UNSUPPORTED, "conv2d \"%s\": on \"%s\" algorithm and workspace cannot be "
+                          "chosen; leave them 0", d.name ? d.name : "", x->ctx->backend->name);
+    memset(&a, 0, sizeof a);
+    a.conv.kernel[0]   = d.kernel_h;
+    a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
+    a.conv.stride[0]   = hpmli_conv_or(d.stride_h, 1);
+    a.conv.stride[1]   = hpmli_conv_or(d.stride_w, a.conv.stride[0]);
+    a.conv.padding[0]  = d.padding_h == HPML_NO_PAD ? 0 : d.padding_h;
+    a.conv.padding[1]  = d.padding_w == HPML_NO_PAD ? 0 : hpmli_conv_or(d.padding_w, a.conv.padding[0]);
+    a.conv.dilation[0] = hpmli_conv_or(d.dilation_h, 1);
+    a.conv.dilation[1] = hpmli_conv_or(d.dilation_w, a.conv.dilation[0]);
+    a.conv.groups      = hpmli_conv_or(d.groups, 1);
+    a.conv.act         = d.activation;
+    const char *why = hpmli_conv_check(x, out, &a);
+    if (why)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
+                          "padding %dx%d, dilation %dx%d, %d groups: %s", d.name ? d.name : "", hpmli_text(x),
+                          (long long)out, a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1],
+                          a.conv.padding[0], a.conv.padding[1], a.conv.dilation[0], a.conv.dilation[1], a.conv.groups,
+                          why);
+    const int64_t w[4] = { out, hpmli_image(x, 0) / a.conv.groups, a.conv.kernel[0], a.conv.kernel[1] };
+    hpmli_image_shape(x, out, hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
+    const char *name = hpmli_layer_name(x->ctx, d.name, "conv");
+    src[0] = x;
+    src[1] = hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w);
+    src[2] = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
+    if (hpmli_failed(x->ctx)) return NULL;
+    if (hpmli_shape_count(4, shape) > 0 && !hpmli_conv_choose(x, shape, &a, &d, &bytes)) return NULL;
+    hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
+    n->attr          = a;
+    n->scratch_bytes = bytes;
+    return n->out;
+}
+
+/* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed. */
+HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t end    = o + HPMLI_CONV_PANEL < c->OC ? o + HPMLI_CONV_PANEL : c->OC;
+    const float *w = c->n->src[1]->data + g * c->OC * c->C * c->taps;
+    float  *packed = c->packed + g * c->packed_size;
+    if (!c->want_dx) c->ctx->k->conv_pack(c, packed, w, o);
+    for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(c, packed, w, o);
+}
+
+/* Rows [row, row + rows) of one image and group of x (C, pixels), y (OC, pixels) or their gradients, as a matrix. */
+HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool y, int64_t b, int64_t g, int64_t row,
+                                  int64_t rows)
+{
+    int64_t channels = y ? c->OC : c->C, width = y ? c->OW : c->W, pixels = width * (y ? c->OH : c->H);
+    int64_t ld = c->nhwc ? c->groups * channels : pixels;
+    p += (b * c->groups * pixels + g * (c->nhwc ? 1 : pixels)) * channels + row * width * (c->nhwc ? ld : 1);
+    hpmli_mat m = { p, channels, rows * width, ld, 1, c->groups * channels * pixels, c->nhwc };
+    return m;
+}
+
+/* One image and group of x, in NHWC order with its padding. */
+HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float *image)
+{
+    const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
+    hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_ld, c->x_ld };
+    if (c->x_first) memset(image, 0, (size_t)c->x_size * sizeof(float));
+    if (c->nhwc) c->ctx->k->conv_copy(&copy, image + c->x_first, x, NULL, 0, 0);
+    else c->ctx->k->conv_turn(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
+}
+
+/* The same of dy, without padding. */
+HPMLI_FN void hpmli_conv_turn_dy(const hpmli_conv *c, int64_t b, int64_t g, float *image)
+{
+    const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
+    hpmli_conv_copy copy = { 1, c->OH * c->OW, c->OC, 0, c->OC, 0, c->y_ld };
+    if (c->nhwc) c->ctx->k->conv_copy(&copy, image, dy, NULL, 0, 0);
+    else c->ctx->k->conv_turn(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
+}
+
+HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_panels(c->OC);
+    int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL;
+    int64_t o1 = hpmli_min((piece + 1) * panels / c->splits * HPMLI_CONV_PANEL, c->OC);
+    float  *image = c->own + thread * c->own_size, *band = image + c->x_size;
+    for (int64_t g = 0; g < c->groups; g++) {
+        const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
+        hpmli_conv_turn_x(c, b, g, image);
+        c->ctx->k->conv_image(c, c->packed + g * c->packed_size, image, o0, o1, bias,
+                              c->n->attr.conv.act == HPML_ACT_RELU,
+                              hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
+    }
+}
+
+/* 1 x 1: for each image, y (OC, pixels) = w (OC, C) x (C, pixels); or dx = w^T dy. In NHWC all images are one. */
+HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
+{
+    const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
+    int64_t rows = c->nhwc ? c->B * c->OH : c->OH;
+    for (int64_t g = 0; g < c->groups; g++) {
+        hpmli_mat a  = hpmli_matrix(w->data + g * c->OC * c->C, c->OC, c->C, c->C);
+        hpmli_mat b  = hpmli_conv_mat(c, back ? y->grad : x->data, back, 0, g, 0, rows);
+        hpmli_mat to = hpmli_conv_mat(c, back ? x->grad : y->data, !back, 0, g, 0, rows);
+        b.count = to.count = c->nhwc ? 1 : c->B;
+        hpmli_gemm_desc d = hpmli_gemm_of(back ? hpmli_transposed(a) : a, b, to, back && c->n->accumulate[0]);
+        *(c->nhwc ? &d.bias_n : &d.bias_m) = !back && bias ? bias->data + g * c->OC : NULL;
+        d.act = !back && c->n->attr.conv.act == HPML_ACT_RELU;
+        hpmli_gemm(c->ctx, &d);
+    }
+}
+
+/* Overwrites dy of one image by dz = dy act', because no later op reads dy, and sums dz into the bias gradient. */
+HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool first)
+{
+    int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
+    float  *dz = c->n->out->grad + b * channels * pixels;
+    if (c->n->attr.conv.act != HPML_ACT_NONE)
+        c->ctx->k->act_backward(c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
+                                channels * pixels, 0);
+    if (c->want_db && c->nhwc) c->ctx->k->vsum_rows(db, dz, pixels, channels, !first);
+    for (int64_t o = 0; c->want_db && !c->nhwc && o < channels; o++)
+        db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
+}
+
+/* im2col: the numbers of x that some rows of y read, as a matrix with a row for each tap of each channel. */
+typedef struct hpmli_columns {
+    const hpmli_conv *c;
+    float            *p;         /* (C x taps, rows x OW) */
+    int64_t           b, g;      /* image and group */
+    int64_t           row, rows; /* of y */
+    bool              back;      /* added to dx; else filled from x */
+} hpmli_columns;
+
+/* A task fills one tap of one channel; backward it adds all taps of a channel, because they share elements of dx. */
+HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_columns *m = (const hpmli_columns *)arg;
+    const hpmli_conv    *c = m->c;
+    const hpml_attr     *a = &c->n->attr;
+    int64_t first = m->back ? task * c->taps : task, end = m->back ? first + c->taps : first + 1;
+    int64_t at = c->nhwc ? c->x_ld : 1, stride = a->conv.stride[1];
+    float  *x = m->back ? c->n->src[0]->grad : c->n->src[0]->data;
+    x = hpmli_conv_mat(c, x, false, m->b, m->g, 0, 1).p + first / c->taps * (c->nhwc ? 1 : c->H * c->W);
+    for (int64_t k = first; k < end; k++) {
+        int64_t tap = k % c->taps, w0 = tap % a->conv.kernel[1] * a->conv.dilation[1] - a->conv.padding[1];
+        for (int64_t r = 0; r < m->rows; r++) {
+            int64_t h = (m->row + r) * a->conv.stride[0] + tap / a->conv.kernel[1] * a->conv.dilation[0] -
+                        a->conv.padding[0];
+            float  *row    = m->p + (k * m->rows + r) * c->OW;
+            bool    inside = h >= 0 && h < c->H;
+            for (int64_t j = 0, w = w0; j < c->OW; j++, w += stride) {
+                bool there = inside && w >= 0 && w < c->W;
+                if (!m->back) row[j] = there ? x[(h * c->W + w) * at] : 0;
+                else if (there) x[(h * c->W + w) * at] += row[j];
+            }
+        }
+    }
+}
+
+/* y (OC, pixels) = w (OC, K) columns (K, pixels), and back dw = dy columns^T, columns = w^T dy: of as many rows of y as
+   there is space for, image by image. */
+HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
+{
+    hpml_node   *n  = c->n;
+    hpml_tensor *x  = n->src[0], *w = n->src[1], *bias = n->src[2], *y = n->out;
+    int64_t      K  = c->C * c->taps, step = n->attr.conv.rows;
+    bool         dw = back && w->grad, dx = back && x->grad;
+    if (dx && !n->accumulate[0]) memset(x->grad, 0, hpmli_tensor_bytes(x));
+    for (int64_t b = 0; b < c->B && back; b++)
+        hpmli_conv_take_dy(c, b, bias ? bias->grad : NULL, b == 0 && !n->accumulate[2]);
+    for (int64_t i = 0; i < c->B * c->groups; i++)
+        for (int64_t row = 0; row < c->OH; row += step) {
+            hpmli_columns m = { c, (float *)n->scratch, i / c->groups, i % c->groups, row,
+                                hpmli_min(step, c->OH - row), false };
+            int64_t   weights = m.g * c->OC * K;
+            hpmli_mat columns = hpmli_matrix(m.p, K, m.rows * c->OW, m.rows * c->OW);
+            hpmli_mat to      = hpmli_conv_mat(c, back ? y->grad : y->data, true, m.b, m.g, row, m.rows);
+            hpmli_mat by      = hpmli_matrix(w->data + weights, c->OC, K, K);
+            if (!back || dw) hpmli_parallel(c->ctx, K, hpmli_columns_task, &m);
+            if (!back) {
+                hpmli_gemm_desc d = hpmli_gemm_of(by, columns, to, false);
+                *(c->nhwc ? &d.bias_n : &d.bias_m) = bias ? bias->data + m.g * c->OC : NULL;
+                d.act = n->attr.conv.act == HPML_ACT_RELU;
+                hpmli_gemm(c->ctx, &d);
+            }
+            if (dw)
+                hpmli_product(c->ctx, to, hpmli_transposed(columns), hpmli_matrix(w->grad + weights, c->OC, K, K),
+                              m.b > 0 || row > 0 || n->accumulate[1]);
+            if (!dx) continue;
+            hpmli_product(c->ctx, hpmli_transposed(by), to, columns, false);
+            m.back = true;
+            hpmli_parallel(c->ctx, c->C, hpmli_columns_task, &m);
+        }
+}
+
+HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
+{
+    hpmli_conv c   = hpmli_conv_of(run->ctx, n);
+    hpml_act   act = n->attr.conv.act;
+    if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
+    else if (hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, false);
+    else {
+        int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
+        hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
+        c.splits = hpmli_min((want - 1) / c.B + 1, panels); /* few images: share their channels out */
+        if (run->ctx->threads == 1) c.splits = 1;
+        hpmli_parallel(run->ctx, c.B * c.splits, hpmli_conv_forward_task, &c);
+    }
+    if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
+        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
+}
+
+/* Part `part` of the images: their dx, and their sum of dw and db. */
+HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    float  *ys = c->own + thread * c->own_size, *xs = ys + c->joint * c->y_size, *dx = xs + c->joint * c->x_size;
+    float  *dw = c->part + part * c->part_size, *db = dw + c->part_size - hpmli_round_up(c->groups * c->OC, 16);
+    int64_t first = part * c->B / c->parts, end = (part + 1) * c->B / c->parts;
+    int64_t panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
+    for (int64_t b = first; b < end; b += c->joint) {
+        int64_t images = end - b < c->joint ? end - b : c->joint;
+        for (int64_t i = 0; i < images; i++) hpmli_conv_take_dy(c, b + i, db, b + i == first);
+        for (int64_t g = 0; g < c->groups; g++) {
+            for (int64_t i = 0; i < images; i++) {
+                if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
+                if (c->want_dw || c->want_dx) hpmli_conv_turn_dy(c, b + i, g, ys + i * c->y_size);
+            }
+            if (c->want_dw) c->ctx->k->conv_weights(c, images, xs, ys, dw + g * panels, b > first);
+            if (!c->want_dx) continue;
+            memset(dx, 0, (size_t)(images * c->x_size) * sizeof(float));
+            c->ctx->k->conv_inputs(c, images, c->packed + g * c->packed_size, ys, dx);
+            for (int64_t i = 0; i < images; i++)
+                c->ctx->k->conv_return(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
+                                       dx + i * c->x_size + c->x_first, c->n->accumulate[0]);
+        }
+    }
+}
+
+/* The parts come together: HPMLI_CONV_PANEL channels of one group. */
+HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    c->ctx->k->conv_unpack(c, c->n->src[1]->grad + g * c->OC * c->C * c->taps,
+                           c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, o, c->n->accumulate[1]);
+}
+
+HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
+{
+    hpmli_conv c = hpmli_conv_of(run->ctx, n);
+    int64_t    channels = c.groups * c.OC, panels = hpmli_panels(c.OC);
+    c.want_dw = n->src[1]->grad != NULL;
+    c.want_db = n->src[2] && n->src[2]->grad;
+    if (n->attr.conv.algorithm == HPML_CONV_IM2COL) {
+        hpmli_conv_by_columns(&c, true);
+        return;
+    }
+    c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
+    if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
+    hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
+    if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_join_task, &c);
+    for (int64_t p = 0; c.want_db && p < c.parts; p++)
+        run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
+                            p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
+    if (n->src[0]->grad && hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, true);
+}
+
+HPMLI_OP(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
+         hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n))
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pool   max, average and global pooling
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A plane at a time. Max keeps the place of each winner for backward; average divides by the pixels in the image. */
+
+HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
+                                        int32_t padding)
+{
+    hpml_attr a;
+    int64_t   shape[4];
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (hpmli_image_foreign(x))
+        return hpml_to_layout(hpmli_pool_record(hpml_to_layout(x, HPML_NCHW), op, kh, kw, stride, padding), HPML_NHWC);
+    if (stride == 0) stride = kh;
+    memset(&a, 0, sizeof a);
+    for (int i = 0; i < 2; i++)
+        a.conv.kernel[i] = i ? kw : kh, a.conv.stride[i] = stride, a.conv.padding[i] = padding, a.conv.dilation[i] = 1;
+    if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || padding > kh / 2 || padding > kw / 2 ||
+        padding > INT16_MAX || hpmli_conv_size(x, &a, 0) < 1 || hpmli_conv_size(x, &a, 1) < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
+                          "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
+                          hpmli_text(x), kh, kw, stride, padding);
+    hpmli_image_shape(x, hpmli_image(x, 0), hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
+    hpml_node *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
+    n->attr = a;
+    if (op == HPML_OP_MAX_POOL) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
+    return n->out;
+}
+
+HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
+{
+    return hpmli_pool_record(x, HPML_OP_MAX_POOL, kernel, kernel, stride, padding);
+}
+
+HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
+{
+    return hpmli_pool_record(x, HPML_OP_AVG_POOL, kernel, kernel, stride, padding);
+}
+
+HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
+{
+    bool         image = x && x->ndim == 4; /* anything else is refused */
+    int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
+    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL, kh, kw, 1, 0);
+    return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
+}
+
+/* The part [*from, *to) of window o that lies in the image: of its rows (i 0) or columns (1). */
+HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, int64_t *to)
+{
+    int64_t at = o * n->attr.conv.stride[i] - n->attr.conv.padding[i], end = at + n->attr.conv.kernel[i];
+    *from = at > 0 ? at : 0;
+    *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
+}
+
+/* Windows of 2 x 2 that just touch, as most have it: kernels do a row at a time, and save which of the four has won. */
+HPMLI_FN void hpmli_max_pool_halves(const hpmli_work *w, int64_t plane)
+{
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    int64_t            H = x->shape[2], W = x->shape[3], OH = y->shape[2], OW = y->shape[3];
+    for (int64_t row = 0; row < OH; row++) {
+        int64_t from = (plane * H + row * 2) * W, to = (plane * OH + row) * OW;
+        float  *won  = (float *)w->n->saved + to;
+        if (w->back) w->k->max_pool_row_back(x->grad + from, won, y->grad + to, W, OW, w->n->accumulate[0]);
+        else w->k->max_pool_row(y->data + to, won, x->data + from, W, OW);
+    }
+}
+
+/* The largest of each window, whatever its size and steps; the same walk back. */
+HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
+{
+    const hpml_node   *n = w->n;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    const int32_t     *kernel = n->attr.conv.kernel;
+    int64_t  H = x->shape[2], W = x->shape[3], OW = y->shape[3], size = y->shape[2] * OW, r0, r1, c0, c1;
+    int64_t  from = plane * H * W, to = plane * size;
+    int32_t *at   = (int32_t *)n->saved + to;
+    bool halves = kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2 && n->attr.conv.padding[0] == 0;
+    if (w->back && !n->accumulate[0] && (!halves || H % 2 || W % 2))
+        memset(x->grad + from, 0, (size_t)(H * W) * sizeof(float));
+    if (halves) hpmli_max_pool_halves(w, plane);
+    for (int64_t o = 0; !halves && o < size; o++) {
+        if (w->back) { x->grad[from + at[o]] += y->grad[to + o]; continue; }
+        hpmli_window(n, 0, o / OW, &r0, &r1);
+        hpmli_window(n, 1, o % OW, &c0, &c1);
+        int64_t best = r0 * W + c0;
+        for (int64_t r = r0; r < r1; r++)
+            for (int64_t c = c0; c < c1; c++)
+                if (HPMLI_MAX_OR_NAN(x->data[from + r * W + c], x->data[from + best])) best = r * W + c;
+        y->data[to + o] = x->data[from + best];
+        at[o] = (int32_t)best;
+    }
+}
+
+/* Average: forward gathers a window, backward deals it out; the same walk. */
+HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
+{
+    const hpml_node *n = w->n;
+    int64_t      W = n->src[0]->shape[3], pixels = n->src[0]->shape[2] * W, r0, r1, c0, c1;
+    int64_t      OW = n->out->shape[3], size = n->out->shape[2] * OW;
+    const float *x  = n->src[0]->data + plane * pixels;
+    float       *dx = w->back ? n->src[0]->grad + plane * pixels : NULL;
+    float       *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
+    if (dx && !n->accumulate[0]) memset(dx, 0, (size_t)pixels * sizeof(float));
+    for (int64_t o = 0; o < size; o++) {
+        double sum = 0;
+        hpmli_window(n, 0, o / OW, &r0, &r1);
+        hpmli_window(n, 1, o % OW, &c0, &c1);
+        float share = 1 / (float)((r1 - r0) * (c1 - c0));
+        for (int64_t r = r0; r < r1; r++) {
+            if (dx) w->k->vscale_add(dx + r * W + c0, dx + r * W + c0, 1, share * y[o], c1 - c0);
+            else sum += (double)w->k->vsum(x + r * W + c0, c1 - c0);
+        }
+        if (!dx) y[o] = (float)sum * share;
+    }
+}
+
+/* Max pooling of one image in NHWC, all channels of a window together. at: index of the pixel of each maximum. */
+HPMLI_FN void hpmli_max_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+{
+    const hpml_node   *n = w->n;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    int64_t  C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
+    int64_t  r0, r1, c0, c1;
+    int32_t *at   = (int32_t *)n->saved + image * size * C;
+    float   *from = (w->back ? x->grad : x->data) + image * pixels * C;
+    float   *to   = (w->back ? y->grad : y->data) + image * size * C;
+    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
+    for (int64_t o = 0; o < size; o++, at += C, to += C) {
+        for (int64_t c = 0; w->back && c < C; c++) from[at[c] * C + c] += to[c];
+        if (w->back) continue;
+        hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
+        hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
+        for (int64_t c = 0; c < C; c++) at[c] = (int32_t)(r0 * W + c0);
+        memcpy(to, from + (r0 * W + c0) * C, (size_t)C * sizeof(float));
+        for (int64_t r = r0; r < r1; r++)
+            for (int64_t p = r * W + c0; p < r * W + c1; p++)
+                for (int64_t c = 0; c < C; c++) {
+                    bool won = HPMLI_MAX_OR_NAN(from[p * C + c], to[c]);
+                    at[c] = won ? (int32_t)p : at[c];
+                    to[c] = won ? from[p * C + c] : to[c];
+                }
+    }
+}
+
+HPMLI_FN void hpmli_avg_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+{
+    const hpml_node   *n = w->n;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    int64_t C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
+    int64_t r0, r1, c0, c1;
+    float  *from = (w->back ? x->grad : x->data) + image * pixels * C;
+    float  *to   = (w->back ? y->grad : y->data) + image * size * C;
+    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
+    for (int64_t o = 0; o < size; o++, to += C) {
+        hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
+        hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
+        float share = 1 / (float)((r1 - r0) * (c1 - c0));
+        for (int64_t r = r0; r < r1; r++) {
+            if (!w->back) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
+            for (int64_t p = r * W + c0; w->back && p < r * W + c1; p++) w->k->vaxpby(from + p * C, share, to, 1, C);
+        }
+        if (!w->back) w->k->vscale_add(to, to, share, 0, C);
+    }
+}
+
+HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *plane,
+                                hpmli_work_fn *image)
+{
+    bool nhwc = n->out->layout == HPML_NHWC;
+    hpmli_work_run(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
+}
+
+#define HPMLI_POOL_OP(name, f)                                                                                         \
+    HPMLI_OP(name, 0, hpmli_pooling_run(run, n, false, hpmli_##f##_plane, hpmli_##f##_image),                          \
+             hpmli_pooling_run(run, n, true, hpmli_##f##_plane, hpmli_##f##_image))
+HPMLI_POOL_OP(max_pool2d, max_pool)
+HPMLI_POOL_OP(avg_pool2d, avg_pool)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In
+   training the statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2
+   = sum dy xhat:
+       dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
+   The mean is kept as the sum of two floats, x - mean is (x - first) - second: numbers that lie far from 0 and near to
+   each other lose no digits. The second float is what is left of the first pass's mean, found in the second pass.
+   One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
+   added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
+
+#define HPMLI_NORM_ROWS 32 /* rows of layernorm and rmsnorm that make a block, see below */
+
+/* What a channel or a row keeps: its mean is mean + rest, and 1 / sqrt(variance + eps). */
+typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
+
+HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
+{
+    const bool     batch = op == HPML_OP_BATCHNORM;
+    hpml_norm_desc d;
+    hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", d, desc)) return NULL;
+    if (batch && x->ndim == 4 && x->layout == HPML_NHWC)
+        return hpml_to_layout(hpmli_norm_record(hpml_to_layout(x, HPML_NCHW), desc, op), HPML_NHWC);
+    if (d.eps == 0) d.eps = 1e-5f;
+    if (d.momentum == 0) d.momentum = 0.1f;
+    if (!(d.eps > 0 && d.eps < 1e30f && d.momentum > 0 && d.momentum <= 1))
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "norm \"%s\": eps is %g, expected 0 or more; momentum is %g, "
+                          "expected 0 to 1", d.name ? d.name : "", (double)d.eps, (double)d.momentum);
+    if (batch && ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU)))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
+                          "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
+    if (x->ndim < 2)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
+    const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
+    int64_t     cols = x->shape[batch ? 1 : x->ndim - 1], rows = hpml_tensor_count(x) / cols;
+    int64_t     blocks = (rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
+    if (!d.no_affine) src[1] = hpmli_layer_param(x->ctx, name, "weight", HPML_INIT_ONES, 0, 1, &cols);
+    if (!d.no_affine && op != HPML_OP_RMSNORM)
+        src[2] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &cols);
+    if (batch) src[3] = hpmli_layer_param(x->ctx, name, "running_mean", HPML_INIT_ZEROS, 0, 1, &cols);
+    if (batch) src[4] = hpmli_layer_param(x->ctx, name, "running_var", HPML_INIT_ONES, 0, 1, &cols);
+    for (int i = 3; i < 5 && src[i]; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
+    hpml_node *n = hpmli_node_create(op, name, batch ? 5 : 3, src, x->ndim, x->shape);
+    n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum;
+    n->attr.norm.act = batch ? d.activation : HPML_ACT_NONE;
+    n->saved_bytes   = (size_t)(batch ? cols : rows) * sizeof(hpmli_centre);
+    n->scratch_bytes = batch ? (size_t)(2 * cols + 1) * sizeof(double) : (size_t)(blocks * 2 * cols) * sizeof(float);
+    return n->out;
+}
+
+#define HPMLI_NORM(op, name)                                                                                           \
+    HPML_API hpml_tensor *hpml_##name(hpml_tensor *x, const hpml_norm_desc *desc)                                      \
+    {                                                                                                                  \
+        return hpmli_norm_record(x, desc, HPML_OP_##op);                                                               \
+    }
+HPMLI_NORM(BATCHNORM, batchnorm)
+HPMLI_NORM(LAYERNORM, layernorm)
+HPMLI_NORM(RMSNORM, rmsnorm)
+#undef HPMLI_NORM
+
+typedef struct hpmli_bn_job {
+    const hpml_run      *run;
+    const hpmli_kernels *k;
+    hpml_node           *n;
+    int64_t              B, C, P; /* P: pixels of a plane */
+    double              *sums;    /* (C, 2) of a channel, then N: of this rank, or of all */
+    bool                 backward, measure, apply;
+} hpmli_bn_job;
+
+/* Sum of x, and of (x - mean)^2, each from sums about a float near the mean. */
+HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
+{
+    const float *x = j->n->src[0]->data + c * j->P;
+    double       N = (double)(j->B * j->P), sum = 0, about[2] = { 0, 0 };
+    for (int64_t b = 0; b < j->B; b++) sum += j->k->vsum_wide(x + b * j->C * j->P, j->P);
+    float mean = (float)(N > 0 ? sum / N : 0);
+    for (int64_t b = 0; b < j->B; b++) j->k->vmoments(about, NULL, x + b * j->C * j->P, mean, j->P);
+    double square = N > 0 ? about[1] - about[0] * about[0] / N : 0;
+    j->sums[2 * c]     = (double)mean * N + about[0];
+    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays one */
+}
+
+HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
+{
+    const hpml_node *n     = j->n;
+    hpmli_centre    *saved = (hpmli_centre *)n->saved + c;
+    float           *running_mean = n->src[3]->data + c, *running_var = n->src[4]->data + c;
+    float            a, b, m = n->attr.norm.momentum;
+    double           N = j->sums[2 * j->C], square = j->sums[2 * c + 1];
+    double           mean = (double)*running_mean, var = (double)*running_var;
+    if (j->run->train) {
+        mean          = j->sums[2 * c] / N;
+        var           = square / N;
+        *running_mean = (1 - m) * *running_mean + m * (float)mean;
+        *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
+    }
+    saved->mean = (float)mean;
+    saved->rest = (float)(mean - (double)saved->mean);
+    saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
+    a = saved->rstd * (n->src[1] ? n->src[1]->data[c] : 1);
+    b = (n->src[2] ? n->src[2]->data[c] : 0) - saved->rest * a;
+    for (int64_t i = 0; i < j->B; i++) {
+        const float *x = n->src[0]->data + (i * j->C + c) * j->P;
+        float       *y = n->out->data + (i * j->C + c) * j->P;
+        j->k->vcentred(y, x, saved->mean, a, b, n->attr.norm.act == HPML_ACT_RELU, j->P);
+    }
+}
+
+/* s1 and s2, which are this rank's part of the gradients of beta and gamma. */
+HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
+{
+    const hpml_node *n = j->n;
+    hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
+    double           sums[2] = { 0, 0 }, s1, s2; /* of dy, and of dy (x - mean), without the mean's rest */
+    int64_t          step = j->C * j->P, first = c * j->P;
+    for (int64_t i = 0; i < j->B; i++) {
+        float *dy = n->out->grad + first + i * step;
+        if (n->attr.norm.act == HPML_ACT_RELU)
+            j->k->act_backward(HPML_ACT_RELU, 0, dy, dy, NULL, n->out->data + first + i * step, j->P, 0);
+        j->k->vmoments(sums, dy, n->src[0]->data + first + i * step, at.mean, j->P);
+    }
+    s1 = sums[0], s2 = (double)at.rstd * (sums[1] - (double)at.rest * s1);
+    if (n->src[1] && n->src[1]->grad) n->src[1]->grad[c] = (n->accumulate[1] ? n->src[1]->grad[c] : 0) + (float)s2;
+    if (n->src[2] && n->src[2]->grad) n->src[2]->grad[c] = (n->accumulate[2] ? n->src[2]->grad[c] : 0) + (float)s1;
+    j->sums[2 * c] = s1, j->sums[2 * c + 1] = s2;
+}
+
+HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
+{
+    const hpml_node *n = j->n;
+    hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
+    double           N = j->sums[2 * j->C], s1 = j->sums[2 * c], s2 = j->sums[2 * c + 1];
+    double           a = (double)at.rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
+    int64_t          step = j->C * j->P, first = c * j->P;
+    if (!n->src[0]->grad) return;
+    if (!j->run->train) s1 = s2 = 0; /* fixed statistics */
+    double slope = (double)at.rstd * s2; /* xhat s2 = (x - mean - rest) slope */
+    for (int64_t i = 0; i < j->B; i++)
+        j->k->vaxpbypc(n->src[0]->grad + first + i * step, (float)a, n->out->grad + first + i * step,
+                       (float)(-a * slope / N), n->src[0]->data + first + i * step, at.mean,
+                       (float)(a * ((double)at.rest * slope - s1) / N), j->P, n->accumulate[0]);
+}
+
+HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
+{
+    const hpmli_bn_job *j = (const hpmli_bn_job *)arg;
+    if (j->measure) j->backward ? hpmli_bn_back_measure(j, c) : hpmli_bn_measure(j, c);
+    if (j->apply) j->backward ? hpmli_bn_back_apply(j, c) : hpmli_bn_apply(j, c);
+}
+
+/* Squares about a rank's own mean do not add up; those about 0 do, and an f64 has the digits for it. */
+HPMLI_FN void hpmli_bn_recenter(const hpmli_bn_job *j, double sign)
+{
+    double *s = j->sums, N = s[2 * j->C];
+    for (int64_t c = 0; c < j->C && !j->backward && N > 0; c++, s += 2) s[1] = fmax(s[1] + sign * s[0] * s[0] / N, 0);
+}
+
+HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backward)
+{
+    const int64_t *y = n->out->shape; /* the dimensions that are not there are 1 */
+    bool           measure = run->train || backward, shared = run->sum && run->train;
+    hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
+                         backward, measure, !shared };
+    j.sums[2 * j.C]  = (double)(j.B * j.P);
+    hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
+    if (!shared) return HPML_OK;
+    hpmli_bn_recenter(&j, 1);
+    hpml_status status = run->sum(run->sum_user, j.sums, 2 * j.C + 1);
+    hpmli_bn_recenter(&j, -1);
+    j.measure = false, j.apply = true;
+    if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
+    return status;
+}
+
+HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
+         return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
+
+/* softmax(x)_i = exp(x_i - max) / sum, sum = sum of exp(x_j - max); its logarithm is (x_i - max) - log(sum), in this
+   order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
+   logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
+
+HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
+{
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (x->ndim < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
+    hpml_node *n = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.softmax.log = log;
+    return n->out;
+}
+
+HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
+HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
+HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
+{
+    const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
+    float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
+    float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
+    if (w->n->attr.softmax.log) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
+    else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
+}
+
+HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
+{
+    const float *y = w->n->out->data + row * w->cols, *dy = w->n->out->grad + row * w->cols;
+    float       *dx = w->n->src[0]->grad + row * w->cols, d[HPMLI_PIECE];
+    bool         log = w->n->attr.softmax.log;
+    float        s   = log ? w->k->vsum(dy, w->cols) : w->k->vdot(dy, y, w->cols);
+    HPMLI_PIECES(i, c, w->cols) {
+        if (log) {
+            w->k->act_forward(HPML_ACT_EXP, 0, d, y + i, c);
+            w->k->vaxpby(d, 1, dy + i, -s, c);
+        } else {
+            w->k->vscale_add(d, dy + i, 1, -s, c);
+            w->k->vmul(d, d, y + i, c);
+        }
+        w->k->vaxpby(dx + i, 1, d, w->n->accumulate[0] ? 1.0f : 0.0f, c);
+    }
+}
+
+HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, false, hpmli_softmax_row),
+         hpmli_rows_run(run, n, true, hpmli_softmax_back_row))
+
+/* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
+       dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
+   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block leaves
+   its part of dgamma and dbeta, and the parts are added in order. Sources: x, gamma, beta (NULL without). */
+
+HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
+{
+    const hpml_node *n = w->n;
+    const float     *x = n->src[0]->data + row * w->cols; /* (cols) */
+    float           *y = n->out->data + row * w->cols;
+    hpmli_centre    *saved = (hpmli_centre *)n->saved + row;
+    double           C = (double)w->cols, about[2] = { 0, 0 }, rest = 0, var;
+    saved->mean = n->op == HPML_OP_LAYERNORM ? (float)(w->k->vsum_wide(x, w->cols) / C) : 0;
+    w->k->vmoments(about, NULL, x, saved->mean, w->cols);
+    if (n->op == HPML_OP_LAYERNORM) rest = about[0] / C;
+    var = about[1] / C - rest * rest;
+    if (var < 0) var = 0; /* a NaN stays one */
+    saved->rest = (float)rest;
+    saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
+    w->k->vcentred(y, x, saved->mean, saved->rstd, -saved->rest * saved->rstd, false, w->cols);
+    if (n->src[1]) w->k->vmul(y, y, n->src[1]->data, w->cols);
+    if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
+}
+
+/* One row; part: dgamma (cols) and dbeta (cols) of its block. */
+HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
+{
+    const hpml_node *n     = w->n;
+    float           *part  = (float *)n->scratch + row / HPMLI_NORM_ROWS * 2 * w->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
+    const float     *gamma = n->src[1] ? n->src[1]->data : NULL;
+    const float     *x = n->src[0]->data + row * w->cols, *dy = n->out->grad + row * w->cols;
+    hpmli_centre     at  = ((const hpmli_centre *)n->saved)[row];
+    double           sum = 0, dot = 0;
+    if (row % HPMLI_NORM_ROWS == 0) w->k->vfill(part, 0, 2 * w->cols);
+    HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's share of dgamma, dbeta */
+        const float *gi = dy + i;
+        w->k->vcentred(h, x + i, at.mean, at.rstd, -at.rest * at.rstd, false, c); /* xhat */
+        if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
+        sum += (double)w->k->vsum(gi, c);
+        dot += (double)w->k->vdot(gi, h, c);
+        w->k->vmul(h, h, dy + i, c);
+        w->k->vadd(part + i, part + i, h, c);
+        w->k->vadd(part + w->cols + i, part + w->cols + i, dy + i, c);
+    }
+    if (!n->src[0]->grad) return;
+    sum = n->op == HPML_OP_LAYERNORM ? sum / (double)w->cols : 0;
+    dot = dot / (double)w->cols;
+    HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot (x - mean) + rstd (rest rstd dot - sum) */
+        const float *gi = dy + i;
+        if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
+        w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, at.rstd, gi, (float)(-dot) * at.rstd * at.rstd, x + i,
+                       at.mean, at.rstd * (float)(dot * (double)(at.rest * at.rstd) - sum), c, n->accumulate[0]);
+    }
+}
+
+HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
+{
+    int64_t cols = n->out->shape[n->out->ndim - 1], rows = hpml_tensor_count(n->out) / cols;
+    hpmli_work_run(run, n, true, rows, HPMLI_NORM_ROWS, hpmli_norm_back_row);
+    for (int s = 1; s < 3; s++) {
+        if (!n->src[s] || !n->src[s]->grad) continue;
+        if (!n->accumulate[s]) run->ctx->k->vfill(n->src[s]->grad, 0, cols);
+        for (int64_t b = 0; b * HPMLI_NORM_ROWS < rows; b++)
+            run->ctx->k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * cols, cols);
+    }
+}
+
+HPMLI_OP(layernorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
+HPMLI_OP(rmsnorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>dropout   dropout and embedding
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The mask of element i is word i of the stream (step, node): it is computed in both passes and stored in neither. i
+   counts from the first sample of the global batch, so every rank that holds a sample draws the same mask for it. */
+
+HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
+{
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (!(p >= 0 && p < 1))
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": p is %g, expected 0 <= p < 1", x->name,
+                          (double)p);
+    hpml_node *n = hpmli_node_create(HPML_OP_DROPOUT, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.dropout.p = p;
+    return n->out;
+}
+
+HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread HPMLI_UNUSED)
+{
+    const hpml_run *run = w->run;
+    hpml_tensor    *x = w->n->src[0], *y = w->n->out;
+    const float    *from  = w->back ? y->grad : x->data;
+    float          *to    = w->back ? x->grad : y->data, p = w->n->attr.dropout.p, scale = 1 / (1 - p);
+    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (count / y->shape[0]);
+    int64_t         at = piece * HPMLI_PIECE, c = hpmli_min(count - at, HPMLI_PIECE);
+    uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->index ^ UINT64_C(0xd) << 60;
+    uint32_t        words[HPMLI_PIECE], least = (uint32_t)((double)p * 4294967296.0);
+    bool            add = w->back && w->n->accumulate[0];
+    if (!run->train || p == 0) {
+        if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
+        return;
+    }
+    w->k->random(HPMLI_WORDS, words, run->ctx->seed, stream, run->sample * (uint64_t)sample + (uint64_t)at, c);
+    for (int64_t i = 0; i < c; i++) {
+        float v = words[i] >= least ? from[at + i] * scale : 0;
+        to[at + i] = add ? to[at + i] + v : v;
+    }
+}
+
+HPMLI_WORK_OP(dropout, HPMLI_INPLACE, (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE,
+              HPMLI_GRAIN / HPMLI_PIECE, dropout_piece, dropout_piece)
+
+/* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
+HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
+                                     const hpml_embedding_desc *desc)
+{
+    hpml_embedding_desc d;
+    int64_t             shape[HPML_MAX_DIMS], table[2];
+    hpml_tensor        *src[2];
+    if (!hpmli_recordable(1, &tokens) || !HPMLI_TAKE(tokens->ctx, "embedding", d, desc)) return NULL;
+    if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
+        return hpmli_null(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d "
+                          "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_text(tokens), HPML_MAX_DIMS - 1,
+                          (long long)vocabulary, (long long)width);
+    const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
+    table[0] = vocabulary, table[1] = width;
+    src[0]   = tokens;
+    src[1]   = d.weight ? d.weight : hpmli_layer_param(tokens->ctx, name, "weight",
+                   d.init == HPML_INIT_DEFAULT ? HPML_INIT_NORMAL : d.init,
+                   d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table);
+    if (!hpmli_recordable(2, src)) return NULL;
+    if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width)
+        return hpmli_null(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld",
+                          name, hpmli_text(src[1]), (long long)vocabulary, (long long)width);
+    memcpy(shape, tokens->shape, sizeof shape);
+    shape[tokens->ndim] = width;
+    return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
+}
+
+HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
+{
+    const int32_t *token = (const int32_t *)(const void *)n->src[0]->data; /* (B, T) */
+    int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
+    for (int64_t i = 0; i < count; i++) {
+        if (token[i] < 0 || token[i] >= vocabulary)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
+                              n->out->name, (long long)(n->edge.index + i), token[i], (long long)vocabulary - 1);
+        memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
+    }
+    return HPML_OK;
+}
+
+HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
+{
+    const int32_t *token = (const int32_t *)(const void *)n->src[0]->data;
+    int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
+    float         *dw    = n->src[1]->grad;
+    if (dw && !n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
+    for (int64_t i = 0; dw && i < count; i++)
+        run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
+}
+
+HPMLI_OP(embedding, HPMLI_NEED_SRC(0), return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n))
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>sequence   multi-head attention; long short-term memory
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block
+   of S is ever in memory, (64, T) per thread; what is kept for backward is one number for each query, log sum exp(S).
+   Backward computes P again from it (Dao et al. 2022):
+       delta = rowsum(dO O),  dP = dO V^T,  dS = scale P (dP - delta),  dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
+   Blocks are done from the last to the first: with a causal mask the last one touches every key, so it writes dK and dV
+   and the others add. One task is one sample and head. */
+
+#define HPMLI_QUERIES 64
+
+HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc)
+{
+    hpml_attention_desc d;
+    if (!hpmli_recordable(1, &qkv) || !HPMLI_TAKE(qkv->ctx, "attention", d, desc)) return NULL;
+    const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
+    if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
+        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
+                          "a multiple of the heads", hpmli_text(qkv), d.heads);
+    hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
+    n->attr.attention.heads  = d.heads;
+    n->attr.attention.causal = !d.not_causal;
+    n->attr.attention.scale  = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
+    n->saved_bytes   = (size_t)(shape[0] * shape[1] * d.heads) * sizeof(float); /* (B, heads, T) log sum exp */
+    n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
+    return n->out;
+}
+
+/* Keys that a query may see. */
+HPMLI_FN int64_t hpmli_visible(const hpml_node *n, int64_t query)
+{
+    return n->attr.attention.causal ? query + 1 : n->out->shape[1];
+}
+
+/* c (+)= alpha a b, within a task. */
+HPMLI_FN void hpmli_head_product(const hpmli_work *w, int thread, float alpha, hpmli_mat a, hpmli_mat b, hpmli_mat c,
+                                 bool accumulate)
+{
+    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
+    d.alpha = alpha;
+    hpmli_gemm_serial(w->run->ctx, thread, &d);
+}
+
+HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread)
+{
+    const hpml_node *n = w->n;
+    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
+    int64_t   first = task / heads * T, col = task % heads * D;
+    hpmli_mat qkv = hpmli_values(n->src[0]), out = hpmli_values(n->out); /* (B T, 3C), (B T, C) */
+    float    *lse = (float *)n->saved + task * T;                         /* (T) */
+    for (int64_t q0 = 0; q0 < T; q0 += HPMLI_QUERIES) {
+        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
+        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
+        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D), o = hpmli_mat_at(out, first + q0, rows, col, D);
+        hpmli_mat s = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
+        hpmli_head_product(w, thread, n->attr.attention.scale, q, hpmli_transposed(k), s, false);
+        for (int64_t r = 0; r < rows; r++) {
+            float  *row = s.p + r * keys;
+            int64_t see = hpmli_visible(n, q0 + r);
+            float   max = w->k->vmax(row, see), sum = w->k->vexp_sum(row, row, max, see);
+            lse[q0 + r] = max + logf(sum);
+            w->k->vscale_add(row, row, 1 / sum, 0, see);
+            if (see < keys) w->k->vfill(row + see, 0, keys - see);
+        }
+        hpmli_head_product(w, thread, 1, s, v, o, false);
+    }
+}
+
+HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int thread)
+{
+    const hpml_node *n = w->n;
+    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
+    int64_t   first = task / heads * T, col = task % heads * D, last = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
+    hpmli_mat qkv = hpmli_values(n->src[0]), d_qkv = hpmli_grads(n->src[0]);
+    float    *lse = (float *)n->saved + task * T, scale = n->attr.attention.scale;
+    for (int64_t q0 = last; q0 >= 0; q0 -= HPMLI_QUERIES) {
+        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
+        bool      add  = q0 != last || n->accumulate[0];
+        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
+        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D);
+        hpmli_mat o = hpmli_mat_at(hpmli_values(n->out), first + q0, rows, col, D);
+        hpmli_mat d_o = hpmli_mat_at(hpmli_grads(n->out), first + q0, rows, col, D);
+        hpmli_mat dq = hpmli_mat_at(d_qkv, first + q0, rows, col, D), dk = hpmli_mat_at(d_qkv, first, keys, col + C, D);
+        hpmli_mat dv = hpmli_mat_at(d_qkv, first, keys, col + 2 * C, D);
+        hpmli_mat p = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
+        hpmli_mat ds = hpmli_matrix(p.p + HPMLI_QUERIES * T, rows, keys, keys);
+        hpmli_head_product(w, thread, scale, q, hpmli_transposed(k), p, false);
+        hpmli_head_product(w, thread, 1, d_o, hpmli_transposed(v), ds, false);
+        for (int64_t r = 0; r < rows; r++) {
+            float  *pr = p.p + r * keys, *dr = ds.p + r * keys;
+            int64_t see = hpmli_visible(n, q0 + r);
+            float   delta = w->k->vdot(d_o.p + r * C, o.p + r * C, D);
+            w->k->vexp_sum(pr, pr, lse[q0 + r], see);
+            w->k->vscale_add(dr, dr, scale, -delta * scale, see);
+            w->k->vmul(dr, dr, pr, see);
+            if (see < keys) w->k->vfill(pr + see, 0, keys - see), w->k->vfill(dr + see, 0, keys - see);
+        }
+        hpmli_head_product(w, thread, 1, ds, k, dq, n->accumulate[0]);
+        hpmli_head_product(w, thread, 1, hpmli_transposed(ds), q, dk, add);
+        hpmli_head_product(w, thread, 1, hpmli_transposed(p), d_o, dv, add);
+    }
+}
+
+HPMLI_WORK_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, n->out->shape[0] * n->attr.attention.heads, 1,
+              attention_head, attention_head_back)
+
+/* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
+   h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
+   one per step. Backward runs t down, turns the kept gates into da in place, and ends with one product for each
+   gradient. Sources: x, w_x, w_h, bias. Kept: gates (B, T, 4H), cells (B, T, H). */
+
+HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
+{
+    hpml_tensor *src[4];
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (x->ndim != 3 || hidden < 1 || hidden > INT64_MAX / 4)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld",
+                          given ? given : "", hpmli_text(x), (long long)hidden);
+    const char *name = hpmli_layer_name(x->ctx, given, "lstm");
+    const int64_t shape[3] = { x->shape[0], x->shape[1], hidden };
+    const int64_t w_x[2] = { 4 * hidden, x->shape[2] }, w_h[2] = { 4 * hidden, hidden };
+    src[0] = x;
+    src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_x);
+    src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_h);
+    src[3] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, w_x);
+    hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
+    n->saved_bytes   = (size_t)(shape[0] * shape[1]) * 5 * (size_t)hidden * sizeof(float);
+    n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* dh, dc (B, H) */
+    return n->out;
+}
+
+typedef struct hpmli_lstm_job {
+    const hpmli_kernels *k;
+    hpml_node           *n;
+    int64_t              B, T, H, t;
+    float               *gates, *cells, *dh, *dc;
+} hpmli_lstm_job;
+
+HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
+{
+    int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2];
+    float  *gates = (float *)n->saved, *dh = (float *)n->scratch;
+    hpmli_lstm_job j = { run->ctx->k, n, B, T, H, 0, gates, gates + B * T * 4 * H, dh, dh + B * H };
+    return j;
+}
+
+HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
+{
+    const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
+    int64_t H  = j->H, at = b * j->T + j->t;
+    float  *a  = j->gates + at * 4 * H, *c = j->cells + at * H, *h = j->n->out->data + at * H;
+    j->k->act_forward(HPML_ACT_SIGMOID, 0, a, a, 2 * H);
+    j->k->act_forward(HPML_ACT_TANH, 0, a + 2 * H, a + 2 * H, H);
+    j->k->act_forward(HPML_ACT_SIGMOID, 0, a + 3 * H, a + 3 * H, H);
+    j->k->vmul(c, a, a + 2 * H, H);
+    if (j->t > 0) {
+        j->k->vmul(h, a + H, c - H, H);
+        j->k->vadd(c, c, h, H);
+    }
+    j->k->act_forward(HPML_ACT_TANH, 0, h, c, H);
+    j->k->vmul(h, h, a + 3 * H, H);
+}
+
+HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
+{
+    hpmli_lstm_job  j = hpmli_lstm_of(run, n);
+    int64_t         H = j.H;
+    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(n->src[0]), hpmli_transposed(hpmli_values(n->src[1])),
+                                      hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H), false);
+    d.bias_n = n->src[3]->data;
+    hpmli_gemm(run->ctx, &d);
+    for (j.t = 0; j.t < j.T; j.t++) {
+        if (j.t > 0) /* a_t += h_{t-1} W_h^T */
+            hpmli_product(run->ctx, hpmli_matrix(n->out->data + (j.t - 1) * H, j.B, H, j.T * H),
+                          hpmli_transposed(hpmli_values(n->src[2])),
+                          hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), true);
+        hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell, &j);
+    }
+}
+
+HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
+{
+    const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
+    int64_t      H = j->H, at = b * j->T + j->t;
+    float       *a = j->gates + at * 4 * H, *dc = j->dc + b * H;
+    const float *c = j->cells + at * H, *dy = j->n->out->grad + at * H, *dh = j->dh + b * H;
+    for (int64_t i = 0; i < H; i++) {
+        float in = a[i], forget = a[H + i], g = a[2 * H + i], out = a[3 * H + i], t = tanhf(c[i]);
+        float d  = dy[i] + (j->t < j->T - 1 ? dh[i] : 0);
+        float dcell = d * out * (1 - t * t) + (j->t < j->T - 1 ? dc[i] : 0);
+        a[i]         = dcell * g * in * (1 - in);
+        a[H + i]     = j->t > 0 ? dcell * c[i - H] * forget * (1 - forget) : 0;
+        a[2 * H + i] = dcell * in * (1 - g * g);
+        a[3 * H + i] = d * t * out * (1 - out);
+        dc[i]        = dcell * forget;
+    }
+}
+
+HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
+{
+    hpmli_lstm_job     j = hpmli_lstm_of(run, n);
+    const hpml_tensor *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *bias = n->src[3];
+    int64_t            H = j.H;
+    hpmli_mat          da = hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H);
+    for (j.t = j.T - 1; j.t >= 0; j.t--) {
+        hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell_back, &j);
+        if (j.t > 0) /* dh_{t-1} = da_t W_h */
+            hpmli_product(run->ctx, hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), hpmli_values(w_h),
+                          hpmli_matrix(j.dh, j.B, H, H), false);
+    }
+    if (x->grad) hpmli_product(run->ctx, da, hpmli_values(w_x), hpmli_grads(x), n->accumulate[0]);
+    if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
+    if (bias->grad) j.k->vsum_rows(bias->grad, da.p, da.rows, da.cols, n->accumulate[3]);
+    if (!w_h->grad) return;
+    if (!n->accumulate[2]) j.k->vfill(w_h->grad, 0, 4 * H * H);
+    for (int64_t b = 0; b < j.B && j.T > 1; b++) /* dW_h = sum over t >= 1 of da_t^T h_{t-1} */
+        hpmli_product(run->ctx, hpmli_transposed(hpmli_mat_at(da, b * j.T + 1, j.T - 1, 0, 4 * H)),
+                      hpmli_mat_at(hpmli_values(n->out), b * j.T, j.T - 1, 0, H), hpmli_grads(w_h), true);
+}
+
+HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>loss   cross-entropy, binary cross-entropy, squared and huber loss
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss
+   arrives in out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
+       loss = log(sum) - (1 - s) d_l - s mean(d),  dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V,
+       with d_i = x_i - max(x),  sum = sum of exp(d_i).
+   Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
+   all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
+
+HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
+                                        float delta)
+{
+    hpml_tensor *src[2] = { y, target };
+    if (!hpmli_recordable(2, src)) return NULL;
+    if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
+        return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
+                          kind, hpmli_text(y), hpmli_text(target));
+    if (!(delta >= 0))
+        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", kind, (double)delta);
+    hpml_node *n = hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
+    n->attr.huber.squared = squared, n->attr.huber.delta = delta;
+    return n->out;
+}
+
+HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
+{
+    hpml_cross_entropy_desc d;
+    hpml_tensor            *src[2] = { logits, labels };
+    if (!hpmli_recordable(2, src) || !HPMLI_TAKE(logits->ctx, "cross_entropy", d, desc)) return NULL;
+    bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
+    for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
+    if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
+        return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
+                          "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
+    hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
+    n->attr.cross_entropy.smoothing = d.label_smoothing;
+    n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
+    n->saved_bytes = (size_t)(3 * hpml_tensor_count(labels) + 1) * 4; /* max, 1 / sum, loss of rows; 1 / counted */
+    return n->out;
+}
+
+/* sum of exp(x - shift) without a place for the exponentials */
+HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
+{
+    float piece[HPMLI_PIECE], sum = 0;
+    HPMLI_PIECES(i, c, n) sum += k->vexp_sum(piece, x + i, shift, c);
+    return sum;
+}
+
+HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
+{
+    const hpml_node *n     = w->n;
+    const float     *x     = n->src[0]->data + row * w->cols; /* (V) */
+    int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
+    float           *max   = (float *)n->saved + row, *inverse = max + w->count, *loss = inverse + w->count;
+    float            s     = n->attr.cross_entropy.smoothing;
+    *loss = *max = *inverse = 0;
+    if (label == n->attr.cross_entropy.ignore) return;
+    *max      = w->k->vmax(x, w->cols);
+    float sum = hpmli_exp_sum(w->k, x, *max, w->cols);
+    *inverse  = 1 / sum;
+    *loss     = logf(sum) - (1 - s) * (x[label] - *max);
+    if (s == 0) return;
+    double about[2] = { 0, 0 }; /* sums of x - max, and of its squares */
+    w->k->vmoments(about, NULL, x, *max, w->cols);
+    *loss -= s * (float)(about[0] / (double)w->cols);
+}
+
+HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
+{
+    const hpml_tensor *x     = n->src[0];
+    const int32_t     *label = (const int32_t *)(const void *)n->src[1]->data;
+    int64_t            V = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / V, counted = 0;
+    const float       *loss = (const float *)n->saved + 2 * rows;
+    double             sum  = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        if (label[i] == n->attr.cross_entropy.ignore) continue;
+        if (label[i] < 0 || label[i] >= V)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
+                              "%lld (or %d to be ignored)", (long long)(n->edge.index + i), label[i],
+                              (long long)V - 1, n->attr.cross_entropy.ignore);
+        counted++;
+    }
+    hpmli_rows_run(run, n, false, hpmli_cross_entropy_row);
+    for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
+    ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
+    n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
+    return HPML_OK;
+}
+
+HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
+{
+    const hpml_node *n     = w->n;
+    const float     *x     = n->src[0]->data + row * w->cols;
+    float           *dx    = n->src[0]->grad + row * w->cols, piece[HPMLI_PIECE];
+    int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
+    const float     *saved = (const float *)n->saved;
+    float            max   = saved[row], s = n->attr.cross_entropy.smoothing;
+    float            scale = saved[3 * w->count] * n->out->grad[0], share = scale * saved[w->count + row];
+    bool             add   = n->accumulate[0];
+    if (label == n->attr.cross_entropy.ignore) {
+        if (!add) w->k->vfill(dx, 0, w->cols);
+        return;
+    }
+    HPMLI_PIECES(i, c, w->cols) {
+        w->k->vexp_sum(piece, x + i, max, c);
+        if (add) w->k->vaxpby(dx + i, share, piece, 1, c);
+        else w->k->vscale_add(dx + i, piece, share, -scale * s / (float)w->cols, c);
+        if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)w->cols, c);
+    }
+    dx[label] -= scale * (1 - s);
+}
+
+HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n),
+         hpmli_rows_run(run, n, true, hpmli_cross_entropy_back_row))
+
+HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
+{
+    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target, false, 0);
+}
+
+HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
+{
+    return hpmli_loss_record(HPML_OP_HUBER, "mse", y, target, true, 0);
+}
+
+HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
+{
+    return hpmli_loss_record(HPML_OP_HUBER, "huber", y, target, false, delta);
+}
+
+/* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
+   delta, then delta (|d| - delta / 2). delta 0: |d|. */
+HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
+{
+    double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
+    if (n->op == HPML_OP_BCE) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
+    if (n->attr.huber.squared) return d * d;
+    if (delta == 0) return d;
+    return d <= delta ? d * d / 2 : delta * (d - delta / 2);
+}
+
+/* Its derivative by x. */
+HPMLI_FN float hpmli_pair_slope(const hpml_node *n, float x, float t)
+{
+    float d = x - t, delta = n->attr.huber.delta;
+    if (n->op == HPML_OP_BCE) return 1 / (1 + expf(-x)) - t;
+    if (n->attr.huber.squared) return 2 * d;
+    if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
+    return d > delta ? delta : d < -delta ? -delta : d;
+}
+
+HPMLI_FN void hpmli_pairs_pass(hpml_node *n)
+{
+    int64_t count = hpml_tensor_count(n->src[0]);
+    double  sum   = 0;
+    for (int64_t i = 0; i < count; i++) sum += hpmli_pair_loss(n, n->src[0]->data[i], n->src[1]->data[i]);
+    n->out->data[0] = (float)(sum / (double)count);
+}
+
+HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
+{
+    const float *x = n->src[0]->data, *t = n->src[1]->data;
+    int64_t      count = hpml_tensor_count(n->src[0]);
+    float        scale = n->out->grad[0] / (float)count;
+    if (n->op == HPML_OP_BCE && n->src[1]->grad)
+        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
+                          "parameters; only the logits get a gradient", n->src[1]->name);
+    for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
+        float *d = n->src[s]->grad, sign = s ? -scale : scale;
+        for (int64_t i = 0; d && i < count; i++)
+            d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_slope(n, x[i], t[i]);
+    }
+    return HPML_OK;
+}
+
+HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
+HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients take 2 bytes a number; arithmetic, and
+   what is added up over a training, stay f32. The ops know nothing of halves. One wrapper stands in for all of them: it
+   gives an op f32 copies, in scratch memory, of the halves that the op reads, and rounds the op's results (to nearest,
+   ties to even) into their place. Most ops treat samples independently, so the wrapper cuts a batch into blocks of
+   samples whose copies stay in the cache; gradients of parameters are added up over the blocks in f32. An op that joins
+   samples (batchnorm, a sum over the batch) gets a copy of the whole batch, and a loss is the mean over the blocks,
+   weighted by the number of rows that count in each. Blocks do not depend on the number of threads, so results do not.
+
+   The weights of products (parameters of two or more dimensions) are rounded, too, in an f32 copy. In a model of few
+   samples and large layers the copy of the largest weight makes up most of the scratch memory. */
+
+#define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
+#define HPMLI_EDGE_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
+
+/* What the backward pass of this node's op reads, see HPMLI_OP. */
+HPMLI_FN unsigned hpmli_needs(const hpml_node *n)
+{
+    static unsigned (*const needs[])(const hpml_node *) = {
+#define HPMLI_X(op, name) hpmli_##name##_needs,
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return needs[n->op](n);
+}
+
+enum { HPMLI_LOAD = 1, HPMLI_SAVE = 2, HPMLI_ROUND = 4 }; /* before the op; behind it; load what is f32, rounded */
+
+typedef struct hpmli_copy {
+    void    *stored; /* (n) halves; for HPMLI_ROUND f32 */
+    float   *plain;  /* (n) what the op reads or writes */
+    int64_t  n;
+    unsigned how;
+} hpmli_copy;
+
+/* An op and the block of samples that it is about to run on. */
+typedef struct hpmli_edge {
+    const hpml_ctx *ctx;
+    hpml_node       node;                /* the op as recorded, but with these tensors: */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* of its sources, and at the end of its result */
+    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
+    int             count;               /* of copies */
+    unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: what is being done to them */
+    char           *at;                  /* where the f32 copies are; NULL while planning */
+    size_t          used;                /* bytes of it */
+    int64_t         first, samples;      /* of this block */
+    bool            last;                /* no block follows */
+} hpmli_edge;
+
+HPMLI_FN float *hpmli_edge_copy(hpmli_edge *e, void *stored, int64_t n, int64_t most, unsigned how)
+{
+    float     *plain = e->at ? (float *)(void *)(e->at + e->used) : NULL;
+    hpmli_copy c     = { stored, plain, n, how };
+    e->used += ((size_t)most * sizeof(float) + 63) / 64 * 64;
+    e->copy[e->count++] = c;
+    return plain;
+}
+
+/* t as the op gets it; value and grad: what this pass does with them. 0: nothing, but there are floats at the place, as
+   kernels may read what they do not use. What has no batch dimension is copied before the first block and behind the
+   last. */
+HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tensor *t, unsigned value, unsigned grad)
+{
+    int64_t  block = e->node.edge.samples, n = hpml_tensor_count(t), most = n;
+    unsigned once  = (e->first > 0 ? HPMLI_LOAD | HPMLI_ROUND : 0) | (e->last ? 0 : HPMLI_SAVE);
+    bool     half  = hpmli_is_half(t->dtype), has_grad = e->at ? t->grad != NULL : t->needs_grad;
+    *to = *t;
+    if (block > 0 && t->batch_rows > 0) {
+        int64_t each = n / t->shape[0] * t->batch_rows; /* numbers of a sample */
+        size_t  skip = (size_t)(e->first * each) * hpml_dtype_size(t->dtype);
+        if (t->data) to->data = (float *)(void *)((char *)t->data + skip);
+        if (t->grad) to->grad = (float *)(void *)((char *)t->grad + skip);
+        if (t->dtype == HPML_DTYPE_I32) e->node.edge.index = e->first * each;
+        to->shape[0] = e->samples * t->batch_rows;
+        n = e->samples * each, most = block * each, once = 0;
+    }
+    if (half || value & HPMLI_ROUND) to->data = hpmli_edge_copy(e, to->data, n, most, value & ~once);
+    if (half && has_grad) to->grad = hpmli_edge_copy(e, to->grad, n, most, grad & ~once);
+    if (half) to->dtype = HPML_DTYPE_F32; /* as its copies are: ops count bytes by it */
+}
+
+/* The op on samples [first, first + samples), its copies laid out from `at` on. */
+HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
+                              int64_t samples, bool last, char *at)
+{
+    unsigned needs   = back ? hpmli_needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
+    bool     product = n->op == HPML_OP_LINEAR || n->op == HPML_OP_MATMUL || n->op == HPML_OP_CONV2D ||
+                       n->op == HPML_OP_LSTM;
+    memset(e, 0, sizeof *e);
+    e->node = *n;
+    memset(e->node.update, 0, sizeof e->node.update); /* steps are taken when the gradient of all blocks is there */
+    e->ctx = ctx, e->at = at, e->first = first, e->samples = samples, e->last = last;
+    for (int i = 0, same; i < n->src_count; i++) {
+        const hpml_tensor *s = n->src[i];
+        unsigned           value = 0, grad = back ? HPMLI_SAVE : 0;
+        if (!s) continue;
+        for (same = 0; n->src[same] != s; same++) {}
+        e->node.src[i] = &e->t[same]; /* one copy where an op reads a tensor twice */
+        if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
+        if (same < i) continue;
+        for (int k = i; k < n->src_count; k++)
+            if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
+        if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
+        if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write a part of it */
+        hpmli_edge_tensor(e, &e->t[i], s, value, grad);
+    }
+    hpml_tensor *y     = e->node.out = &e->t[HPML_MAX_SRC];
+    unsigned     value = back ? 0 : HPMLI_SAVE;
+    if (back && needs & HPMLI_NEED_OUT) value = HPMLI_LOAD;
+    hpmli_edge_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
+    if (n->op == HPML_OP_LINEAR && n->saved_bytes > 0) { /* the sum before the activation, stored as the result is */
+        hpml_tensor z = *n->out;
+        z.data = (float *)n->saved;
+        hpmli_edge_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
+        e->node.saved = e->t[3].data;
+    } else if (n->saved && first > 0)
+        e->node.saved = (char *)n->saved + (size_t)(first / n->edge.samples) * n->edge.saved;
+}
+
+HPMLI_FN int64_t hpmli_edge_tasks(const hpmli_edge *e, const hpmli_copy *c)
+{
+    bool wanted = c->how & (e->now == HPMLI_LOAD ? HPMLI_LOAD | HPMLI_ROUND : HPMLI_SAVE);
+    return wanted ? (c->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN : 0;
+}
+
+/* One task: loads or saves a piece of one of the copies. */
+HPMLI_FN void hpmli_edge_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_edge    *e = (const hpmli_edge *)arg;
+    const hpmli_copy    *c = e->copy;
+    const hpmli_kernels *k = e->ctx->k;
+    hpml_dtype           store = e->ctx->store;
+    uint16_t             piece[HPMLI_PIECE];
+    for (int64_t tasks; tasks = hpmli_edge_tasks(e, c), task >= tasks; c++) task -= tasks;
+    int64_t   at = task * HPMLI_GRAIN, n = hpmli_min(c->n - at, HPMLI_GRAIN);
+    uint16_t *half = (uint16_t *)c->stored + at;
+    if (e->now == HPMLI_SAVE) k->from_f32(store, half, c->plain + at, n);
+    else if (c->how & HPMLI_LOAD) k->to_f32(c->plain + at, store, half, n);
+    else
+        HPMLI_PIECES(i, count, n) {
+            k->from_f32(store, piece, (const float *)c->stored + at + i, count);
+            k->to_f32(c->plain + at + i, store, piece, count);
+        }
+}
+
+HPMLI_FN void hpmli_edge_move(hpmli_edge *e, hpml_ctx *ctx, unsigned now)
+{
+    int64_t tasks = 0;
+    e->now = now;
+    for (int i = 0; i < e->count; i++) tasks += hpmli_edge_tasks(e, &e->copy[i]);
+    if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_edge_task, e);
+}
+
+HPMLI_FN bool hpmli_is_mean(hpml_op op)
+{
+    return op == HPML_OP_CROSS_ENTROPY || op == HPML_OP_BCE || op == HPML_OP_HUBER;
+}
+
+/* The tensor whose samples are cut into blocks. */
+HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n->op) ? n->src[0] : n->out; }
+
+/* Number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is small. */
+HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
+{
+    const hpml_tensor *y = hpmli_edge_batch(n);
+    bool    product = n->op == HPML_OP_MATMUL;
+    bool    pairs   = product || n->op == HPML_OP_CONCAT || n->op == HPML_OP_ADD || n->op == HPML_OP_SUB ||
+                      n->op == HPML_OP_MUL || n->op == HPML_OP_DIV;
+    int64_t numbers = hpml_tensor_count(n->out), batch;
+    if (!y->batch_rows || n->mixes_batch || n->op == HPML_OP_BATCHNORM) return 0;
+    for (int i = 0; i < n->src_count; i++) {
+        const hpml_tensor *s = n->src[i];
+        bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
+        if (s && s->batch_rows) numbers += hpml_tensor_count(s);
+        else if (s && (rows_meet || hpmli_is_mean(n->op))) return 0; /* s has a row for each row of the batch */
+    }
+    batch = y->shape[0] / y->batch_rows;
+    int64_t rows  = hpml_tensor_count(y) / y->shape[y->ndim - 1] / batch, each = 2 * numbers / batch;
+    int64_t block = hpmli_max((HPMLI_EDGE_NUMBERS + each - 1) / each, (HPMLI_EDGE_ROWS + rows - 1) / rows);
+    return block < batch ? block : 0;
+}
+
+/* hpml_backend.plan, once for each node: sets the size of its blocks, the bytes of their copies and saved values. */
+HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
+{
+    const hpml_ctx *ctx = (const hpml_ctx *)device;
+    hpmli_edge      e;
+    if (ctx->store == HPML_DTYPE_F32 || n->op == HPML_OP_RESHAPE || n->edge.at > 0) return;
+    const hpml_tensor *y = hpmli_edge_batch(n);
+    int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = n->edge.samples = hpmli_edge_block(n);
+    size_t  most  = 0;
+    for (int back = 0; back < 2; back++) {
+        hpmli_edge_open(&e, ctx, n, back, 0, block, true, NULL);
+        if (e.used > most) most = e.used;
+    }
+    n->edge.at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
+    n->scratch_bytes = n->edge.at + most;
+    if (block == 0 || n->saved_bytes == 0 || n->op == HPML_OP_LINEAR) return;
+    n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64; /* a loss saves one number more */
+    n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
+}
+
+/* Numbers that the loss n is the mean of. */
+HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
+{
+    int64_t        count = hpml_tensor_count(n->src[n->op == HPML_OP_CROSS_ENTROPY]), ignored = 0;
+    const int32_t *label = (const int32_t *)(const void *)n->src[1]->data;
+    for (int64_t i = 0; n->op == HPML_OP_CROSS_ENTROPY && i < count; i++)
+        ignored += label[i] == n->attr.cross_entropy.ignore;
+    return (double)(count - ignored);
+}
+
+/* Both passes of all ops but reshape, which copies bytes of any type. */
+HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back)
+{
+    const hpml_op_impl *op = &hpml_backend_cpu()->ops[n->op];
+    const hpml_tensor  *y  = hpmli_edge_batch(n);
+    hpml_status         status = HPML_OK;
+    int64_t             block = n->edge.samples, batch = block > 0 ? y->shape[0] / y->batch_rows : 1;
+    bool                mean = block > 0 && hpmli_is_mean(n->op);
+    double              all = mean ? hpmli_edge_weight(n) : 1, sum = 0;
+    if (n->op == HPML_OP_RESHAPE) return back ? op->backward(run, n) : op->forward(run, n);
+    for (int64_t first = 0, count; first < batch && status == HPML_OK; first += count) {
+        hpmli_edge e;
+        hpml_run   part = *run;
+        float      dloss = 0;
+        count = block > 0 ? hpmli_min(block, batch - first) : batch;
+        hpmli_edge_open(&e, run->ctx, n, back, first, count, first + count == batch, (char *)n->scratch + n->edge.at);
+        part.sample += (uint64_t)first;
+        double share = mean && all > 0 ? hpmli_edge_weight(&e.node) / all : 1;
+        if (mean && back) dloss = (float)(share * (double)n->out->grad[0]), e.node.out->grad = &dloss;
+        hpmli_edge_move(&e, run->ctx, HPMLI_LOAD);
+        status = back ? op->backward(&part, &e.node) : op->forward(&part, &e.node);
+        if (status == HPML_OK) hpmli_edge_move(&e, run->ctx, HPMLI_SAVE);
+        if (mean && !back) sum += share * (double)n->out->data[0];
+    }
+    if (mean && !back) n->out->data[0] = (float)sum;
+    return status;
+}
+
+HPMLI_PASS(edge_forward) { return hpmli_edge_run(run, n, false); }
+HPMLI_PASS(edge_backward) { return hpmli_edge_run(run, n, true); }
+
+HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
+{
+    static const hpml_op_impl ops[HPML_OP_COUNT] = {
+#define HPMLI_X(op, name) { hpmli_edge_forward, hpmli_edge_backward },
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return ops;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>backend   the CPU backend: memory, the table of ops, optimizer steps
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
+{
+    *device = ctx;
+    if (ctx->store != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_dtype hpmli_cpu_store(void *device) { return ((const hpml_ctx *)device)->store; }
+
+HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
+
+/* Fresh memory is cleared by all threads, in pieces, as a first touch is slow: the system has to find each page. Asked
+   for all pages of a stretch at once it takes half the time. */
+#define HPMLI_CLEAR (UINT32_C(1) << 21)
+
+typedef struct hpmli_clear_job {
+    char  *p;
+    size_t bytes;
+} hpmli_clear_job;
+
+HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
+    size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
+    for (size_t n; at < end; at += n) { /* cleared while it is in the cache */
+        n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
+#ifdef MADV_POPULATE_WRITE
+        char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
+        if (n > 8192) madvise(page, n - 4096, MADV_POPULATE_WRITE);
+#endif
+        memset(j->p + at, 0, n);
+    }
+}
+
+HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
+{
+    hpml_ctx       *ctx = (hpml_ctx *)device;
+    hpmli_clear_job j   = { (char *)hpmli_alloc(ctx, bytes), bytes };
+    if (j.p) hpmli_parallel(ctx, (int64_t)((bytes + HPMLI_CLEAR - 1) / HPMLI_CLEAR), hpmli_clear_task, &j);
+    return j.p;
+}
+
+HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
+
+HPMLI_FN hpml_status hpmli_cpu_copy(void *device HPMLI_UNUSED, void *to, const void *from, size_t bytes)
+{
+    memcpy(to, from, bytes);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_cpu_zero(void *device HPMLI_UNUSED, void *dst, size_t bytes)
+{
+    memset(dst, 0, bytes);
+    return HPML_OK;
+}
+
+typedef struct hpmli_sumsq_job {
+    const hpmli_kernels *k;
+    hpml_dtype           dtype;
+    const void          *x;
+    int64_t              n, piece;
+    double               part[HPMLI_SUM_TASKS];
+} hpmli_sumsq_job;
+
+HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    hpmli_sumsq_job *j = (hpmli_sumsq_job *)arg;
+    int64_t          i = task * j->piece, n = j->n - i < j->piece ? j->n - i : j->piece;
+    const char      *x = (const char *)j->x + (size_t)i * hpml_dtype_size(j->dtype);
+    float            piece[HPMLI_PIECE];
+    if (j->dtype == HPML_DTYPE_F32) {
+        j->part[task] = j->k->vdot_wide((const float *)(const void *)x, (const float *)(const void *)x, n);
+        return;
+    }
+    j->part[task] = 0;
+    HPMLI_PIECES(at, c, n) {
+        j->k->to_f32(piece, j->dtype, x + (size_t)at * hpml_dtype_size(j->dtype), c);
+        j->part[task] += j->k->vdot_wide(piece, piece, c);
+    }
+}
+
+HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, hpml_dtype dtype, const void *x,
+                                     int64_t n, double *out)
+{
+    hpmli_sumsq_job j;
+    j.k = ctx->k, j.dtype = dtype, j.x = x, j.n = n;
+    j.piece = hpmli_max((n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS, HPMLI_GRAIN);
+    int64_t tasks = (n + j.piece - 1) / j.piece;
+    hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
+    *out = 0;
+    for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
+    if (*out - *out == 0) return HPML_OK;
+    float piece[HPMLI_PIECE]; /* squares of finite floats that overflow as floats do not as doubles */
+    *out = 0;
+    HPMLI_PIECES(at, c, n) {
+        j.k->to_f32(piece, dtype, (const char *)x + (size_t)at * hpml_dtype_size(dtype), c);
+        for (int64_t i = 0; i < c; i++) *out += (double)piece[i] * (double)piece[i];
+    }
+    return HPML_OK;
+}
+
+HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
+{
+    double sum;
+    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
+    return sqrt(sum);
+}
+
+/* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. The rate
+   goes into the momentum, so that a change of either takes hold from this step on. */
+HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
+{
+    double w = hpmli_l2_norm(ctx, u->w, u->n);
+    double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
+    if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
+    if (u->bad && g - g != 0) u->lr = 0; /* what is not finite has no direction */
+    u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
+}
+
+/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r, a step of plain SGD. */
+HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, hpml_update u)
+{
+    double w = hpmli_l2_norm(ctx, u.w, u.n), r = hpmli_l2_norm(ctx, u.g, u.n);
+    u.opt = HPML_OPT_SGD, u.m = NULL, u.grad_scale = 1, u.weight_decay = 0;
+    u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
+    hpmli_update_by(ctx, &u, NULL);
+}
+
+HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
+{
+    for (int i = 0; i < count; i++) {
+        hpml_update u    = updates[i];
+        float       norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
+        if (norm > u.clip) u.grad_scale *= u.clip / norm;
+        if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
+        hpmli_update_by(ctx, &u, NULL);
+        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
+    }
+    return HPML_OK;
+}
+
+HPML_API const hpml_backend *hpml_backend_cpu(void)
+{
+    static const hpml_op_impl ops[HPML_OP_COUNT] = {
+#define HPMLI_X(op, name) { hpmli_##name##_forward, hpmli_##name##_backward },
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
+        hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
+        hpmli_cpu_store, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
+    return &cpu;
+}
+
+// =====================================================================================================================
+// PART V    TRAINING: optimizers, steps, gradients packed for the wire
+// =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>codec   gradients packed for the wire
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The paper prints the residual without the e that was carried in; taken literally the sums drift apart by 30 % in
+   1,000 steps, while training still looks plausible. It is here as `printed_residual`, a control.
+
+   A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
+   our [out][in] weights and makes long columns, so that the two floats weigh little. */
+
+#define HPMLI_ROW_SIZE(name, bytes) \
+    HPMLI_FN size_t hpmli_##name##_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols) { return bytes; }
+HPMLI_ROW_SIZE(none, (size_t)cols * sizeof(float))
+HPMLI_ROW_SIZE(bf16, (size_t)cols * sizeof(uint16_t))
+HPMLI_ROW_SIZE(onebit, 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t)) /* two levels, the bits */
+HPMLI_ROW_SIZE(twobit, (size_t)((cols + 15) / 16) * sizeof(uint32_t))
+#undef HPMLI_ROW_SIZE
+
+HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g,
+                                       int64_t rows)
+{
+    if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
+    return HPML_OK;
+}
+
+HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    if (add) p->kernels->vadd(out, out, (const float *)packed, rows * p->cols);
+    else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
+}
+
+/* The others pack one row g + e, leave in e, unless it is NULL, what was lost, and say whether all was finite: a row
+   with a NaN or an infinity must reach neither the residual, which would carry it for ever, nor the others. */
+typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
+
+HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                       hpmli_pack_row *pack)
+{
+    hpml_status status = HPML_OK;
+    for (int64_t r = 0; r < rows; r++, g += p->cols) {
+        uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
+        float   *er = e ? e + r * p->cols : NULL;
+        if (!pack(p, q, er, g)) {
+            memset(q, 0, p->row_size);
+            if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
+            status = HPML_ERR_NONFINITE;
+        } else if (er && p->desc.printed_residual) { /* the control */
+            p->codec->decode(p, er, q, 1, false);
+            p->kernels->vsub(er, g, er, p->cols);
+        }
+    }
+    return status;
+}
+#define HPMLI_ENCODE(name)                                                                                             \
+    HPMLI_FN hpml_status hpmli_##name##_encode(const hpml_packing *p, void *packed, float *e, const float *g,          \
+                                               int64_t rows)                                                           \
+    {                                                                                                                  \
+        return hpmli_encode_rows(p, packed, e, g, rows, hpmli_##name##_pack);                                          \
+    }
+
+HPMLI_FN bool hpmli_bf16_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
+{
+    return p->kernels->bf16_encode((uint16_t *)(void *)q, e, g, p->cols);
+}
+HPMLI_ENCODE(bf16)
+
+HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    if (add) p->kernels->bf16_decode_add(out, packed, rows * p->cols);
+    else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
+}
+
+/* Mean of one side, 0 for an empty one, see >>onebit. */
+HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
+{
+    if (row->count[side] == 0) return 0;
+    float mean = (float)(row->sum[side] / (double)row->count[side]);
+    return mean < row->least[side] ? row->least[side] : mean > row->most[side] ? row->most[side] : mean;
+}
+
+HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
+{
+    hpmli_onebit_row row;
+    float            level[2];
+    p->kernels->onebit_scan(&row, q + sizeof level, e, g, p->cols);
+    if (!(fabs(row.sum[0]) <= DBL_MAX && fabs(row.sum[1]) <= DBL_MAX)) return false;
+    level[0] = hpmli_onebit_level(&row, 0);
+    level[1] = hpmli_onebit_level(&row, 1);
+    memcpy(q, level, sizeof level);
+    if (e) p->kernels->onebit_carry(e, level[0], level[1], p->cols);
+    return true;
+}
+HPMLI_ENCODE(onebit)
+
+HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    const hpmli_kernels *k = p->kernels;
+    const uint8_t       *q = (const uint8_t *)packed;
+    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size) {
+        float level[2];
+        memcpy(level, q, sizeof level);
+        (add ? k->onebit_decode_add : k->onebit_decode)(out, q + sizeof level, level[0], level[1], p->cols);
+    }
+}
+
+HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
+{
+    const float t   = p->desc.threshold;
+    float       bad = 0;
+    memset(q, 0, p->row_size);
+    for (int64_t i = 0; i < p->cols; i++) {
+        float v  = g[i] + (e ? e[i] : 0), sent = v >= t ? t : v <= -t ? -t : 0;
+        q[i / 4] = (uint8_t)(q[i / 4] | (unsigned)(v >= t ? 3 : v <= -t ? 2 : 0) << (2 * (i % 4)));
+        bad += v - v; /* 0 unless v is NaN or infinite */
+        if (e) e[i] = v - sent;
+    }
+    return bad == 0;
+}
+HPMLI_ENCODE(twobit)
+#undef HPMLI_ENCODE
+
+HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    const float    t = p->desc.threshold, value[4] = { 0, 0, -t, t };
+    const uint8_t *q = (const uint8_t *)packed;
+    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size)
+        for (int64_t i = 0; i < p->cols; i++) {
+            float x = value[q[i / 4] >> (2 * (i % 4)) & 3];
+            out[i]  = add ? out[i] + x : x;
+        }
+}
+
+HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
+{
+    static const hpml_codec codecs[] = {
+        { "none", true, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
+        { "bf16", false, true, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
+        { "onebit", false, true, true, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
+        { "twobit", false, true, true, hpmli_twobit_row_size, hpmli_twobit_encode, hpmli_twobit_decode },
+    };
+    return (unsigned)kind < sizeof codecs / sizeof codecs[0] ? &codecs[kind] : NULL;
+}
+
+HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols)
+{
+    const hpml_codec *none = hpml_codec_get(HPML_CODEC_NONE);
+    if (!p) return HPML_ERR_ARGUMENT;
+    hpml_codec_desc *d = &p->desc;
+    memset(p, 0, sizeof *p);
+    if (desc) *d = *desc;
+    p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);
+    if (!p->codec || d->_begin || d->_end || d->min_elements < 0 || !(d->threshold >= 0)) return HPML_ERR_ARGUMENT;
+    if (rows < 0 || cols < 0) return HPML_ERR_SHAPE;
+    if (cols > 0 && (uint64_t)rows >= SIZE_MAX / 32 / (uint64_t)cols) return HPML_ERR_OVERFLOW;
+    if (d->min_elements == 0) d->min_elements = HPML_CODEC_MIN_ELEMENTS;
+    if (d->threshold == 0) d->threshold = 0.5f;
+    p->rows     = rows;
+    p->cols     = cols;
+    p->kernels  = hpmli_kernels_find(NULL);
+    p->row_size = p->codec->row_size(d, cols);
+    bool small  = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
+    if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
+        p->codec    = none;
+        p->row_size = none->row_size(d, cols);
+    }
+    p->size           = ((size_t)rows * p->row_size + 3) / 4 * 4;
+    p->residual_count = p->codec->lossy && !d->no_feedback ? rows * cols : 0;
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
+                                         int64_t rows)
+{
+    return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows);
+}
+
+HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows)
+{
+    p->codec->decode(p, out, packed, rows, false);
+}
+
+HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows)
+{
+    p->codec->decode(p, out, packed, rows, true);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>trainer   the trainer: settings, creation, one step
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer.
+   The hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
+
+typedef struct hpmli_named { /* an array that checkpoints hold */
+    const char         *name;
+    float              *values; /* on the device */
+    int64_t             count;
+    struct hpmli_named *next;
+} hpmli_named;
+
+/* What a step tells: the loss, hits and rows that count, the gradients' sum of squares. */
+typedef struct hpmli_told { float loss, none; int64_t counts[2]; double sumsq; } hpmli_told;
+
+struct hpml_trainer {
+    hpml_ctx         *ctx;
+    hpml_trainer_desc d;       /* resolved */
+    hpml_graph       *graph;
+    hpml_tensor      *target, *loss;
+    float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
+    hpml_update      *updates; /* (param_count) */
+    int32_t          *bad;     /* (param_count) what its last step found, see hpml_update.bad */
+    float            *host_out; /* host: a batch of the output */
+    int32_t          *host_y;  /* host: a batch of labels */
+    hpmli_named      *states;
+    hpml_hooks        hooks;
+    int               rank, ranks;
+    int64_t           global_batch, grain;
+    int64_t           fed;     /* samples in the inputs */
+    const int32_t    *labels;  /* host: of the step that is running, when its accuracy is wanted */
+    int64_t           correct, counted;
+    int64_t           step, epoch, epoch_step;
+    int32_t           micro;   /* batches since the last update */
+    int64_t           first, gathered; /* samples of the first of them, and of all; share: */
+    float             share, loss_scale; /* gathered / (accumulate first), 1 unless one is short */
+    const float      *more;    /* hpml_trainer_update_sum: NULL outside */
+    float             more_scale;
+    hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
+    int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
+    bool              looks, looked, seen; /* the update wants the gradients' norm; has it; the host has it, too */
+    bool              whole, overflowed;   /* no hook comes between backward pass and update; an infinity was there */
+};
+
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
+{
+    if (!s) return lr;
+    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
+    double span = (double)(s->total_steps - s->warmup_steps);
+    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
+    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
+        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
+    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
+    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
+    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
+}
+
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
+{
+    if (rule == HPML_LR_AS_GIVEN) return lr;
+    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
+}
+
+HPMLI_FN float hpmli_or(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
+{
+    return value == 0 ? otherwise : value == HPML_ZERO ? 0 : value;
+}
+
+HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
+{
+    hpml_opt opt   = desc->optimizer;
+    bool     plain = opt == HPML_OPT_SGD || opt == HPML_OPT_LARS || opt == HPML_OPT_ADAGRAD;
+    float    eps   = opt == HPML_OPT_ADAGRAD ? 1e-10f : opt == HPML_OPT_LAMB ? 1e-6f : 1e-8f;
+    *out            = *desc;
+    out->lr         = hpmli_or(desc->lr, plain ? 0.01f : 0.001f);
+    out->momentum   = hpmli_or(desc->momentum, opt == HPML_OPT_LARS ? 0.9f : 0);
+    out->beta1      = hpmli_or(desc->beta1, 0.9f);
+    out->beta2      = hpmli_or(desc->beta2, opt == HPML_OPT_RMSPROP ? 0.99f : 0.999f);
+    out->eps        = hpmli_or(desc->eps, eps);
+    out->trust      = hpmli_or(desc->trust, 0.001f);
+    out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
+}
+
+/* How many state arrays the optimizer keeps for each number: bit 0 is m, bit 1 is v. */
+HPMLI_FN int hpmli_opt_states(const hpml_trainer_desc *d)
+{
+    static const int states[] = { 0, 2, 2, 3, 3, 0, 3 }; /* by hpml_opt; of the first three some have a momentum */
+    return states[d->optimizer] | (d->optimizer != HPML_OPT_ADAGRAD && d->momentum != 0);
+}
+
+/* Its number in checkpoints. LARS has another one than in older files: the layers' rates are in its momentum now. */
+HPMLI_FN int64_t hpmli_opt_saved(hpml_opt opt) { return (int64_t)opt + (opt == HPML_OPT_LARS ? 100 : 0); }
+
+/* The loss node and the input for its targets, recorded when the desc does not give them. */
+HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
+{
+    const hpml_trainer_desc *d      = &t->d;
+    bool                     labels = d->loss == HPML_LOSS_CROSS_ENTROPY;
+    hpml_cross_entropy_desc  ce = HPMLI_ZEROED;
+    if (d->loss_tensor || d->target) {
+        t->loss   = d->loss_tensor;
+        t->target = d->target;
+        if (t->loss && t->target) return true;
+        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together (no target: input)");
+    }
+    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->d.output->ndim - (labels ? 1 : 0),
+                           t->d.output->shape);
+    if (!t->target) return false;
+    t->target->name = "target";
+    if (t->d.output->batch_rows) t->target->batch_rows = t->d.output->batch_rows;
+    ce.label_smoothing = d->label_smoothing;
+    switch (d->loss) {
+    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->d.output, t->target, &ce); break;
+    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(t->d.output, t->target); break;
+    case HPML_LOSS_MSE: t->loss = hpml_mse(t->d.output, t->target); break;
+    case HPML_LOSS_HUBER: t->loss = hpml_huber(t->d.output, t->target, d->huber_delta); break;
+    }
+    return t->loss != NULL;
+}
+
+HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
+{
+    if (hpmli_failed(ctx)) return false;
+    if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
+    if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
+    bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
+    const struct { const char *name; double value, most; } in[] = {
+        { "lr", (double)d->lr, 1e30 }, { "momentum", (double)d->momentum, 1 }, { "trust", (double)d->trust, 1e30 },
+        { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
+        { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
+        { "beta1", (double)d->beta1, 0.999999 }, { "beta2", (double)d->beta2, 0.999999 },
+        { "label_smoothing", (double)d->label_smoothing, 1 }, { "optimizer", (double)d->optimizer, HPML_OPT_LAMB },
+        { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
+        { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
+        { ends ? "schedule.warmup_steps, part of total_steps," : "schedule.warmup_steps",
+          (double)d->schedule.warmup_steps, ends ? (double)d->schedule.total_steps : 1e15 },
+        { "schedule.gamma", (double)d->schedule.gamma, 1e30 }, { "lr_base_batch", (double)d->lr_base_batch, 1e15 },
+        { "lr_rule", (double)d->lr_rule, 2 }, { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
+    for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
+        if (!(in[i].value >= 0 && in[i].value <= in[i].most))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
+                               in[i].most);
+    if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
+    if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
+    return true;
+}
+
+HPMLI_FN void hpmli_trainer_drop(void *object)
+{
+    hpml_trainer *t = (hpml_trainer *)object;
+    if (t->hooks.free) t->hooks.free(t->hooks.user);
+}
+
+/* True when the loss depends on what the trainer feeds and trains. */
+HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
+{
+    const hpml_tensor *missing[2] = { t->d.input, t->target };
+    for (int i = 0; i < 2 * t->graph->leaf_count; i++)
+        if (t->graph->leaves[i / 2] == missing[i % 2] && missing[i % 2]->batch_rows) missing[i % 2] = NULL;
+    for (int i = 0; i < 2; i++)
+        if (missing[i])
+            hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: .%s is %s, expected an input that the loss depends on",
+                       i ? "target" : "input", hpmli_text(missing[i]));
+    if (t->graph->grad_count == 0)
+        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
+    if (hpmli_failed(t->ctx)) hpmli_graph_leave(t->graph);
+    return !hpmli_failed(t->ctx);
+}
+
+/* Everything but memory: what hpml_trainer_memory and hpml_trainer_create share. */
+HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
+{
+    hpml_graph_desc gd = HPMLI_ZEROED;
+    if (!hpmli_trainer_check(ctx, desc)) return NULL;
+    hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop);
+    if (!t) return NULL;
+    t->ctx   = ctx;
+    t->ranks = 1, t->share = 1;
+    hpml_trainer_desc_resolve(desc, &t->d);
+    bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
+    t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
+    t->scale_steps = dynamic ? 0 : -1, t->looks = dynamic || t->d.clip_norm > 0;
+    if (!hpmli_trainer_loss(t)) return NULL;
+    gd.output_count = 1, gd.outputs = &t->d.output, gd.loss = t->loss;
+    t->graph = hpml_graph_create(ctx, &gd);
+    if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
+    t->graph->trainer = t, t->graph->hooks = &t->hooks;
+    int states                 = hpmli_opt_states(&t->d);
+    t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
+    t->graph->memory.total += t->graph->memory.optimizer;
+    return t;
+}
+
+HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out)
+{
+    if (ctx && !out) return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer memory: nowhere to write it to");
+    hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
+    if (out) memset(out, 0, sizeof *out);
+    if (!t) return hpml_ctx_status(ctx);
+    *out = t->graph->memory;
+    hpmli_graph_leave(t->graph);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpmli_trainer_drop(t);
+    memset(&t->hooks, 0, sizeof t->hooks);
+    if (hooks) t->hooks = *hooks;
+    hpmli_graph_place_grads(t->graph);
+    return HPML_OK;
+}
+
+HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
+{
+    return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
+}
+
+/* Host memory for a batch of the output, allocated on first use; an f32 output on the CPU is in host memory already. */
+HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
+{
+    if (t->ctx->backend == hpml_backend_cpu() && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
+    if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->d.output));
+    return t->host_out;
+}
+
+HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
+{
+    hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
+    if (!t) return NULL;
+    hpml_graph *g      = t->graph;
+    int         states = hpmli_opt_states(&t->d);
+    if (hpml_graph_alloc(g) == HPML_OK) {
+        if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+        if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, int32_t, ctx->param_count);
+        if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
+    }
+    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) { /* the arrays of state lie as the gradients */
+        hpml_tensor *p = ctx->params[i];
+        hpml_update *u = &t->updates[i];
+        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
+        u->eps = t->d.eps, u->nesterov = t->d.nesterov;
+        if (!p->grad) continue;
+        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
+        u->m = t->m ? t->m + (p->grad - g->grads) : NULL;
+        u->v = t->v ? t->v + (p->grad - g->grads) : NULL;
+    }
+    if (ctx->status == HPML_OK) return t;
+    if (!g->arena) hpmli_graph_leave(g);
+    return NULL;
+}
+
+HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
+HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t) { return t ? &t->d : NULL; }
+HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->step : 0; }
+
+HPML_API float hpml_trainer_lr(const hpml_trainer *t)
+{
+    if (!t) return 0;
+    double batch = (double)(t->global_batch > 0 ? t->global_batch : t->graph->batch * t->ranks) * t->d.accumulate;
+    double factor = t->d.lr_base_batch > 0 ? batch / (double)t->d.lr_base_batch : 1;
+    return hpml_schedule_lr(&t->d.schedule, hpml_lr_scale(t->d.lr_rule, t->d.lr, factor), t->step);
+}
+
+HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld",
+                          rank, ranks, (long long)global_batch, (long long)grain);
+    t->rank = rank, t->ranks = ranks, t->global_batch = global_batch, t->grain = grain;
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
+{
+    hpmli_named **at, *s;
+    size_t        length = name ? strlen(name) + 1 : 0;
+    if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
+    for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
+    s = *at;
+    if (s) *at = s->next;
+    hpmli_free(t->ctx, s); /* which was called so */
+    s = values ? (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
+    if (!s) return t->ctx->status;
+    s->name = (const char *)memcpy(s + 1, name, length), s->values = values, s->count = count, s->next = t->states;
+    t->states = s;
+    return HPML_OK;
+}
+
+/* Puts samples into an input. */
+HPMLI_FN void hpmli_put(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
+{
+    int64_t n = hpml_tensor_count(to) / to->shape[0] * to->batch_rows * samples;
+    t->ctx->backend->write(t->ctx->device, to->data, from, (size_t)n * hpml_dtype_size(to->dtype));
+}
+
+/* Sets the batch and fills inputs. A graph that cannot run fewer rows gets the rest as labels that do not count. */
+HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const void *y, int64_t samples)
+{
+    hpml_graph *g    = t->graph;
+    int64_t     rows = samples;
+    if (!x) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: no data, x is NULL");
+    if (samples < 1 || samples > g->batch)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: a batch of %lld samples, expected 1 to %lld, the first "
+                          "dimension of input \"%s\"; record a larger one, or cut the batch", (long long)samples,
+                          (long long)g->batch, t->d.input->name);
+    if (!g->batchable && samples < g->batch) {
+        if (t->d.loss != HPML_LOSS_CROSS_ENTROPY || t->d.loss_tensor)
+            return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: this graph mixes samples and takes full batches "
+                              "of %lld only; set drop_last in the loader", (long long)g->batch);
+        rows = g->batch;
+    }
+    if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
+    hpmli_put(t, t->d.input, x, samples);
+    if (!y) return HPML_OK;
+    for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; rows > samples && i < n; i++)
+        t->host_y[i] = i < real ? ((const int32_t *)y)[i] : HPML_IGNORE;
+    hpmli_put(t, t->target, rows > samples ? t->host_y : y, rows);
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>step   one step, and the names of what is not finite in it
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
+HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
+{
+    const hpml_backend *b   = t->ctx->backend;
+    const hpml_tensor  *out = t->d.output;
+    int64_t             classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out), best;
+    bool                there = labels && b->correct && !confusion; /* where the outputs are */
+    if (there)
+        b->correct(t->ctx->device, t->ctx, out->dtype, out->data, (const int32_t *)(const void *)t->target->data,
+                   n / classes, classes, t->at->counts);
+    b->read(t->ctx->device, &t->told, t->at, sizeof t->told);
+    t->seen = t->looked;
+    const float *y = labels && !there ? hpmli_trainer_host_out(t) : NULL;
+    if (y && y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
+    if (y) t->told.counts[0] = t->told.counts[1] = 0;
+    for (int64_t r = 0; y && r < n / classes; r++, y += classes) {
+        if (labels[r] < 0 || labels[r] >= classes) continue;
+        best = 0;
+        for (int64_t c = 1; c < classes; c++)
+            if (y[c] > y[best]) best = c;
+        t->told.counts[0] += best == labels[r], t->told.counts[1] += 1;
+        if (confusion) confusion[labels[r] * classes + best]++;
+    }
+}
+
+/* Moves the inputs, and what is a reshape of an input, by `first` samples. */
+HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
+{
+    hpml_graph *g = t->graph;
+    if (first == 0) return;
+    g->first_sample += first;
+    g->shift += first;
+    for (int i = 0; i < g->leaf_count + g->count; i++) {
+        hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
+        hpml_tensor *root = x->node ? x->node->out_root : x;
+        if (root->node || !root->batch_rows) continue;
+        int64_t sample = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
+        x->data = (float *)(void *)((char *)x->data + first * sample);
+    }
+}
+
+/* What the steps of all parameters have found; see hpml_update.bad. */
+HPMLI_FN int32_t hpmli_trainer_bad(const hpml_trainer *t)
+{
+    int32_t bad = 0;
+    for (int i = 0; i < t->graph->param_count; i++) bad |= t->bad[i];
+    return bad;
+}
+
+HPMLI_FN double hpmli_plain_nan(double value) { return value == value ? value : fabs(value); } /* "nan", not "-nan" */
+
+/* The first of n floats that is NaN or infinite; n where there is none. */
+HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
+{
+    int64_t i = 0;
+    while (i < n && x[i] - x[i] == 0) i++;
+    return i;
+}
+
+/* True when one of the numbers x of tensor y is not finite. Where the backend's sum of squares is not finite, which may
+   be an overflow, each number is looked at. */
+HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
+{
+    int64_t     count = hpml_tensor_count(y), c;
+    size_t      size  = hpml_dtype_size(y->dtype);
+    hpml_tensor piece = *y;
+    float       host[HPMLI_PIECE];
+    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->at->sumsq);
+    hpmli_trainer_tell(t, NULL, NULL);
+    if (t->told.sumsq - t->told.sumsq == 0) return false;
+    for (int64_t i = 0; i < count; i += c) {
+        c = hpmli_min(count - i, HPMLI_PIECE);
+        piece.data = (float *)(void *)((char *)(uintptr_t)x + (size_t)i * size);
+        hpmli_read_floats(t->ctx, &piece, c, host);
+        if (hpmli_first_nonfinite(host, c) < c) return true;
+    }
+    return false;
+}
+
+/* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
+HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
+                          const float *x, bool known)
+{
+    if (!known && (!x || !hpmli_nonfinite(t, y, x))) return false;
+    hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
+               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what,
+               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_trainer_bad(t) ? ""
+               : ". The rest of this step is in the parameters: go on from a checkpoint");
+    return true;
+}
+
+/* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
+HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, double value)
+{
+    hpml_ctx           *ctx = t->ctx;
+    hpml_graph         *g   = t->graph;
+    hpml_tensor *const *p   = ctx->params;
+    hpml_run            run = hpmli_run_of(g, true, g->step, 1);
+    run.sum = NULL; /* the others are elsewhere */
+    for (int i = 0; i < ctx->param_count; i++)
+        if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
+    for (int i = -g->leaf_count; i < g->count; i++) {
+        const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
+        if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
+        const char *where = i < 0 ? "the data of" : "the result of";
+        if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->data, false)) return ctx->status;
+    }
+    for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
+        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
+    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
+                      hpmli_plain_nan(value));
+}
+
+HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* reports non-finite gradients and parameters */
+{
+    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_trainer_bad(t) : 0;
+    bool    grad = bad & HPML_BAD_GRADIENT;
+    for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* in the order of the backward pass */
+        if (hpmli_blame(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
+                        grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
+                        t->bad[i] & (grad ? HPML_BAD_GRADIENT : HPML_BAD_STEP)))
+            break;
+    return t->ctx->status;
+}
+
+/* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
+HPMLI_FN void hpmli_trainer_look(hpml_trainer *t)
+{
+    if (!t->looked && t->looks)
+        t->ctx->backend->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
+                               &t->at->sumsq);
+    t->looked = t->looks;
+}
+
+/* The host looks at it, too. */
+HPMLI_FN hpml_status hpmli_trainer_see(hpml_trainer *t)
+{
+    if (!t->seen) hpmli_trainer_tell(t, NULL, NULL);
+    double sum = t->told.sumsq;
+    t->overflowed = t->scale_steps >= 0 && sum - sum != 0 && t->loss_scale > 1;
+    if (t->d.no_finite_check || t->overflowed || sum - sum == 0) return t->ctx->status;
+    return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
+}
+
+#define HPMLI_SCALE_MOST 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
+
+/* Halves a dynamic loss scale after an overflow and doubles it after 2,000 updates without one. */
+HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
+{
+    if (t->scale_steps < 0) return;
+    t->scale_steps = t->overflowed ? 0 : t->scale_steps + 1;
+    if (t->overflowed) t->loss_scale /= 2;
+    if (t->scale_steps < 2000) return;
+    t->scale_steps = 0;
+    if (t->loss_scale < HPMLI_SCALE_MOST) t->loss_scale *= 2;
+}
+
+HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+                                            bool accumulate, float *loss)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpml_graph *g = t->graph;
+    bool        part = samples > 0 && (first != 0 || samples != t->fed);
+    if (first < 0 || samples < 0 || first + samples > t->fed)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
+                          (long long)first, (long long)(first + samples), (long long)t->fed);
+    if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
+    hpmli_trainer_shift(t, first);
+    g->idle = samples == 0, g->last = t->micro + 1 == t->d.accumulate;
+    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
+    if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
+        hpmli_trainer_tell(t, NULL, NULL);
+        if (t->told.loss - t->told.loss != 0) status = hpmli_name_nonfinite(t, "the loss", (double)t->told.loss);
+    }
+    if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
+    g->idle = false;
+    if (status == HPML_OK && t->whole) hpmli_trainer_look(t); /* so that the host waits once */
+    if (status == HPML_OK && samples > 0 && (loss || t->labels)) {
+        hpmli_trainer_tell(t, t->labels ? t->labels + first * hpml_tensor_count(t->target) / g->batch_now : NULL, NULL);
+        if (t->labels) t->correct += t->told.counts[0], t->counted += t->told.counts[1];
+    }
+    if (status == HPML_OK && loss) *loss = samples > 0 ? t->told.loss : 0;
+    hpmli_trainer_shift(t, -first);
+    return status;
+}
+
+/* The steps of parameters, ready to be taken. */
+HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_count)
+{
+    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
+    for (int i = first_param; i < first_param + param_count; i++) {
+        const hpml_param *p = t->ctx->params[i]->param;
+        hpml_update      *u = &t->updates[i];
+        u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
+        u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
+        u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
+        u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
+        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = 0;
+        u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
+        u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
+        u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
+    }
+}
+
+HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpml_ctx *ctx = t->ctx;
+    if (hpmli_failed(ctx)) return ctx->status;
+    if (first_param < 0 || param_count < 0)
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
+                          "more of both", param_count, first_param);
+    hpmli_trainer_look(t);
+    bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
+    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
+    if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
+    if (param_count <= 0) return ctx->status;
+    double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
+    hpmli_trainer_updates(t, first_param, param_count);
+    ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
+    if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
+    return hpmli_trainer_updated(t);
+}
+
+HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (t->looks || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
+        t->ctx->backend != hpml_backend_cpu())
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
+                          "a dynamic loss scale, LARS and LAMB");
+    t->more = more, t->more_scale = scale;
+    hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
+    return t->more = NULL, status;
+}
+
+/* What a batch's gradients are multiplied by, to add up to `share` times the mean over all samples of the update. */
+HPMLI_FN float hpmli_trainer_weigh(hpml_trainer *t, int64_t samples)
+{
+    if (t->hooks.run || t->d.accumulate == 1) return t->share = 1;
+    if (t->micro == 0) t->first = samples, t->gathered = 0;
+    t->gathered += samples;
+    t->share = (float)((double)t->gathered / ((double)t->first * t->d.accumulate));
+    return (float)((double)samples / (double)t->first) / (float)t->d.accumulate;
+}
+
+HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
+                                       hpml_step_info *info)
+{
+    float  loss  = 0, lr, scale, weight;
+    double start = hpml_now();
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
+    if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
+        hpml_status fed = hpmli_trainer_feed(t, x, y, samples);
+        if (fed != HPML_OK) return fed;
+    }
+    t->fed     = samples;
+    t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
+    t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
+    hpmli_trace_step(t->ctx, t->step);
+    const int64_t number = t->step;
+    const double  since  = hpmli_trace_time(t->ctx, start);
+    weight = hpmli_trainer_weigh(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
+    /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
+       the op that makes its gradient final: it is still in the cache. */
+    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
+    bool early = t->whole && !t->looks && !t->ctx->backend->sync && !t->ctx->backend->begin;
+    if (early) hpmli_trainer_updates(t, 0, t->graph->param_count), t->graph->updates = t->updates;
+    hpml_status status =
+        t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
+                     : hpml_trainer_run_local(t, 0, samples, weight, t->micro > 0,
+                                              info || !t->d.no_finite_check ? &loss : NULL);
+    t->graph->updates = NULL, t->whole = false;
+    if (status != HPML_OK) return status;
+    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
+    if (++t->micro == t->d.accumulate) {
+        status = early             ? hpmli_trainer_updated(t)
+                 : t->hooks.update ? t->hooks.update(t->hooks.user, t)
+                                   : hpml_trainer_update_local(t, 0, t->graph->param_count);
+        t->micro = 0;
+        t->step += status == HPML_OK && !t->overflowed;
+        hpmli_trainer_rescale(t);
+    }
+    bool known = t->hooks.run || info || !t->d.no_finite_check; /* what the loss is */
+    if (t->ctx->trace) hpmli_trace_stepped(t->ctx, number, since, known ? loss : (float)NAN);
+    if (!info || status != HPML_OK) return status;
+    memset(info, 0, sizeof *info);
+    info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
+    info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
+    if (t->looked && !t->seen) hpmli_trainer_tell(t, NULL, NULL);
+    info->grad_norm = t->looked ? (float)sqrt(t->told.sumsq) / scale : -1;
+    info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>fit   passes over data, evaluation, prediction
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A loader over `data` that fits the trainer. */
+HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
+                                           bool evaluate)
+{
+    hpml_loader_desc d = HPMLI_ZEROED;
+    const hpml_tensor *x = t->d.input, *y = t->target;
+    if (hpmli_failed(t->ctx) || !data) return NULL;
+    hpmli_graph_whole(t->graph);
+    int64_t have  = hpmli_cropped(data), need = hpml_tensor_count(x) / t->graph->batch;
+    int64_t learn = hpml_tensor_count(y) / t->graph->batch;
+    if (have != need || x->dtype != (data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32) ||
+        (data->y && (data->y_size != learn || data->y_dtype != y->dtype)))
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of %s "
+                          "to learn, the model takes %lld of %s and %lld of %s", (long long)have,
+                          hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
+                          (long long)need, hpml_dtype_name(x->dtype), (long long)learn, hpml_dtype_name(y->dtype));
+    if (given) d = *given;
+    if (x->layout == HPML_NHWC && (d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0 || data->x_crop > 0 ||
+                                   memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0))
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
+                          "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
+                          "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x),
+                          hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
+    if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
+    if (d.batch > t->graph->batch)
+        return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",
+                          d.batch, (long long)t->graph->batch);
+    if (evaluate) d.in_order = true;
+    else if (d.ranks == 0)
+        d.rank = t->rank, d.ranks = t->ranks, d.global_batch = t->global_batch, d.grain = t->grain;
+    return hpml_loader_create(t->ctx, data, &d);
+}
+
+static uint64_t hpmli_loader_mark(const hpml_loader *l); /* see >>loader */
+
+HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start,
+                                     int64_t *samples, int64_t *steps)
+{
+    hpml_batch     b;
+    hpml_step_info info;
+    hpml_loader_seek(l, t->epoch, t->epoch_step);
+    while (hpml_loader_next(l, &b)) {
+        hpml_status status;
+        int64_t     before = t->step;
+        bool        last   = b.index + 1 == hpml_loader_steps(l);
+        t->graph->first_sample = b.first;
+        status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
+        if (status != HPML_OK) return status;
+        t->epoch += last;
+        t->epoch_step = last ? 0 : b.index + 1;
+        *samples += b.samples;
+        *steps += t->step - before;
+        if (d->on_step) {
+            info.epoch_step = b.index + 1, info.epoch_steps = hpml_loader_steps(l);
+            info.seconds = hpml_now() - start, info.samples_per_second = (double)*samples / info.seconds;
+            if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
+        }
+        if (d->max_steps > 0 && *steps >= d->max_steps && !last) return HPML_ERR_STOPPED;
+    }
+    return t->ctx->status;
+}
+
+HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
+{
+    hpml_fit_desc d;
+    hpml_status   status  = HPML_OK;
+    int64_t       samples = 0, steps = 0;
+    double        start = hpml_now();
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (!HPMLI_TAKE(t->ctx, "fit", d, desc)) return t->ctx->status;
+    if (d.epochs < 0 || d.max_steps < 0)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "fit: %d epochs, max_steps %lld: expected 0 or more", d.epochs,
+                          (long long)d.max_steps);
+    hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
+    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (t->hooks.data && (!d.loader || d.loader->ranks == 0)) {
+        const int64_t passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
+        status = t->hooks.data(t->hooks.user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
+    }
+    for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
+        if (d.max_steps > 0 && steps >= d.max_steps) break; /* they ended with a pass */
+        status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
+    }
+    hpml_loader_free(l);
+    hpmli_graph_whole(t->graph);
+    if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
+    /* reports non-finite values that a device found in the last step */
+    if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
+    return status;
+}
+
+/* Names the sample whose loss is not finite, of a batch that begins with sample `first`, by running one at a time. */
+HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_t samples)
+{
+    hpml_graph *g    = t->graph;
+    double      loss = (double)t->told.loss;
+    bool        found = false;
+    for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
+        if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
+        hpmli_trainer_shift(t, i);
+        hpml_status status = hpml_graph_forward(g, false, 0);
+        hpmli_trainer_shift(t, -i);
+        if (status != HPML_OK) return status;
+        hpmli_trainer_tell(t, NULL, NULL);
+        found = t->told.loss - t->told.loss != 0;
+        if (found) loss = (double)t->told.loss, first += i, samples = 1;
+    }
+    return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "evaluate: the loss of sample %lld%s is %g: look at the data, and "
+                      "whether training has left the parameters finite", (long long)first,
+                      samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
+}
+
+HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
+{
+    hpml_batch b;
+    int64_t    correct = 0, counted = 0, *confusion;
+    double     start = hpml_now();
+    if (!t || !out) return HPML_ERR_ARGUMENT;
+    hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
+    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    confusion = out->confusion;
+    memset(out, 0, sizeof *out);
+    out->confusion = confusion;
+    while (hpml_loader_next(l, &b)) {
+        if (!b.y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
+        if (hpmli_failed(t->ctx) || hpmli_trainer_feed(t, b.x, b.y, b.samples) != HPML_OK ||
+            hpml_graph_forward(t->graph, false, 0) != HPML_OK)
+            break;
+        hpmli_trainer_tell(t, hpmli_classifies(t) ? (const int32_t *)b.y : NULL, confusion);
+        if (!t->d.no_finite_check && t->told.loss - t->told.loss != 0) {
+            hpmli_evaluate_blame(t, out->samples, b.samples);
+            break;
+        }
+        out->loss += (double)t->told.loss * (double)b.samples;
+        out->samples += b.samples;
+        if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
+    }
+    hpml_loader_free(l);
+    hpmli_graph_whole(t->graph);
+    if (out->samples > 0) out->loss /= (double)out->samples;
+    out->accuracy = counted > 0 ? (double)correct / (double)counted : -1;
+    out->seconds  = hpml_now() - start;
+    return t->ctx->status;
+}
+
+HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
+{
+    if (!t || !out || !x) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
+    hpml_graph *g = t->graph;
+    hpmli_graph_whole(g);
+    int64_t each = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
+    int64_t row  = hpml_tensor_count(t->d.output) / g->batch;
+    for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
+        int64_t n = samples - i < g->batch ? samples - i : g->batch;
+        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
+        hpmli_put(t, t->d.input, (const char *)x + i * each, n);
+        for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
+            hpml_run run = hpmli_run_of(g, false, 0, 1);
+            if (g->nodes[p]->out == t->loss) continue;
+            if (hpmli_run_node(g, &run, p, false) != HPML_OK) break;
+        }
+        if (t->ctx->status != HPML_OK) break;
+        hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
+        int64_t at = t->d.no_finite_check ? n * row : hpmli_first_nonfinite(out + i * row, n * row);
+        if (at < n * row)
+            hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the data, and "
+                       "whether training has left the parameters finite", (long long)(at % row),
+                       (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
+    }
+    hpmli_graph_whole(g);
+    return t->ctx->status;
+}
+
+// =====================================================================================================================
+// PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
+// =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>files   reading files, writing files that appear whole
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Files are untrusted input. Readers that copy data use read(), not mmap(), because a mapped file that another program
+   truncates kills this process (SIGBUS). A writer writes to a temporary name in the same folder, syncs the file,
+   renames it and syncs the folder: at any moment the final name holds the old content or the new content. */
+
+#if HPMLI_POSIX
+#if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these */
+int     fchmod(int fd, mode_t mode);
+FILE   *fdopen(int fd, const char *mode);
+int     fileno(FILE *f);
+int     fsync(int fd);
+int     ftruncate(int fd, off_t size);
+ssize_t readlink(const char *path, char *target, size_t size);
+#endif
+#if defined(O_NOFOLLOW)
+#define HPMLI_NOFOLLOW O_NOFOLLOW
+#elif defined(__O_NOFOLLOW) /* glibc's under -std=c99 */
+#define HPMLI_NOFOLLOW __O_NOFOLLOW
+#else
+#define HPMLI_NOFOLLOW O_EXCL /* refuses links, but any other existing file as well */
+#endif
+#endif
+
+typedef struct hpmli_file {
+    hpml_ctx            *ctx;
+    const char          *path;
+    FILE                *in;    /* NULL: closed */
+    const unsigned char *bytes; /* (size) the content, if the file was mapped or read as a whole; else NULL */
+    size_t               size;  /* of the file, in bytes */
+    bool                 mapped;
+#ifdef HPML_USE_ZLIB
+    gzFile               gz;    /* reads a gzipped file; NULL: the file is plain */
+#endif
+} hpmli_file;
+
+HPMLI_FN void hpmli_file_close(hpmli_file *f)
+{
+    if (f->in) fclose(f->in);
+    f->in = NULL;
+#ifdef HPML_USE_ZLIB
+    if (f->gz) gzclose(f->gz);
+    f->gz = NULL;
+#endif
+    if (!f->bytes) return;
+#if HPMLI_POSIX
+    if (f->mapped) munmap((void *)(uintptr_t)f->bytes, f->size);
+    else
+#endif
+        hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
+    f->bytes = NULL;
+}
+
+/* The destructor of context-owned objects whose first member is a hpmli_file. */
+HPMLI_FN void hpmli_file_destroy(void *object) { hpmli_file_close((hpmli_file *)object); }
+
+/* Opens a regular file that is not empty. Pipes, devices and folders are refused, without blocking on them. */
+HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
+{
+    memset(f, 0, sizeof *f);
+    f->ctx = ctx, f->path = path;
+    if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
+#if HPMLI_POSIX
+    struct stat st;
+    const char *wrong = NULL;
+    int         fd    = open(path, O_RDONLY | O_NONBLOCK);
+    if (fd < 0 || fstat(fd, &st) != 0) wrong = strerror(errno);
+    else if (S_ISDIR(st.st_mode)) wrong = "it is a folder, expected a file";
+    else if (!S_ISREG(st.st_mode)) wrong = "it is a pipe or a device, expected a regular file";
+    else if (!(f->in = fdopen(fd, "rb"))) wrong = strerror(errno);
+    if (wrong) hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, wrong);
+    if (wrong && fd >= 0) close(fd);
+    if (wrong) return false;
+    f->size = (size_t)st.st_size;
+#else
+    f->in  = fopen(path, "rb");
+    long n = f->in && fseek(f->in, 0, SEEK_END) == 0 ? ftell(f->in) : -1;
+    if (n < 0 || fseek(f->in, 0, SEEK_SET) != 0) {
+        hpmli_file_close(f);
+        return hpmli_false(ctx, HPML_ERR_OPEN, "\"%s\": cannot open", path);
+    }
+    f->size = (size_t)n;
+#endif
+    if (f->size > 0) return true;
+    hpmli_file_close(f);
+    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
+}
+
+/* Reads the next `size` bytes and returns the number read, which is smaller at the end of the file. Gzipped files are
+   decompressed; their size then counts decompressed bytes. */
+HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
+{
+    size_t got = 0;
+#ifdef HPML_USE_ZLIB
+    for (int n = 1; f->gz && got < size && n > 0; got += n > 0 ? (size_t)n : 0)
+        n = gzread(f->gz, (char *)to + got, (unsigned)hpmli_min((int64_t)(size - got), 1 << 30));
+    if (f->gz) return got;
+#endif
+    got = fread(to, 1, size, f->in);
+    if (ferror(f->in)) hpmli_fail(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: %s", f->path, strerror(errno));
+    return got;
+}
+
+/* Reads exactly `size` bytes; fails if the file ends before. */
+HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size)
+{
+    return hpmli_file_next(f, to, size) == size ||
+           hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
+}
+
+/* Opens a file and reads all of it into memory, or maps it; a mapped file must not be truncated while it is open. */
+HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
+{
+    if (!hpmli_file_open(ctx, f, path)) return false;
+    bool good = false;
+#if HPMLI_POSIX
+    void *p = map ? mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fileno(f->in), 0) : MAP_FAILED;
+    if (map && p == MAP_FAILED) hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
+    f->mapped = good = p != MAP_FAILED;
+    if (f->mapped) f->bytes = (const unsigned char *)p;
+#else
+    map = false;
+#endif
+    if (!map) {
+        f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
+        good     = f->bytes && hpmli_file_read(f, (void *)(uintptr_t)f->bytes, f->size);
+    }
+    if (good) {
+        fclose(f->in);
+        f->in = NULL;
+    } else hpmli_file_close(f);
+    return good;
+}
+
+typedef struct hpmli_writer {
+    hpml_ctx *ctx;
+    FILE     *f;
+    char     *path, *temporary; /* the final name, with symbolic links resolved; the name while writing */
+    uint64_t  size, synced;     /* bytes written; bytes written at the last sync */
+    int       error;            /* errno of the first failure; 0: none */
+    int       fd;               /* POSIX: the temporary file, locked until it is renamed; -1: none */
+    bool      direct;           /* the target is a device or a pipe: no temporary file, no rename */
+} hpmli_writer;
+
+#if HPMLI_POSIX
+/* Replaces a path that names a symbolic link by the link's target, so that a save replaces the file and not the link.
+   `size`: bytes that `path` can hold. False: too many links, or too long a path. */
+HPMLI_FN bool hpmli_resolve_links(char *path, size_t size)
+{
+    char target[4096];
+    for (int links = 0; links < 40; links++) {
+        ssize_t n = readlink(path, target, sizeof target);
+        if (n < 0) return true; /* no link */
+        char  *name = strrchr(path, '/');
+        size_t kept = name && target[0] != '/' ? (size_t)(name + 1 - path) : 0;
+        if (kept + (size_t)n >= size) break;
+        memcpy(path + kept, target, (size_t)n);
+        path[kept + (size_t)n] = 0;
+    }
+    errno = ELOOP;
+    return false;
+}
+
+/* True if the existing temporary file open as w->fd may be overwritten: this process could lock it, this user owns it,
+   it has no second link, and the temporary name still refers to it. */
+HPMLI_FN bool hpmli_temporary_is_ours(const hpmli_writer *w)
+{
+    struct stat mine, there;
+    if (flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || stat(w->temporary, &there) != 0)
+        return false;
+    return S_ISREG(mine.st_mode) && mine.st_nlink == 1 && mine.st_uid == geteuid() && mine.st_ino == there.st_ino &&
+           mine.st_dev == there.st_dev;
+}
+
+/* Truncates the temporary file, gives it the permissions of the file that it will replace (`old`, NULL: a new file),
+   and opens the stream w->f on it. */
+HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
+{
+    struct stat mine;
+    bool        good = fstat(w->fd, &mine) == 0 && ftruncate(w->fd, 0) == 0;
+    if (good && old && (mine.st_mode & 07777) != (old->st_mode & 07777))
+        good = fchmod(w->fd, old->st_mode & 07777) == 0;
+    int copy = good ? dup(w->fd) : -1;
+    w->f = copy >= 0 ? fdopen(copy, "wb") : NULL;
+    if (w->f) return true;
+    w->error = errno;
+    if (copy >= 0) close(copy);
+    remove(w->temporary);
+    close(w->fd);
+    return false;
+}
+
+/* Opens "path.tmp", so that a save overwrites the temporary file of an earlier save that was killed. If that name is
+   locked by another writer, a link, owned by another user, or cannot be locked, a new numbered name is created instead.
+   `size`: bytes that w->temporary can hold. */
+HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t size)
+{
+    struct stat old;
+    bool        exists = stat(w->path, &old) == 0;
+    for (int n = 0; n < 100; n++) {
+        if (n == 0) snprintf(w->temporary, size, "%s.tmp", w->path);
+        else snprintf(w->temporary, size, "%s.tmp%ld-%d", w->path, (long)getpid(), n);
+        int flags = O_RDWR | O_CREAT | O_NONBLOCK | HPMLI_NOFOLLOW;
+        w->fd = open(w->temporary, n == 0 ? flags : flags | O_EXCL, exists ? 0600 : 0666);
+        if (w->fd < 0 && n > 0 && errno != EEXIST) break;
+        if (w->fd < 0) continue;
+        if (n > 0 || hpmli_temporary_is_ours(w)) return hpmli_temporary_take(w, exists ? &old : NULL);
+        close(w->fd);
+    }
+    w->error = errno;
+    return false;
+}
+
+/* Syncs the folder of the renamed file, because otherwise the rename could be lost in a crash of the machine. */
+HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
+{
+    char *folder = w->temporary, *end = strrchr(folder, '/'); /* this name is free now: the file has been renamed */
+    if (end) end[end == folder] = 0;
+    else strcpy(folder, ".");
+    int fd = open(folder, O_RDONLY);
+    if (fd < 0) w->error = errno == EACCES ? 0 : errno; /* EACCES: a folder that may be written but not read */
+    else if (fsync(fd) != 0 && errno != EINVAL) w->error = errno; /* EINVAL: a file system that cannot sync folders */
+    if (fd >= 0) close(fd);
+    return w->error == 0;
+}
+#endif
+
+/* Opens a file for writing; it appears under its name in hpmli_writer_close. seeks: the caller will rewrite the start
+   of the file at the end, which pipes and devices do not allow. */
+HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path, bool seeks)
+{
+    size_t name_size = 4096 + 48; /* bytes: the longest path of any system, and a suffix */
+    memset(w, 0, sizeof *w);
+    w->ctx = ctx;
+    w->fd  = -1;
+    if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
+    if (strlen(path) >= 4096)
+        return hpmli_false(ctx, HPML_ERR_WRITE, "\"%.64s...\": cannot write: %s", path, strerror(ENAMETOOLONG));
+    w->temporary = (char *)hpmli_alloc(ctx, 2 * name_size); /* one block for both names */
+    if (!w->temporary) return false;
+    w->path = strcpy(w->temporary + name_size, path);
+#if HPMLI_POSIX
+    struct stat there;
+    w->direct = stat(path, &there) == 0 && !S_ISREG(there.st_mode);
+    if (w->direct && seeks) w->error = ESPIPE;
+    else if (w->direct) w->f = fopen(path, "wb");
+    else if (hpmli_resolve_links(w->path, 4096)) hpmli_temporary_open(w, name_size);
+#else
+    snprintf(w->temporary, name_size, "%s.tmp", w->path);
+    w->f = fopen(w->temporary, "wb");
+#endif
+    if (w->f) return true;
+    hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, w->direct && seeks
+               ? "it is a pipe, a device or a folder, and this kind of file is completed at its start; save to a file"
+               : strerror(w->error ? w->error : errno));
+    hpmli_free(ctx, w->temporary);
+    return false;
+}
+
+/* Appends bytes. Errors are kept in the writer; hpmli_writer_close reports the first. */
+HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
+{
+    if (size > 0 && !w->error && fwrite(bytes, 1, size, w->f) != size) w->error = errno ? errno : EIO;
+    w->size += size;
+}
+
+/* Seeks to the start of the file: the next writes replace its first bytes. */
+HPMLI_FN void hpmli_write_start(hpmli_writer *w)
+{
+    if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
+}
+
+/* Appends large data. With a progress callback, the file is synced after each 64 MB and the callback is called, so that
+   the last sync is short and the callback's count of bytes is true. */
+HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
+{
+    const size_t         piece    = (size_t)64 << 20;
+    const hpml_progress *progress = &w->ctx->progress;
+    for (size_t n; size > 0; data += n, size -= n) {
+        n = size < piece ? size : piece;
+        hpmli_write(w, data, n);
+        if (!progress->fn || w->size - w->synced < piece) continue;
+        w->synced = w->size;
+#if HPMLI_POSIX
+        if (!w->direct && !w->error && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->error = errno;
+#endif
+        progress->fn(progress->user, w->size);
+    }
+}
+
+/* Closes the writer. keep: the file appears under its final name, or the call fails with an error; without keep the
+   temporary file is removed and the call cannot fail. */
+HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
+{
+    bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
+    bool renamed = false; /* the file is under its final name */
+#if HPMLI_POSIX
+    if (good && !w->direct) good = fsync(w->fd) == 0; /* the data must be on the disk before the rename */
+#endif
+    if (!good && !w->error) w->error = errno ? errno : EIO;
+    if (fclose(w->f) != 0 && good) {
+        good     = false;
+        w->error = errno;
+    }
+    w->f = NULL;
+    if (good && !w->direct) good = renamed = rename(w->temporary, w->path) == 0;
+    if (!good && !w->error) w->error = errno;
+    if (!renamed && !w->direct) remove(w->temporary);
+#if HPMLI_POSIX
+    if (renamed) good = hpmli_folder_sync(w);
+    if (w->fd >= 0) close(w->fd);
+#endif
+    if (keep && !good)
+        hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot %s: %s", w->path, renamed ? "sync its folder" : "write",
+                   strerror(w->error));
+    hpmli_free(w->ctx, w->temporary);
+    return good || !keep ? HPML_OK : HPML_ERR_WRITE;
+}
+
+/* Reads a little-endian integer of 1 to 8 bytes. */
+HPMLI_FN uint64_t hpmli_read_little(const unsigned char *p, int bytes)
+{
+    uint64_t x = 0;
+    for (int i = bytes - 1; i >= 0; i--) x = x << 8 | p[i];
+    return x;
+}
+
+/* Appends a little-endian integer of 1 to 8 bytes. */
+HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
+{
+    unsigned char p[8];
+    for (int i = 0; i < bytes; i++) p[i] = (unsigned char)(x >> 8 * i);
+    hpmli_write(w, p, (size_t)bytes);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>json   UTF-8, decimal numbers, JSON
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Returns the length in bytes (1 to 4) of the UTF-8 character at the start of a text, 0 if there is no valid one. */
+HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
+{
+    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length: overlong forms are invalid */
+    const unsigned char  *p = (const unsigned char *)text;
+    size_t                n = 2;
+    if (size > 0 && p[0] < 0x80) return 1;
+    if (size == 0 || p[0] < 0xc0 || p[0] > 0xf4) return 0;
+    if (p[0] >= 0xe0) n++;
+    if (p[0] >= 0xf0) n++;
+    if (n > size) return 0;
+    uint32_t code = p[0] & (0x7fu >> n);
+    for (size_t i = 1; i < n; i++) {
+        if (p[i] >> 6 != 2) return 0;
+        code = code << 6 | (p[i] & 0x3fu);
+    }
+    bool good = code >= least[n] && code <= 0x10ffff && code >> 11 != 0x1b; /* and no UTF-16 surrogate */
+    return good ? n : 0;
+}
+
+/* True if all of a text is valid UTF-8. */
+HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
+{
+    for (size_t n; size > 0; text += n, size -= n)
+        if ((n = hpmli_utf8(text, size)) == 0) return false;
+    return true;
+}
+
+#define HPMLI_F32_END 3.4028235677973366e38 /* the smallest double that rounds to an infinite f32 */
+
+/* big = factor big + add; big: an integer of 32-bit words, the lowest first. */
+HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t factor, uint32_t add)
+{
+    uint64_t carry = add;
+    for (int i = 0; i < words; i++) {
+        carry += (uint64_t)big[i] * factor;
+        big[i] = (uint32_t)carry;
+        carry >>= 32;
+    }
+}
+
+/* Returns the sign of digits 10^exponent - x, computed exactly with big integers. Digits after the 200th only matter by
+   being zero or not, because the middle of two neighbouring floats has at most 113 significant digits. */
+HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
+{
+    enum { WORDS = 64 };
+    uint32_t big[2][WORDS] = { { 0 } };
+    int      digits = 0, two;
+    bool     more = false;
+    uint64_t mantissa = (uint64_t)ldexp(frexp(x, &two), 53);
+    two -= 53;
+    for (; p < end; p++) {
+        if (*p == '.') continue;
+        if (digits >= 200) exponent++, more = more || *p != '0';
+        else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
+        digits += digits > 0 || *p != '0';
+    }
+    big[1][0] = (uint32_t)mantissa;
+    big[1][1] = (uint32_t)(mantissa >> 32);
+    for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
+    for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
+    for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
+    for (; two > 0; two--) hpmli_big_scale(big[1], WORDS, 2, 0);
+    for (int i = WORDS - 1; i >= 0; i--)
+        if (big[0][i] != big[1][i]) return big[0][i] > big[1][i] ? 1 : -1;
+    return more;
+}
+
+/* Returns w 10^exponent with a relative error below 2^-50 within the range of f32. */
+HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
+{
+    static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
+                                   1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22 }; /* all of them exact */
+    double  d    = (double)w;
+    int64_t left = hpmli_min(exponent < 0 ? -exponent : exponent, 400);
+    for (int64_t step; left > 0; left -= step) {
+        step = hpmli_min(left, 22);
+        if (exponent < 0) d /= tens[step];
+        else d *= tens[step];
+    }
+    return d;
+}
+
+/* Parses a decimal number, independently of the locale. *out rounds to the f32 nearest to the number (infinity beyond
+   the largest). Returns the position after the number, or NULL if there is none. */
+HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
+{
+    const double slack = 1.0 / ((int64_t)1 << 50);
+    uint64_t     w = 0; /* the first 19 digits */
+    int64_t      exponent = 0, given = 0, decimals = 0; /* of w; after the e; digits after the point */
+    int          digits = 0;
+    bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
+    if (p < end && (*p == '-' || *p == '+')) p++;
+    const char *start = p;
+    for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
+        if (*p == '.') { point = true; continue; }
+        any = true;
+        decimals += point;
+        if (digits < 19) {
+            w = 10 * w + (uint64_t)(*p - '0');
+            exponent -= point;
+        } else {
+            exponent += !point;
+            cut = cut || *p != '0';
+        }
+        digits += digits > 0 || *p != '0';
+    }
+    if (!any) return NULL;
+    const char *stop = p;
+    if (p < end && (*p == 'e' || *p == 'E')) {
+        p++;
+        if (p < end && (*p == '-' || *p == '+')) below = *p++ == '-';
+        if (p >= end || *p < '0' || *p > '9') return NULL;
+        for (; p < end && *p >= '0' && *p <= '9'; p++)
+            if (given < INT64_C(1) << 50) given = given * 10 + (*p - '0');
+        if (below) given = -given;
+    }
+    double d = hpmli_decimal_near(w, exponent + given);
+    bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
+    float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
+    if (least < most) { /* too near to the middle of two floats to know which one is nearest: compare exactly */
+        double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
+        int    side   = hpmli_decimal_compare(start, stop, given - decimals, middle);
+        d = side < 0 ? (double)least : middle;
+        if (side > 0) d = (double)most;
+    }
+    *out = negative ? -d : d;
+    return p;
+}
+
+/* A JSON reader for a private, writable copy of the text, in which strings are unescaped in place. It accepts and
+   refuses the same texts as safetensors' own reader, with two exceptions: Python tuples, (2, 3,), are accepted for .npy
+   headers, and strings that contain a NUL are refused, because C strings cannot hold one. */
+
+typedef struct hpmli_json {
+    char *p, *end; /* the next character; the end of the text */
+    bool  bad;     /* a syntax error was found; every later call does nothing */
+} hpmli_json;
+
+/* Skips blanks, then consumes c if it is the next character; returns whether it was. */
+HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c)
+{
+    while (j->p < j->end && (*j->p == ' ' || *j->p == '\n' || *j->p == '\t' || *j->p == '\r')) j->p++;
+    if (j->p >= j->end || *j->p != c) return false;
+    j->p++;
+    return true;
+}
+
+/* Consumes c; anything else is a syntax error. */
+HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
+
+/* Consumes `word` (true, false, null) if it comes next; returns whether it did. */
+HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word)
+{
+    size_t n = strlen(word);
+    hpmli_json_is(j, ' '); /* skips blanks */
+    if ((size_t)(j->end - j->p) < n || memcmp(j->p, word, n) != 0) return false;
+    j->p += n;
+    return true;
+}
+
+/* Consumes one escape of the form backslash uXXXX (a UTF-16 unit); false: there is none. */
+HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
+{
+    char hex[5] = { 0 };
+    if (j->end - j->p < 6 || j->p[0] != '\\' || j->p[1] != 'u') return false;
+    memcpy(hex, j->p + 2, 4);
+    *unit = (uint32_t)strtoul(hex, NULL, 16);
+    j->p += 6;
+    return strspn(hex, "0123456789abcdefABCDEF") == 4;
+}
+
+/* Consumes backslash uXXXX, or the surrogate pair of a character from 0x10000 on, and appends the character at *to in
+   UTF-8. False: the escape is invalid, or is 0, which would end a C string. */
+HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
+{
+    uint32_t code, low = 0;
+    int      more = 0;
+    if (!hpmli_json_unit(j, &code) || code == 0 || code >> 10 == 0x37) return false;
+    if (code >> 10 == 0x36) {
+        if (!hpmli_json_unit(j, &low) || low >> 10 != 0x37) return false;
+        code = 0x10000 + ((code & 0x3ff) << 10) + (low & 0x3ff);
+    }
+    j->p--; /* stay on the last digit, because the caller steps over one character */
+    for (uint32_t most = 0x80; code >= most && more < 3; more++) most = more == 0 ? 0x800 : 0x10000;
+    *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
+    while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
+    return true;
+}
+
+/* Consumes a string, unescapes it in place and returns it; "" after a syntax error. */
+HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
+{
+    char *start, *to;
+    hpmli_json_want(j, '"');
+    for (start = to = j->p; !j->bad && j->p < j->end && *j->p != '"'; j->p++) {
+        if (*j->p == '\\') {
+            static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f";
+            const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
+            if (at) {
+                j->p++;
+                *to++ = is[at - of];
+            } else if (!hpmli_json_unicode(j, &to)) j->bad = true;
+        } else if ((unsigned char)*j->p < 32) j->bad = true;
+        else *to++ = *j->p;
+    }
+    if (j->p >= j->end) j->bad = true;
+    if (j->bad) return "";
+    j->p++;
+    *to = 0; /* at or before the closing quote, because unescaping never makes a string longer */
+    return start;
+}
+
+/* Returns the number of decimal digits at p. */
+HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
+{
+    const char *start = p;
+    while (p < end && *p >= '0' && *p <= '9') p++;
+    return p - start;
+}
+
+/* Consumes a non-negative integer. */
+HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
+{
+    uint64_t v = 0;
+    hpmli_json_is(j, ' '); /* skips blanks */
+    int64_t digits = hpmli_json_digits(j->p, j->end);
+    j->bad = j->bad || digits == 0 || (digits > 1 && *j->p == '0');
+    for (; digits > 0 && !j->bad; digits--) {
+        uint64_t digit = (uint64_t)(*j->p++ - '0');
+        if (v > (UINT64_MAX - digit) / 10) j->bad = true;
+        else v = v * 10 + digit;
+    }
+    return j->bad ? 0 : v;
+}
+
+/* Called before element n of a list or object: consumes the opening bracket (n = 0) or the comma in front of the
+   element. False at the closing bracket, which is consumed, and after a syntax error. */
+HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
+{
+    if (n == 0) hpmli_json_want(j, open);
+    if (j->bad || hpmli_json_is(j, close)) return false;
+    if (n > 0) hpmli_json_want(j, ',');
+    return !j->bad && !(close == ')' && hpmli_json_is(j, close));
+}
+
+/* Returns an upper bound of the number of elements of the list or object that comes next; consumes nothing. */
+HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
+{
+    int64_t count = 1;
+    int     depth = 0;
+    bool    text  = false;
+    for (; j.p < j.end; j.p++) {
+        if (*j.p == '"') text = !text;
+        else if (text) j.p += *j.p == '\\';
+        else if (*j.p == '{' || *j.p == '[') depth++;
+        else if ((*j.p == '}' || *j.p == ']') && --depth == 0) break;
+        else count += *j.p == ',' && depth == 1;
+    }
+    return count;
+}
+
+/* Consumes a list of non-negative integers, stores the first `capacity` of them and returns how many there are.
+   *product (NULL: not wanted) is multiplied by each; an overflow of 64 bits is a syntax error. */
+HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int capacity, uint64_t *product)
+{
+    int n = 0;
+    for (; hpmli_json_next(j, n, open, close); n++) {
+        uint64_t number = hpmli_json_number(j);
+        if (n < capacity) out[n] = number > INT64_MAX ? INT64_MAX : (int64_t)number;
+        if (!product) continue;
+        if (number > 0 && *product > UINT64_MAX / number) j->bad = true;
+        *product *= number;
+    }
+    return n;
+}
+
+/* Skips a number in JSON's syntax: 1.5e-7, but not .5, 5., 05 or +5. */
+HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
+{
+    double      v   = 0;
+    const char *end = hpmli_parse_number(j->p, j->end, &v), *p = j->p;
+    if (!end || fabs(v) > DBL_MAX || *p == '+') { j->bad = true; return; }
+    if (*p == '-') p++;
+    int64_t digits = hpmli_json_digits(p, end);
+    j->bad = j->bad || digits == 0 || (digits > 1 && *p == '0');
+    p += digits;
+    if (p < end && *p == '.' && hpmli_json_digits(p + 1, end) == 0) j->bad = true;
+    j->p += end - j->p;
+}
+
+/* Skips a value of any kind, with brackets nested at most `depth` deep. */
+HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
+{
+    hpmli_json_is(j, ' '); /* skips blanks */
+    char first = 0;
+    if (j->p < j->end) first = *j->p;
+    bool object = first == '{', list = first == '[';
+    if ((object || list) && depth == 0) j->bad = true;
+    for (int n = 0; (object && hpmli_json_next(j, n, '{', '}')) || (list && hpmli_json_next(j, n, '[', ']')); n++) {
+        if (object) hpmli_json_text(j);
+        if (object) hpmli_json_want(j, ':');
+        hpmli_json_skip(j, depth - 1);
+    }
+    if (object || list || j->bad) return;
+    if (first == '"') hpmli_json_text(j);
+    else if (!hpmli_json_word(j, "true") && !hpmli_json_word(j, "false") && !hpmli_json_word(j, "null"))
+        hpmli_json_skip_number(j);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>dataset   datasets; images as data: IDX, CIFAR
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A dataset that owns its arrays, which follow it in the same block of memory. A slice is a hpml_dataset alone. */
+typedef struct hpmli_samples {
+    hpml_dataset  d;
+    char         *x;
+    int32_t      *y;               /* labels; targets in f32 use the same memory */
+    unsigned char vocabulary[256]; /* text datasets: the byte that each token stands for */
+    int           vocabulary_size;
+} hpmli_samples;
+
+HPML_API void hpml_dataset_free(hpml_dataset *d) { if (d) hpmli_free(d->ctx, d); }
+
+/* Every reader ends with this call: it frees the dataset and returns NULL after an error; otherwise it sets the number
+   of classes to the largest label + 1 where labels are integers. */
+HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
+{
+    bool    bad    = s && s->d.ctx->status != HPML_OK;
+    int64_t labels = s && s->d.y_dtype == HPML_DTYPE_I32 && s->d.classes == 0 && s->y ? s->d.count * s->d.y_size : 0;
+    for (int64_t i = 0; i < labels && !bad; i++)
+        if (s->y[i] >= s->d.classes && s->y[i] < INT32_MAX) s->d.classes = s->y[i] + 1;
+    if (bad) hpml_dataset_free(&s->d);
+    return s && !bad ? &s->d : NULL;
+}
+
+/* Allocates a dataset with uninitialized samples; NULL and an error if the sizes overflow or memory is exhausted. */
+HPMLI_FN hpmli_samples *hpmli_samples_new(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
+                                          const int64_t *x_shape, hpml_dtype y_dtype, int64_t y_size)
+{
+    const size_t head = (sizeof(hpmli_samples) + 63) / 64 * 64; /* the arrays begin at multiples of 64 bytes */
+    int64_t      sample_size = hpmli_shape_count(x_ndim, x_shape); /* elements */
+    size_t       xs, ys;
+    if (sample_size < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)sample_size, &xs) ||
+        !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul(4, (size_t)y_size, &ys) ||
+        !hpmli_mul((size_t)count, ys, &ys) || xs > SIZE_MAX / 4 || ys > SIZE_MAX / 8)
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
+    xs = (xs + 63) / 64 * 64;
+    hpmli_samples *s = (hpmli_samples *)hpmli_alloc(ctx, head + xs + ys);
+    if (!s) return NULL;
+    memset(s, 0, sizeof *s);
+    hpml_dataset *d = &s->d;
+    d->ctx     = ctx;
+    d->owner   = s;
+    d->x_scale = 1.0f / 255.0f;
+    d->count   = count;
+    d->x_dtype = x_dtype;
+    d->x_ndim  = x_ndim;
+    d->y_dtype = y_dtype;
+    d->y_size  = y_size;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) d->x_shape[i] = i < x_ndim ? x_shape[i] : 1;
+    d->x = s->x = (char *)s + head;
+    if (ys > 0) d->y = s->y = (int32_t *)(void *)(s->x + xs);
+    return s;
+}
+
+HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
+                                           const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
+                                           const void *y)
+{
+    if (hpmli_failed(ctx)) return NULL;
+    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || (x_ndim > 0 && !x_shape) ||
+        hpmli_shape_count(x_ndim, x_shape) < 0 ||
+        y_size < 0 || (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
+        (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32))
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, "
+                          "f32 or i32, y i32 or f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
+    hpmli_samples *s = hpmli_samples_new(ctx, count, x_dtype, x_ndim, x_shape, y_dtype, y ? y_size : 0);
+    if (s) memcpy(s->x, x, (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
+    if (s && s->y) memcpy(s->y, y, (size_t)(count * y_size) * 4);
+    return hpmli_dataset_done(s);
+}
+
+/* Return the address of x, of y of sample i. */
+HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i)
+{
+    int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
+    return (const char *)d->x + (size_t)(i * step) * hpml_dtype_size(d->x_dtype);
+}
+
+HPMLI_FN const char *hpmli_sample_y(const hpml_dataset *d, int64_t i)
+{
+    return (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4;
+}
+
+HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count)
+{
+    hpml_dataset *s;
+    if (!d || hpmli_failed(d->ctx)) return NULL;
+    if (first < 0 || count < 1 || first > d->count - count)
+        return hpmli_null(d->ctx, HPML_ERR_SHAPE, "dataset slice: %lld samples from %lld on of %lld",
+                          (long long)count, (long long)first, (long long)d->count);
+    s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
+    if (!s) return NULL;
+    *s = *d;
+    s->owner = NULL;
+    s->count = count;
+    s->x     = hpmli_sample_x(d, first);
+    if (d->y) s->y = hpmli_sample_y(d, first);
+    return s;
+}
+
+#ifdef HPML_USE_ZLIB
+/* Decompresses the `want` bytes after the header into f->bytes. The block grows with the data read, because a false
+   header could ask for any amount of memory. */
+HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
+{
+    size_t capacity = 0, got = 0;
+    bool   more = true;
+    char   extra;
+    while (more && got == capacity && capacity < want) {
+        capacity = capacity == 0 ? (size_t)1 << 20 : 2 * capacity;
+        if (capacity > want) capacity = want;
+        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, capacity);
+        if (!p) return false;
+        if (got > 0) memcpy(p, f->bytes, got);
+        hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
+        f->bytes = p;
+        size_t n = hpmli_file_next(f, p + got, capacity - got);
+        more = n > 0;
+        got += n;
+    }
+    more = hpmli_file_next(f, &extra, 1) == 1; /* reading past the end makes zlib check the checksum, too */
+    int wrong;
+    gzerror(f->gz, &wrong);
+    if (wrong < 0) return hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", f->path);
+    return (got == want && !more) ||
+           hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %s%zu",
+                       f->path, want, more ? "more than " : "", got);
+}
+#endif
+
+/* Opens an IDX file, the format of MNIST: bytes 0, 0, type, number of dimensions; the sizes as big-endian u32; the
+   data; the whole may be gzipped. Reads the header into `sizes` and *want (bytes of data); the data of a gzipped file
+   is decompressed into f->bytes at once. */
+HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes, size_t *want)
+{
+    unsigned char head[16];
+    size_t        length = 4 + 4 * (size_t)dims;
+    if (!hpmli_file_open(ctx, f, path)) return false;
+    size_t got  = hpmli_file_next(f, head, length);
+    bool   gzip = got >= 2 && head[0] == 0x1f && head[1] == 0x8b;
+#ifdef HPML_USE_ZLIB
+    if (gzip && !(f->gz = gzopen(path, "rb")))
+        return hpmli_false(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, strerror(errno));
+    if (gzip) got = hpmli_file_next(f, head, length);
+#else
+    if (gzip)
+        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with "
+                           "-DHPML_USE_ZLIB -lz", path);
+#endif
+    if (got < length || head[0] || head[1] || head[2] != 8 || head[3] != dims)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": not an IDX file of bytes with %d dimensions: it should start "
+                           "with 00 00 08 %02x", path, dims, (unsigned)dims);
+    *want = 1;
+    for (int i = 0; i < dims; i++) {
+        const unsigned char *p = head + 4 + 4 * i;
+        sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
+        if (sizes[i] == 0 || !hpmli_mul(*want, (size_t)sizes[i], want))
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": dimension %d of %d is %lld, expected %s", path, i + 1,
+                               dims, (long long)sizes[i], sizes[i] ? "no more than any file holds" : "1 or more");
+    }
+#ifdef HPML_USE_ZLIB
+    if (gzip) return hpmli_idx_unzip(f, *want);
+#endif
+    return f->size - length == *want ||
+           hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,
+                       *want, f->size - length);
+}
+
+/* Copies the `want` bytes of data of a file opened by hpmli_idx_open. */
+HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want)
+{
+    if (f->bytes) memcpy(to, f->bytes, want);
+    return f->bytes || hpmli_file_read(f, to, want);
+}
+
+HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
+{
+    hpmli_file     fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
+    int64_t        shape[3] = { 0 }, images_count, count = 0; /* images, height, width; labels */
+    size_t         xs, ys;
+    hpmli_samples *s = NULL;
+    if (hpmli_failed(ctx)) return NULL;
+    if (hpmli_idx_open(ctx, &fx, images, 3, shape, &xs) && hpmli_idx_open(ctx, &fy, labels, 1, &count, &ys)) {
+        images_count = shape[0];
+        shape[0]     = 1; /* channels */
+        if (images_count == count) s = hpmli_samples_new(ctx, count, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+        else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
+                        (long long)images_count, labels, (long long)count);
+    }
+    if (s && hpmli_idx_read(&fx, s->x, xs)) {
+        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y: widened in place */
+        hpmli_idx_read(&fy, bytes, ys);
+        for (int64_t i = 0; i < count; i++) s->y[i] = bytes[i];
+    }
+    hpmli_file_close(&fx);
+    hpmli_file_close(&fy);
+    return hpmli_dataset_done(s);
+}
+
+/* CIFAR-10's binary format: records of one label byte and 3072 bytes of pixels, the planes R, G, B. */
+HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
+{
+    const int64_t  shape[3] = { 3, 32, 32 };
+    int64_t        records  = 0, at = 0;
+    hpmli_samples *s = NULL;
+    hpmli_file     f;
+    unsigned char  label = 0;
+    if (hpmli_failed(ctx)) return NULL;
+    if (!paths || count < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "cifar10: no file names given");
+    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        if (f.size % 3073 != 0)
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x 32 "
+                       "pixels)", paths[i], f.size);
+        records += (int64_t)(f.size / 3073);
+        hpmli_file_close(&f);
+    }
+    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, records, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+    for (int i = 0; s && i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        for (size_t r = 0; r < f.size / 3073 && at < records && ctx->status == HPML_OK; r++, at++) {
+            if (hpmli_file_read(&f, &label, 1)) hpmli_file_read(&f, s->x + at * 3072, 3072);
+            s->y[at] = label;
+            if (label > 9)
+                hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
+                           label);
+        }
+        hpmli_file_close(&f);
+    }
+    if (ctx->status == HPML_OK && at < records)
+        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
+    if (s) s->d.classes = 10;
+    return hpmli_dataset_done(s);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>csv   numbers and text as data: CSV, characters
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef struct hpmli_csv {
+    hpml_ctx   *ctx;
+    const char *path, *p, *end;
+    const char *names;            /* the header line; NULL: the file has none */
+    int64_t     line, columns;    /* number of the current line, from 1; fields of a line */
+    int64_t     label, capacity;  /* column of the label, or -1; samples that there is memory for */
+    char        separator;
+} hpmli_csv;
+
+/* Reads the next field into [*text, *stop), without surrounding blanks and quotes. Returns true if another field
+   follows on the same line. */
+HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop)
+{
+    const char *p = c->p;
+    while (p < c->end && (*p == ' ' || (*p == '\t' && c->separator != '\t'))) p++;
+    bool quoted = p < c->end && *p == '"', open = quoted;
+    *text = p;
+    if (quoted) p++;
+    for (; p < c->end && *p != '\n' && (open || *p != c->separator); p++)
+        if (quoted && *p == '"') open = !open;
+    bool another = p < c->end && *p == c->separator;
+    c->p = p < c->end ? p + 1 : p;
+    while (p > *text && (p[-1] == ' ' || p[-1] == '\r' || p[-1] == '\t')) p--;
+    if (quoted && p - *text > 1 && p[-1] == '"') {
+        ++*text;
+        p--;
+    }
+    *stop = p;
+    return another;
+}
+
+/* Counts the columns of the first line. The line is a header only if none of its fields is a number, because a row of
+   data taken for a header would be lost silently. */
+HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
+{
+    static const char nonfinite[][4] = { "nan", "inf" }; /* numbers here; as data they are errors later */
+    const char *start = c->p, *text, *stop;
+    bool        more = true, numbers = false, words = false;
+    double      v;
+    for (; more; c->columns++) {
+        more = hpmli_csv_field(c, &text, &stop);
+        int64_t size = stop - text;
+        bool    number = hpmli_parse_number(text, stop, &v) == stop && size > 0;
+        for (int i = 0; i < 2 && size >= 3; i++)
+            number = number || ((stop[-3] | 32) == nonfinite[i][0] && (stop[-2] | 32) == nonfinite[i][1] &&
+                                (stop[-1] | 32) == nonfinite[i][2] && (size == 3 || (size == 4 && *text == '-')));
+        numbers = numbers || number;
+        words   = words || (size > 0 && !number);
+    }
+    if (words && !numbers) c->names = start;
+    else { /* data: read this line again */
+        c->p = start;
+        c->line--;
+    }
+}
+
+/* Fails with the file, line, column, the column's name in the header, and the text of a field. */
+HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t column, const char *text, const char *stop,
+                             const char *expected)
+{
+    hpmli_csv   head = *c;
+    const char *name = "", *end = name;
+    bool        more = c->names != NULL;
+    head.p = c->names;
+    for (int64_t i = 0; more && i <= column; i++) more = hpmli_csv_field(&head, &name, &end);
+    hpmli_fail(c->ctx, status, "\"%s\" line %lld, column %lld%s%.*s%s: \"%.*s\" is not %s", c->path,
+               (long long)c->line, (long long)column + 1, end > name ? " \"" : "", (int)hpmli_min(end - name, 64), name,
+               end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
+}
+
+/* Parses a line into the next sample. */
+HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
+{
+    const char *text, *stop;
+    int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
+    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory: the row has too few fields */
+    bool        first = !c->names && (!s || s->d.count == 0); /* the user may have meant this line as a header */
+    for (; more; column++) {
+        double v = 0;
+        more = hpmli_csv_field(c, &text, &stop);
+        if (hpmli_parse_number(text, stop, &v) != stop || stop == text)
+            hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, first ? "a number; a header has none in any field"
+                           : "a number");
+        else if (fabs(v) >= HPMLI_F32_END)
+            hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, "within what f32 holds");
+        else if (column == c->label && s && s->d.y_dtype == HPML_DTYPE_I32 &&
+                 (v < 0 || v >= INT32_MAX || v != floor(v)))
+            hpmli_csv_fail(c, HPML_ERR_LABEL, column, text, stop, "a whole number from 0, as labels are");
+        if (c->ctx->status != HPML_OK) return;
+        if (!fits || column >= c->columns) continue;
+        if (column != c->label) ((float *)(void *)s->x)[at++] = (float)v;
+        else if (s->d.y_dtype == HPML_DTYPE_F32) ((float *)(void *)s->y)[s->d.count] = (float)v;
+        else s->y[s->d.count] = (int32_t)v;
+    }
+    if (column != c->columns || !fits)
+        hpmli_fail(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %lld fields, expected %lld as on the first line",
+                   c->path, (long long)c->line, (long long)column, (long long)c->columns);
+    else s->d.count++;
+}
+
+/* Allocates as many samples as the rest of the file can hold: a sample takes a line, and at least two bytes a field.
+   given: the label's column as the caller numbers it. NULL without an error: the rest is too short for one sample. */
+HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
+{
+    int64_t columns = c->columns, lines = 1;
+    c->label = given < 0 ? columns + given : given;
+    if (given == HPML_NO_LABEL) c->label = -1;
+    else if (c->label < 0 || c->label >= columns || columns < 2)
+        return hpmli_null(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld", c->path,
+                          (long long)columns, (long long)given);
+    for (const char *p = c->p; p < c->end; p++) lines += *p == '\n';
+    c->capacity = hpmli_min(lines, (c->end - c->p + 1) / (2 * columns));
+    columns -= c->label >= 0;
+    if (c->capacity == 0) return NULL;
+    hpmli_samples *s = hpmli_samples_new(c->ctx, c->capacity, HPML_DTYPE_F32, 1, &columns, y_dtype, c->label >= 0);
+    if (s) s->d.count = 0;
+    return s;
+}
+
+HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
+{
+    hpmli_file     f;
+    hpmli_csv      c = HPMLI_ZEROED;
+    hpmli_samples *s = NULL;
+    bool           begun = false;
+    if (hpmli_failed(ctx) || !hpmli_file_whole(ctx, &f, path, false)) return NULL;
+    c.ctx       = ctx;
+    c.path      = path;
+    c.p         = (const char *)f.bytes;
+    c.end       = c.p + f.size;
+    c.separator = ',';
+    if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the byte order mark of spreadsheets */
+    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the separator: the first of , ; tab on the first line */
+        if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
+    while (c.p < c.end && ctx->status == HPML_OK) {
+        if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
+        c.line++;
+        if (c.columns == 0) { hpmli_csv_first_line(&c); continue; }
+        if (!begun) s = hpmli_csv_samples(&c, label_column, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
+        begun = true;
+        if (ctx->status == HPML_OK) hpmli_csv_row(&c, s);
+    }
+    if (!begun && ctx->status == HPML_OK)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no line of numbers, separated by , ; or tabs", path);
+    hpmli_file_close(&f);
+    return hpmli_dataset_done(s);
+}
+
+HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
+                                              bool bytes)
+{
+    hpmli_samples *s = NULL;
+    hpmli_file     f;
+    int32_t        token_of[256], *token;
+    size_t         total = 0, at = 0;
+    bool           used[256] = { false }; /* bytes that occur */
+    if (hpmli_failed(ctx)) return NULL;
+    if (!paths || count < 1 || context < 1)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
+                          (long long)context);
+    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        total += f.size;
+        hpmli_file_close(&f);
+    }
+    if (ctx->status == HPML_OK && (int64_t)total <= context)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld", total,
+                   (long long)context);
+    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, (int64_t)total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
+    if (!s) return NULL;
+    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x: bytes widened to i32 in place */
+    for (int i = 0; i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        if (f.size > total - at) f.size = total - at; /* the file grew meanwhile */
+        if (hpmli_file_read(&f, text + at, f.size)) at += f.size;
+        hpmli_file_close(&f);
+    }
+    if (ctx->status == HPML_OK && at < total)
+        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
+    for (size_t i = 0; i < at; i++) used[text[i]] = true;
+    for (int c = 0; c < 256; c++) {
+        token_of[c] = s->vocabulary_size;
+        if (used[c] || bytes) s->vocabulary[s->vocabulary_size++] = (unsigned char)c;
+    }
+    token  = (int32_t *)(void *)s->x;
+    s->d.y = token + 1;
+    for (size_t i = 0; i < at; i++) token[i] = token_of[text[i]];
+    s->d.count -= context;
+    s->d.classes    = s->vocabulary_size;
+    s->d.x_ndim     = 1;
+    s->d.x_shape[0] = s->d.y_size = context;
+    s->d.x_step     = s->d.y_step = 1; /* a sample begins at every character */
+    return hpmli_dataset_done(s);
+}
+
+HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size)
+{
+    const hpmli_samples *s = d ? (const hpmli_samples *)d->owner : NULL;
+    if (size) *size = s ? s->vocabulary_size : 0;
+    return s && s->vocabulary_size > 0 ? s->vocabulary : NULL;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>npy   numpy arrays and packed records
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A .npy file: \x93NUMPY; version 1 0, 2 0 or 3 0; length of the header as u16 (version 1) or u32; the header, a Python
+   dict as text; the data. */
+
+/* Returns the text after 'key': in the dict, "" if the key is missing. */
+HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
+{
+    char *p = strstr(header, key);
+    return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
+}
+
+/* Converts f8 values to f4, i8 values to i4, in place; fails if a value is out of range. */
+HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        double  v;
+        int64_t w = (int64_t)hpmli_read_little((const unsigned char *)data + 8 * i, 8);
+        memcpy(&v, &w, 8);
+        float   x = (float)v;
+        int32_t n = (int32_t)w;
+        if (dtype == HPML_DTYPE_F32 && fabs(v) >= HPMLI_F32_END && v - v == 0)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %g, more than f32 holds; scale the array",
+                               path, (long long)i, v);
+        if (dtype == HPML_DTYPE_I32 && n != w)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %lld, more than i32 holds; save it as "
+                               "float32, or make the numbers smaller", path, (long long)i, (long long)w);
+        memcpy(data + 4 * i, dtype == HPML_DTYPE_F32 ? (void *)&x : (void *)&n, 4);
+    }
+    return true;
+}
+
+/* Reads the header's text into `header`, which is zeroed and holds `capacity` bytes. Returns the offset of the data in
+   the file, 0 if this is no .npy file. */
+HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t capacity)
+{
+    unsigned char start[12] = { 0 };
+    bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
+    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length field */
+    good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
+    size_t length = (size_t)hpmli_read_little(start + 8, (int)field);
+    good = good && length > 0 && length < capacity && hpmli_file_next(f, header, length) == length;
+    return good ? 8 + field + length : 0;
+}
+
+HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
+{
+    static const struct { const char *code; hpml_dtype dtype; size_t size; } kinds[] = {
+        { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 },
+        { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
+    hpmli_file   f;
+    char         header[1024] = "", *data = NULL;
+    size_t       known = sizeof kinds / sizeof kinds[0], kind = known;
+    int64_t      shape[HPML_MAX_DIMS], count;
+    int          ndim = 0;
+    hpml_tensor *t = NULL;
+    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
+    size_t front = hpmli_npy_header(&f, header, sizeof header);
+    for (size_t i = 0; i < known; i++)
+        if (strncmp(hpmli_npy_key(header, "'descr'"), kinds[i].code, 5) == 0) kind = i;
+    hpmli_json j = { hpmli_npy_key(header, "'shape'"), header + strlen(header), false };
+    ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS, NULL);
+    count = j.bad || ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(ndim, shape);
+    if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
+        front == 0 || f.size - front != (size_t)count * kinds[kind].size)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a .npy file (version 1, 2 or 3) of <f4, <f2, <i4, |u1, <f8 "
+                   "or <i8 in C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s",
+                   path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
+    else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
+    if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
+    if (data && hpmli_file_read(&f, data, (size_t)count * kinds[kind].size) &&
+        (kinds[kind].size < 8 || hpmli_npy_narrow(ctx, path, kinds[kind].dtype, data, count)))
+        hpml_tensor_set(t, data, count);
+    hpmli_free(ctx, data);
+    hpmli_file_close(&f);
+    if (t && ctx->status != HPML_OK) {
+        hpml_tensor_free(t);
+        return NULL;
+    }
+    return t;
+}
+
+HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
+{
+    const char  *code = t ? hpmli_dtypes[t->dtype].numpy : NULL;
+    char         header[256];
+    int          n;
+    hpmli_writer w;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (!code || !t->data || !hpmli_contiguous(t))
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
+                          "contiguous with memory", path);
+    hpmli_table text = hpmli_table_of(header, sizeof header);
+    hpmli_table_add(&text, "{'descr': '%s', 'fortran_order': False, 'shape': (", code);
+    for (int i = 0; i < t->ndim; i++)
+        hpmli_table_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
+    hpmli_table_add(&text, "), }");
+    n = text.used;
+    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data begin at a multiple of 64 bytes */
+    header[n++] = '\n';
+    void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
+    if (!host || hpmli_transfer(t, "save", NULL, host, hpml_tensor_count(t), false) != HPML_OK ||
+        !hpmli_writer_open(t->ctx, &w, path, false)) {
+        hpmli_free(t->ctx, host);
+        return t->ctx->status;
+    }
+    hpmli_write(&w, "\x93NUMPY\1\0", 8);
+    hpmli_write_little(&w, (uint64_t)n, 2);
+    hpmli_write(&w, header, (size_t)n);
+    hpmli_write(&w, host, hpmli_tensor_bytes(t));
+    hpmli_free(t->ctx, host);
+    return hpmli_writer_close(&w, true);
+}
+
+struct hpml_records_writer {
+    hpmli_writer w;
+    uint64_t    *offsets; /* (count) where each record begins */
+    int64_t      count, capacity;
+};
+
+/* The destructor: a file that was not finished is discarded. */
+HPMLI_FN void hpmli_records_writer_destroy(void *object)
+{
+    hpml_records_writer *w = (hpml_records_writer *)object;
+    if (w->w.f) hpmli_writer_close(&w->w, false);
+    hpmli_free(w->w.ctx, w->offsets);
+}
+
+/* Writes the head of the file; index: offset of the index behind the records. */
+HPMLI_FN void hpmli_records_head(hpml_records_writer *w, uint64_t index)
+{
+    hpmli_write(&w->w, "HPMLREC1", 8);
+    hpmli_write_little(&w->w, (uint64_t)w->count, 8);
+    hpmli_write_little(&w->w, index, 8);
+}
+
+HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path)
+{
+    if (hpmli_failed(ctx)) return NULL;
+    hpml_records_writer *w = (hpml_records_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_records_writer_destroy);
+    if (!w || !hpmli_writer_open(ctx, &w->w, path, true)) {
+        hpmli_free(ctx, w);
+        return NULL;
+    }
+    hpmli_records_head(w, 0);
+    return w;
+}
+
+HPML_API hpml_status hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size)
+{
+    if (!w || hpmli_failed(w->w.ctx)) return w ? w->w.ctx->status : HPML_ERR_ARGUMENT;
+    if (!hpmli_grow(w->w.ctx, &w->offsets, w->count, &w->capacity, sizeof *w->offsets)) return w->w.ctx->status;
+    w->offsets[w->count++] = w->w.size;
+    hpmli_write(&w->w, bytes, size);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_records_finish(hpml_records_writer *w)
+{
+    if (!w) return HPML_ERR_ARGUMENT;
+    hpml_ctx *ctx   = w->w.ctx;
+    uint64_t  index = w->w.size;
+    for (int64_t i = 0; i < w->count; i++) hpmli_write_little(&w->w, w->offsets[i], 8);
+    hpmli_write_little(&w->w, index, 8);
+    hpmli_write_start(&w->w);
+    hpmli_records_head(w, index);
+    hpml_status status = hpmli_writer_close(&w->w, ctx->status == HPML_OK);
+    hpmli_free(ctx, w);
+    return ctx->status != HPML_OK ? ctx->status : status;
+}
+
+HPML_API void hpml_records_abandon(hpml_records_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
+
+struct hpml_records_file {
+    hpmli_file           file;
+    int64_t              count;
+    const unsigned char *index; /* (count + 1) offsets as little-endian u64: record i is [index[i], index[i + 1]) */
+};
+
+HPMLI_FN hpml_records_file *hpmli_records_open(hpml_ctx *ctx, const char *path, bool map)
+{
+    uint64_t count = 0, index = 0, last = 24;
+    if (hpmli_failed(ctx)) return NULL;
+    hpml_records_file *f = (hpml_records_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_destroy);
+    if (!f || !hpmli_file_whole(ctx, &f->file, path, map)) {
+        hpmli_free(ctx, f);
+        return NULL;
+    }
+    const hpmli_file *in = &f->file;
+    if (in->size >= 32) {
+        count = hpmli_read_little(in->bytes + 8, 8);
+        index = hpmli_read_little(in->bytes + 16, 8);
+    }
+    bool good = index >= 24 && index <= in->size && memcmp(in->bytes, "HPMLREC1", 8) == 0 && count < in->size / 8 &&
+                in->size - index == (count + 1) * 8;
+    for (uint64_t i = 0; good && i <= count; i++) {
+        uint64_t at = hpmli_read_little(in->bytes + index + 8 * i, 8);
+        good = at >= last && at <= index && (i < count || at == index);
+        last = at;
+    }
+    if (!good) {
+        hpmli_free(ctx, f);
+        return hpmli_null(ctx, HPML_ERR_FORMAT, "\"%s\": not a record file, or damaged", path);
+    }
+    f->count = (int64_t)count;
+    f->index = in->bytes + index;
+    return f;
+}
+
+HPML_API hpml_records_file *hpml_records_open(hpml_ctx *ctx, const char *path)
+{
+    return hpmli_records_open(ctx, path, true);
+}
+
+HPML_API int64_t hpml_records_count(const hpml_records_file *f) { return f ? f->count : 0; }
+
+HPML_API const void *hpml_records_get(const hpml_records_file *f, int64_t i, size_t *size)
+{
+    if (size) *size = 0;
+    if (!f || i < 0 || i >= f->count) return NULL;
+    uint64_t at = hpmli_read_little(f->index + 8 * i, 8);
+    if (size) *size = (size_t)(hpmli_read_little(f->index + 8 * (i + 1), 8) - at);
+    return f->file.bytes + at;
+}
+
+HPML_API void hpml_records_close(hpml_records_file *f) { if (f) hpmli_free(f->file.ctx, f); }
+
+/* Record 0 describes the samples in ten i64: dtype of x, its dimensions, five sizes, dtype of y, its size, classes. The
+   others are x and y of a sample each. */
+HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
+{
+    int64_t head[10];
+    if (!d || hpmli_failed(d->ctx)) return d ? d->ctx->status : HPML_ERR_ARGUMENT;
+    size_t xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
+    size_t ys = (size_t)d->y_size * 4;
+    head[0] = d->x_dtype;
+    head[1] = d->x_ndim;
+    head[7] = d->y_dtype;
+    head[8] = d->y_size;
+    head[9] = d->classes;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) head[2 + i] = i < d->x_ndim ? d->x_shape[i] : 1;
+    hpml_records_writer *w = hpml_records_create(d->ctx, path);
+    if (!w) return d->ctx->status;
+    hpml_records_add(w, head, sizeof head);
+    for (int64_t i = 0; i < d->count; i++) {
+        hpml_records_add(w, hpmli_sample_x(d, i), xs);
+        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* the same record: it ends where the next begins */
+    }
+    return hpml_records_finish(w);
+}
+
+HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path)
+{
+    hpml_records_file *f = hpmli_records_open(ctx, path, false);
+    hpmli_samples    *s = NULL;
+    size_t            size = 0;
+    const void       *first = hpml_records_get(f, 0, &size);
+    int64_t           h[10] = { 0 }, count = hpml_records_count(f) - 1;
+    bool              good = size == sizeof h;
+    if (!f) return NULL;
+    if (good) memcpy(h, first, sizeof h);
+    good = good && (h[0] == HPML_DTYPE_U8 || h[0] == HPML_DTYPE_F32 || h[0] == HPML_DTYPE_I32) && h[1] >= 0 &&
+           h[1] < HPML_MAX_DIMS && hpmli_shape_count((int)h[1], h + 2) > 0 && h[8] >= 0 && h[8] < INT32_MAX &&
+           (h[7] == HPML_DTYPE_I32 || h[7] == HPML_DTYPE_F32) && h[9] >= 0 && h[9] <= INT32_MAX && count > 0;
+    size_t xs = good ? (size_t)hpmli_shape_count((int)h[1], h + 2) * hpml_dtype_size((hpml_dtype)h[0]) : 0;
+    size_t ys = good ? (size_t)h[8] * 4 : 0;
+    for (int64_t i = 0; good && i < count; i++) { /* before memory is allocated, because the header may be false */
+        hpml_records_get(f, i + 1, &size);
+        good = size == xs + ys;
+    }
+    if (good) s = hpmli_samples_new(ctx, count, (hpml_dtype)h[0], (int)h[1], h + 2, (hpml_dtype)h[7], h[8]);
+    else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
+    for (int64_t i = 0; s && i < count; i++) {
+        const char *p = (const char *)hpml_records_get(f, i + 1, &size);
+        memcpy(s->x + (size_t)i * xs, p, xs);
+        if (ys) memcpy((char *)s->y + (size_t)i * ys, p + xs, ys);
+    }
+    if (s) s->d.classes = (int)h[9];
+    hpml_records_close(f);
+    return hpmli_dataset_done(s);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>loader   batches: shuffled, sharded, augmented, made ahead
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Global batch g of an epoch, of G samples, holds positions [g G, (g + 1) G) of the shuffled data, independently of the
+   number of ranks; rank r takes the r-th shard of it. So the order of the samples depends only on seed and epoch, and
+   all ranks make the same number of steps. A background thread prepares the next batch while the current one is used.
+   */
+
+struct hpml_loader {
+    hpml_ctx            *ctx;
+    const hpmli_kernels *k;
+    hpml_dataset        *data;
+    hpml_loader_desc     d;
+    int64_t              steps, crop;          /* batches of an epoch; side of the cropped image, 0: not cropped */
+    int64_t              stored_size, size;    /* floats of a stored sample; of a sample of a batch */
+    float               *image;                /* (stored_size) one sample before augmentation */
+    float               *x[2];                 /* two slots: batch n, counted over all epochs, is in slot n % 2 */
+    char                *y[2];
+    hpml_batch           batch[2];
+    int64_t              made, taken, done;    /* numbers of batches: next to prepare, next to return, in use */
+    bool                 ended;                /* the next call returns false: the end of an epoch */
+#ifndef HPML_NO_THREADS
+    bool                 threaded, stop;
+    pthread_t            thread;
+    pthread_mutex_t      mutex;                /* guards made, done and stop while the thread runs */
+    pthread_cond_t       changed;
+#endif
+};
+
+/* Copies a sample with random crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j' is j or,
+   flipped, w - 1 - j; 0 outside the image and in the cutout. */
+HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
+{
+    const hpml_augment *a     = &l->d.augment;
+    const int64_t      *shape = l->data->x_shape;
+    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->stored_size / (H * W);
+    int64_t  dx, dy, cx, cy;
+    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of the result */
+    uint32_t word[4];
+    l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
+    dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
+    dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
+    if (l->crop > 0 && l->d.in_order) { /* evaluation: the middle */
+        dx = (W - w) / 2;
+        dy = (H - h) / 2;
+    }
+    bool flip = a->flip && (word[2] & 1);
+    cx   = (int64_t)(word[2] >> 1) % w - a->cutout / 2;
+    cy   = (int64_t)word[3] % h - a->cutout / 2;
+    for (int64_t c = 0; c < C; c++)
+        for (int64_t i = 0; i < h; i++)
+            for (int64_t j = 0; j < w; j++) {
+                int64_t si = i + dy, sj = (flip ? w - 1 - j : j) + dx;
+                bool    out = si < 0 || si >= H || sj < 0 || sj >= W;
+                bool    cut = i >= cy && i < cy + a->cutout && j >= cx && j < cx + a->cutout;
+                to[(c * h + i) * w + j] = out || cut ? 0 : from[(c * H + si) * W + sj];
+            }
+}
+
+/* Writes sample number `sample` of the data as sample `at` of a batch: converted, scaled, augmented. */
+HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t at, int64_t sample, uint64_t epoch)
+{
+    const hpml_dataset *d = l->data;
+    const char *from    = hpmli_sample_x(d, sample);
+    bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
+    float      *to      = x + at * l->size, *converted = augment ? l->image : to;
+    hpml_dtype  dtype   = d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype;
+    hpmli_convert(l->k, dtype, converted, d->x_dtype, from, l->stored_size);
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(converted, converted, d->x_scale, d->x_shift, l->stored_size);
+    if (augment) hpmli_augment(l, to, l->image, epoch, sample);
+    if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
+}
+
+/* Returns the first sample of a rank's shard of a global batch of `size` samples. */
+HPMLI_FN int64_t hpmli_shard_begin(const hpml_loader_desc *d, int64_t size, int64_t rank)
+{
+    int64_t grains = d->grain > 0 ? (d->global_batch + d->grain - 1) / d->grain : 0;
+    int64_t at     = d->grain > 0 ? grains * rank / d->ranks * d->grain : size * rank / d->ranks;
+    return at < size ? at : size;
+}
+
+/* Hashes the settings that decide which samples make a batch, and the targets of 64 samples spread over the data. Ranks
+   compare it: equal for the same data, different for two slices of the data. */
+static uint64_t hpmli_loader_mark(const hpml_loader *l)
+{
+    const hpml_dataset *d    = l->data;
+    const int64_t       settings[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
+                                       l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
+    const int64_t       size = d->y ? d->y_size * 4 : 0;
+    uint64_t            mark = hpmli_hash(HPMLI_HASH, settings, sizeof settings);
+    for (int64_t i = 0; i < 64 && size > 0; i++) {
+        int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
+        mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
+    }
+    return mark;
+}
+
+/* Prepares batch number l->made in its slot. */
+HPMLI_FN void hpmli_load_batch(hpml_loader *l)
+{
+    int     slot  = (int)(l->made % 2);
+    int64_t epoch = l->made / l->steps, index = l->made % l->steps, start = index * l->d.global_batch;
+    int64_t left  = l->d.samples_per_epoch - start, size = left < l->d.global_batch ? left : l->d.global_batch;
+    int64_t first = hpmli_shard_begin(&l->d, size, l->d.rank), end = hpmli_shard_begin(&l->d, size, l->d.rank + 1);
+    double  begin = hpml_now();
+    for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: another shuffle each round */
+        int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
+        if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
+        hpmli_load_sample(l, l->x[slot], l->y[slot], i - first, at, (uint64_t)epoch);
+    }
+    hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
+    l->batch[slot] = b;
+    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* this thread may not read a virtual clock */
+    if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
+}
+
+#ifndef HPML_NO_THREADS
+/* The background thread: prepares batches, at most two ahead of the batch in use. */
+HPMLI_FN void *hpmli_loader_main(void *arg)
+{
+    hpml_loader *l = (hpml_loader *)arg;
+    pthread_mutex_lock(&l->mutex);
+    while (!l->stop) {
+        if (l->made - l->done >= 2) { pthread_cond_wait(&l->changed, &l->mutex); continue; }
+        pthread_mutex_unlock(&l->mutex);
+        hpmli_load_batch(l);
+        pthread_mutex_lock(&l->mutex);
+        l->made++;
+        pthread_cond_broadcast(&l->changed);
+    }
+    pthread_mutex_unlock(&l->mutex);
+    return NULL;
+}
+
+/* Stops the background thread. After a fork the child has no such thread. */
+HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
+{
+    if (l->threaded && !hpmli_forked(l->ctx)) {
+        pthread_mutex_lock(&l->mutex);
+        l->stop = true;
+        pthread_cond_broadcast(&l->changed);
+        pthread_mutex_unlock(&l->mutex);
+        pthread_join(l->thread, NULL);
+        pthread_mutex_destroy(&l->mutex);
+        pthread_cond_destroy(&l->changed);
+    }
+    l->threaded = l->stop = false;
+}
+
+/* Waits until the background thread, which is started by the first call, has prepared the next batch. False: there is
+   no such thread, and the caller prepares the batch. */
+HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
+{
+    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread, and does not start one */
+        hpmli_loader_stop(l);
+        l->d.no_prefetch = true;
+        l->made          = l->taken; /* the parent's thread may have left a batch half prepared: prepare it again */
+    }
+    if (!l->d.no_prefetch && !l->threaded) {
+        pthread_mutex_init(&l->mutex, NULL);
+        pthread_cond_init(&l->changed, NULL);
+        l->threaded      = pthread_create(&l->thread, NULL, hpmli_loader_main, l) == 0;
+        l->d.no_prefetch = !l->threaded;
+    }
+    if (l->d.no_prefetch) return false;
+    pthread_mutex_lock(&l->mutex);
+    l->done = l->taken;
+    pthread_cond_broadcast(&l->changed);
+    while (l->made == l->taken) pthread_cond_wait(&l->changed, &l->mutex);
+    pthread_mutex_unlock(&l->mutex);
+    return true;
+}
+#else
+HPMLI_FN void hpmli_loader_stop(hpml_loader *l) { (void)l; }
+HPMLI_FN bool hpmli_loader_wait(hpml_loader *l) { return (void)l, false; }
+#endif
+
+HPMLI_FN void hpmli_loader_destroy(void *object)
+{
+    hpml_loader *l = (hpml_loader *)object;
+    hpmli_loader_stop(l);
+    for (int i = 0; i < 2; i++) {
+        hpmli_free(l->ctx, l->x[i]);
+        hpmli_free(l->ctx, l->y[i]);
+    }
+    hpmli_free(l->ctx, l->image);
+}
+
+/* Fills in the defaults of a loader's desc and checks it against the data. */
+HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
+{
+    bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0 || data->x_crop != 0;
+    const int64_t *side = data->x_shape + (data->x_ndim < 2 ? 0 : data->x_ndim - 2); /* height, width */
+    if (d->ranks == 0) d->ranks = 1;
+    if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
+    if (d->seed == 0) d->seed = ctx->seed;
+    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 ||
+        d->augment.shift < 0 || d->augment.cutout < 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
+                           "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
+    int64_t grain = d->grain > 0 ? d->grain : 1;
+    int64_t most  = ((d->global_batch + grain - 1) / grain + d->ranks - 1) / d->ranks * grain;
+    if (d->global_batch < 1 || d->grain < 0 || most > d->batch)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of "
+                           "%d up to %lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain,
+                           d->ranks, (long long)most, d->batch);
+    if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
+        return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
+                           "dimensions", data->x_ndim);
+    if (data->x_crop < 0 || (data->x_crop > 0 && (data->x_crop > side[0] || data->x_crop > side[1])))
+        return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: x_crop %d of images of %lldx%lld, expected 0 or at most the "
+                           "shorter side", data->x_crop, (long long)side[0], (long long)side[1]);
+    if (d->samples_per_epoch == 0) d->samples_per_epoch = data->count;
+    return !d->drop_last || d->samples_per_epoch >= d->global_batch ||
+           hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
+                       "set", (long long)d->samples_per_epoch, (long long)d->global_batch);
+}
+
+HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, const hpml_loader_desc *desc)
+{
+    hpml_loader_desc d;
+    if (hpmli_failed(ctx) || !data) return NULL;
+    if (!HPMLI_TAKE(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
+    hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_destroy);
+    if (!l) return NULL;
+    l->ctx  = ctx;
+    l->k    = ctx->k;
+    l->data = data;
+    l->d    = d;
+    l->crop = data->x_crop;
+    l->size = hpmli_cropped(data);
+    l->stored_size = hpmli_shape_count(data->x_ndim, data->x_shape);
+    l->steps = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
+    l->image = hpmli_new(ctx, float, l->stored_size);
+    for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
+        l->x[i] = (float *)hpmli_alloc_array(ctx, l->size, (size_t)d.batch * sizeof(float));
+        l->y[i] = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
+    }
+    if (ctx->status == HPML_OK) return l;
+    hpml_loader_free(l);
+    return NULL;
+}
+
+HPML_API int64_t hpml_loader_steps(const hpml_loader *l) { return l ? l->steps : 0; }
+
+HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index)
+{
+    if (!l) return HPML_ERR_ARGUMENT;
+    if (epoch < 0 || epoch > INT64_MAX / l->steps - 2 || index < 0 || index > l->steps)
+        return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch,
+                          (long long)index, (long long)l->steps);
+    int64_t to = epoch * l->steps + index;
+    if (to != l->taken) {
+        hpmli_loader_stop(l);
+        l->made = l->taken = l->done = to;
+    }
+    l->ended = index == l->steps;
+    return HPML_OK;
+}
+
+HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
+{
+    if (!l || l->ctx->status != HPML_OK) return false;
+    if (l->ended) return l->ended = false;
+    if (!hpmli_loader_wait(l)) {
+        hpmli_load_batch(l);
+        l->made++;
+    }
+    *out = l->batch[l->taken++ % 2];
+    l->ended = l->taken % l->steps == 0;
+    return true;
+}
+
+HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>safetensors   safetensors files
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A safetensors file: length of the header as u64; the header in JSON; the data. An entry of the header is "name":
+   {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, with offsets in bytes from the end of the header. The
+   entries must cover the data without holes or overlaps. */
+
+#define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
+#define HPMLI_SAFE_META   "__metadata__"
+
+struct hpml_safetensors {
+    hpmli_file       file;
+    char            *text;                 /* writable copy of the header of a mapped file; names point into it */
+    hpml_safetensor *entries;              /* (count), by name */
+    hpml_meta       *meta;                 /* (meta_count), by key */
+    int              count, meta_count;
+};
+
+HPML_API void hpml_safetensors_close(hpml_safetensors *f)
+{
+    if (!f) return;
+    hpml_ctx *ctx = f->file.ctx;
+    hpmli_free(ctx, f->text);
+    hpmli_free(ctx, f->entries);
+    hpmli_free(ctx, f->meta);
+    hpmli_free(ctx, f);
+}
+
+/* Order of qsort for entries and metadata, whose first member is their name, in the text of the header: by name; equal
+   names by their place in the text. */
+HPMLI_FN int hpmli_name_order(const void *a, const void *b)
+{
+    const char *x = *(const char *const *)a, *y = *(const char *const *)b;
+    int         order = strcmp(x, y);
+    if (order != 0 || x == y) return order;
+    return x < y ? -1 : 1;
+}
+
+HPMLI_FN int hpmli_name_find(const void *name, const void *b)
+{
+    return strcmp((const char *)name, *(const char *const *)b);
+}
+
+/* Sorts by name and keeps the last of several with one name. Returns the number kept; *twice: a name that occurred more
+   than once. */
+HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **twice)
+{
+    char *p = (char *)named, *to = p;
+    if (count > 0) qsort(named, (size_t)count, size, hpmli_name_order);
+    for (int i = 0; i < count; i++, p += size) {
+        const char *name = *(const char *const *)(const void *)p;
+        if (i + 1 < count && hpmli_name_find(name, p + size) == 0) {
+            *twice = name;
+            continue;
+        }
+        memmove(to, p, size);
+        to += size;
+    }
+    return (int)((size_t)(to - (char *)named) / size);
+}
+
+/* Parses the object of metadata, pairs of strings; false: a syntax error, or no memory. */
+HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
+{
+    int64_t     capacity = hpmli_json_length(*j);
+    const char *twice;
+    if (hpmli_json_word(j, "null")) return true;
+    f->meta = hpmli_new(f->file.ctx, hpml_meta, capacity);
+    if (!f->meta) return false;
+    for (int n = 0; hpmli_json_next(j, n, '{', '}') && n < capacity; n++) {
+        f->meta[f->meta_count].key = hpmli_json_text(j);
+        hpmli_json_want(j, ':');
+        f->meta[f->meta_count++].value = hpmli_json_text(j);
+    }
+    f->meta_count = hpmli_name_sort(f->meta, f->meta_count, sizeof *f->meta, &twice);
+    return !j->bad;
+}
+
+/* The types of the format and their bits; the types that hpml_dtype has come first, in its order. */
+static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
+    { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
+    { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
+    { "F6_E2M3", 6 }, { "F6_E3M2", 6 }, { "F8_E5M2", 8 }, { "F8_E4M3", 8 }, { "F8_E8M0", 8 }, { "F8_E4M3FNUZ", 8 },
+    { "F8_E5M2FNUZ", 8 } };
+#define HPMLI_SAFE_TYPES ((int)(sizeof hpmli_safe_types / sizeof hpmli_safe_types[0]))
+
+/* Marks in ndim: an entry that is valid but that hpml cannot hold, which is skipped; an invalid entry, which makes the
+   file invalid unless a later entry of the same name replaces it. */
+enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
+
+/* Parses one entry, an object or, as the reference reader accepts too, the list of its values. */
+HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
+{
+    static const char *const keys[] = { "dtype", "shape", "data_offsets" };
+    hpml_safetensor *e;
+    int64_t          at[2]   = { 1, 0 };
+    uint64_t         numbers = 1;
+    int              seen[4] = { 0 }, ndim = 0, offsets = 0, type = HPMLI_SAFE_TYPES, n = 0;
+    hpmli_json       ahead   = *j;
+    bool             list    = hpmli_json_is(&ahead, '[');
+    e = &f->entries[f->count++];
+    e->name = name;
+    for (; hpmli_json_next(j, n, list ? '[' : '{', list ? ']' : '}'); n++) {
+        int key = n;
+        if (!list) {
+            const char *text = hpmli_json_text(j);
+            hpmli_json_want(j, ':');
+            for (key = 0; key < 3 && strcmp(text, keys[key]) != 0; key++) {}
+        }
+        if (key > 3 || (key < 3 && seen[key]++)) j->bad = true;
+        if (key == 0) {
+            const char *text = hpmli_json_text(j);
+            for (type = 0; type < HPMLI_SAFE_TYPES && strcmp(text, hpmli_safe_types[type].name) != 0; type++) {}
+        } else if (key == 1) ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS, &numbers);
+        else if (key == 2) offsets = hpmli_json_numbers(j, '[', ']', at, 2, NULL);
+        else hpmli_json_skip(j, 125); /* 128 deep with the brackets around it, as in the reference */
+    }
+    if (j->bad || !seen[0] || !seen[1] || offsets != 2 || type == HPMLI_SAFE_TYPES || (list && n != 3)) return false;
+    for (int i = ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
+    e->dtype = (hpml_dtype)(type < HPMLI_DTYPES ? type : 0);
+    e->ndim  = ndim;
+    uint64_t bits = hpmli_safe_types[type].bits;
+    bool fits = at[0] <= at[1] && (uint64_t)at[1] <= size;
+    e->bytes = fits ? (size_t)(at[1] - at[0]) : 0;
+    e->data  = f->file.bytes + (f->file.size - size) + (fits ? at[0] : 0);
+    if (numbers == 0 || type >= HPMLI_DTYPES || ndim > HPML_MAX_DIMS) e->ndim = HPMLI_SAFE_FOREIGN;
+    if (!fits || numbers > UINT64_MAX / bits || numbers * bits % 8 != 0 || numbers * bits / 8 != e->bytes)
+        e->ndim = HPMLI_SAFE_WRONG;
+    return true;
+}
+
+/* Order of qsort: by offset of the data, then by size. */
+HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
+{
+    const hpml_safetensor *x = (const hpml_safetensor *)a, *y = (const hpml_safetensor *)b;
+    if (x->data == y->data) return x->bytes < y->bytes ? -1 : x->bytes > y->bytes;
+    return (const char *)x->data < (const char *)y->data ? -1 : 1;
+}
+
+/* Parses and checks the header of a file that is read or mapped; false: invalid, or no memory. */
+HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
+{
+    uint64_t    length = f->file.size >= 8 ? hpmli_read_little(f->file.bytes, 8) : 0;
+    bool        meta = false;
+    int         kept = 0;
+    const char *twice;
+    hpmli_json  j;
+    if (length < 2 || length > HPMLI_SAFE_HEADER || length > f->file.size - 8) return false;
+    size_t data_bytes = f->file.size - 8 - (size_t)length;
+    j.p = (char *)(uintptr_t)(f->file.bytes + 8);
+    if (f->file.mapped) {
+        f->text = (char *)hpmli_alloc(f->file.ctx, (size_t)length);
+        if (!f->text) return false;
+        j.p = (char *)memcpy(f->text, j.p, (size_t)length);
+    }
+    j.end = j.p + length;
+    j.bad = !hpmli_utf8_all(j.p, (size_t)length);
+    int64_t capacity = hpmli_json_length(j);
+    if (j.bad || capacity > (int64_t)length / 24 + 1) return false; /* an entry takes more than 24 bytes of text */
+    f->entries = hpmli_new(f->file.ctx, hpml_safetensor, capacity);
+    if (!f->entries) return false;
+    for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < capacity; n++) {
+        const char *name = hpmli_json_text(&j);
+        bool        is_meta = strcmp(name, HPMLI_SAFE_META) == 0;
+        hpmli_json_want(&j, ':');
+        if (j.bad || (is_meta && meta)) return false;
+        if (!(is_meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
+        meta = meta || is_meta;
+    }
+    hpmli_json_is(&j, ' '); /* skips blanks */
+    if (j.bad || j.p != j.end) return false;
+    f->count = hpmli_name_sort(f->entries, f->count, sizeof *f->entries, &twice);
+    if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
+    const unsigned char *next = f->file.bytes + 8 + length;
+    for (int i = 0; i < f->count; i++) { /* no holes, no overlaps */
+        if (f->entries[i].ndim == HPMLI_SAFE_WRONG || (const unsigned char *)f->entries[i].data != next) return false;
+        next += f->entries[i].bytes;
+        if (f->entries[i].ndim >= 0) f->entries[kept++] = f->entries[i];
+    }
+    f->count = hpmli_name_sort(f->entries, kept, sizeof *f->entries, &twice);
+    return next == f->file.bytes + f->file.size;
+}
+
+HPMLI_FN hpml_safetensors *hpmli_safe_open(hpml_ctx *ctx, const char *path, bool map)
+{
+    if (hpmli_failed(ctx)) return NULL;
+    hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_destroy);
+    if (f && hpmli_file_whole(ctx, &f->file, path, map) && hpmli_safe_parse(f)) return f;
+    if (ctx->status == HPML_OK)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file", path);
+    hpml_safetensors_close(f);
+    return NULL;
+}
+
+HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path)
+{
+    return hpmli_safe_open(ctx, path, true);
+}
+
+HPML_API int hpml_safetensors_count(const hpml_safetensors *f) { return f ? f->count : 0; }
+
+HPML_API bool hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out)
+{
+    if (!f || index < 0 || index >= f->count) return false;
+    *out = f->entries[index];
+    return true;
+}
+
+HPML_API bool hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out)
+{
+    hpml_safetensor *e = NULL;
+    if (f && f->count > 0 && name)
+        e = (hpml_safetensor *)bsearch(name, f->entries, (size_t)f->count, sizeof *e, hpmli_name_find);
+    if (e) *out = *e;
+    return e != NULL;
+}
+
+HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char *key)
+{
+    const hpml_meta *m = NULL;
+    if (f && key && f->meta_count > 0)
+        m = (const hpml_meta *)bsearch(key, f->meta, (size_t)f->meta_count, sizeof *m, hpmli_name_find);
+    return m ? m->value : NULL;
+}
+
+/* Appends `before` and the string s, quoted and escaped. */
+HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *s)
+{
+    char code[8];
+    hpmli_write(w, before, strlen(before));
+    hpmli_write(w, "\"", 1);
+    for (; *s; s++) {
+        if (*s == '"' || *s == '\\') hpmli_write(w, "\\", 1);
+        if ((unsigned char)*s >= 32) hpmli_write(w, s, 1);
+        else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", (unsigned)*s));
+    }
+    hpmli_write(w, "\"", 1);
+}
+
+/* Appends `before` and the header's entry of a tensor whose data begin at offset `at`. */
+HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_safetensor *t, uint64_t at)
+{
+    char        text[256];
+    hpmli_table line = hpmli_table_of(text, sizeof text);
+    hpmli_table_add(&line, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_dtypes[t->dtype].safe);
+    for (int i = 0; i < t->ndim; i++) hpmli_table_add(&line, "%s%lld", i ? "," : "", (long long)t->shape[i]);
+    hpmli_table_add(&line, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
+                    (unsigned long long)(at + t->bytes));
+    hpmli_write_json(w, before, t->name);
+    hpmli_write(w, text, (size_t)line.used);
+}
+
+/* The contents of a safetensors file to be written. */
+typedef struct hpmli_safe_content {
+    const hpml_safetensor *t;    /* (count) */
+    const hpml_meta       *meta; /* (meta_count) */
+    int                    count, meta_count;
+    uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
+} hpmli_safe_content;
+
+/* Checks that all names are UTF-8, distinct and not reserved; fails otherwise. named: structs of `size` bytes whose
+   first member is the name; kind: for the error's text. */
+HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *named, int count, size_t size)
+{
+    const char *wrong = NULL, *why = "the name is used twice", *name;
+    char       *sorted = (char *)hpmli_alloc_array(ctx, count, size);
+    if (!sorted) return false;
+    if (count > 0) memcpy(sorted, named, (size_t)count * size);
+    hpmli_name_sort(sorted, count, size, &wrong);
+    for (int i = 0; i < count && !wrong; i++) {
+        name = *(const char *const *)(const void *)((const char *)named + (size_t)i * size);
+        bool utf8 = hpmli_utf8_all(name, strlen(name)), reserved = strcmp(name, HPMLI_SAFE_META) == 0;
+        if (!utf8) why = "it is not UTF-8";
+        if (reserved) why = "the format reserves that name";
+        if (!utf8 || reserved) wrong = name;
+    }
+    if (wrong)
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", kind,
+                   wrong, why);
+    hpmli_free(ctx, sorted);
+    return !wrong;
+}
+
+/* Checks that these contents can be written to a file; fails otherwise. */
+HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
+{
+    const hpml_safetensor *t = c->t;
+    for (int i = 0; i < c->meta_count; i++) {
+        if (!c->meta[i].key || !c->meta[i].value)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
+        if (!hpmli_utf8_all(c->meta[i].value, strlen(c->meta[i].value)))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: the value of metadata \"%s\" is not UTF-8",
+                               c->meta[i].key);
+    }
+    for (int i = 0; i < c->count; i++) {
+        int64_t n = t[i].ndim < 0 || t[i].ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t[i].ndim, t[i].shape);
+        if (!t[i].name || !t[i].data || n < 0 || t[i].bytes == 0 ||
+            (size_t)n * hpml_dtype_size(t[i].dtype) != t[i].bytes)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
+                               "shape, not %zu", i, t[i].bytes);
+    }
+    return hpmli_names_check(ctx, "a tensor", t, c->count, sizeof *t) &&
+           hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
+}
+
+#define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
+
+/* Appends everything that stands before the data. The number of bytes depends neither on `length`, the header's length
+   field, nor on the checksums, so that both can be filled in later. */
+HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
+{
+    const char *before = "\"" HPMLI_SAFE_META "\":{";
+    uint64_t    at = 0, start = w->size;
+    char        sum[9];
+    hpmli_write_little(w, length, 8);
+    hpmli_write(w, "{", 1);
+    for (int i = 0; i < c->meta_count; i++, before = ",") {
+        hpmli_write_json(w, before, c->meta[i].key);
+        hpmli_write_json(w, ":", c->meta[i].value);
+    }
+    for (int i = 0; i < c->count && c->sums; i++, before = ",") {
+        char key[sizeof HPMLI_SUM + HPMLI_NAME];
+        snprintf(key, sizeof key, HPMLI_SUM "%s", c->t[i].name);
+        snprintf(sum, sizeof sum, "%08x", (unsigned)c->sums[i]);
+        hpmli_write_json(w, before, key);
+        hpmli_write_json(w, ":", sum);
+    }
+    bool meta = before[0] == ',';
+    if (meta) hpmli_write(w, "}", 1);
+    for (int i = 0; i < c->count; at += c->t[i++].bytes)
+        hpmli_write_entry(w, i > 0 || meta ? "," : "", &c->t[i], at);
+    hpmli_write(w, "}", 1);
+    while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
+}
+
+/* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file. Otherwise they
+   are f32 in device memory and are read and converted through `host`, which can hold the largest tensor. The head is
+   written first with zeros, and again at the end, when its length and the checksums are known. */
+HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
+{
+    hpmli_writer w;
+    if (!hpmli_safe_check(ctx, c) || !hpmli_writer_open(ctx, &w, path, true)) return ctx->status;
+    hpmli_write_head(&w, c, 0);
+    uint64_t length = w.size - 8;
+    if (length > HPMLI_SAFE_HEADER)
+        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\": names, shapes and metadata take %llu bytes, the format allows "
+                   "%d", path, (unsigned long long)length, HPMLI_SAFE_HEADER);
+    for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) {
+        const hpml_safetensor *t = &c->t[i];
+        size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
+        if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
+        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* in place */
+        if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
+        hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
+    }
+    hpmli_write_start(&w);
+    hpmli_write_head(&w, c, length);
+    return hpmli_writer_close(&w, ctx->status == HPML_OK);
+}
+
+HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
+                                           const hpml_meta *meta, int meta_count)
+{
+    hpmli_safe_content c = { tensors, meta, count, meta_count, NULL };
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (count < 0 || meta_count < 0 || (count > 0 && !tensors) || (meta_count > 0 && !meta))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors, %d pairs of metadata: expected 0 or "
+                          "more, in arrays that are not NULL", count, meta_count);
+    return hpmli_safe_save(ctx, path, &c, NULL);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>checkpoint   parameters and whole trainings in safetensors files
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Saves named arrays of a device to a file and loads them. Loading checks all arrays before it changes the first. */
+
+typedef struct hpmli_arrays {
+    hpml_safetensor *t;     /* (count) data: f32 on the device. Start of the block that holds the other arrays, too */
+    float           *host;  /* host memory for the largest array */
+    uint32_t        *sums;  /* (count) CRC-32C */
+    char            *names; /* (count, HPMLI_NAME) */
+    int              count;
+    int              squares, after; /* [squares, after) are second moments */
+    hpml_dtype       dtype; /* of the data in the file */
+} hpmli_arrays;
+
+/* One more array, with a name in two parts; device NULL: there is none. */
+HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *name, const float *device, int ndim,
+                               const int64_t *shape)
+{
+    hpml_safetensor *t = &a->t[a->count];
+    if (!device) return;
+    snprintf(a->names + a->count * HPMLI_NAME, HPMLI_NAME, "%s%s", kind, name);
+    t->name = a->names + a->count++ * HPMLI_NAME, t->dtype = a->dtype, t->ndim = ndim, t->data = device;
+    t->bytes = (size_t)hpmli_shape_count(ndim, shape) * hpml_dtype_size(a->dtype);
+    memcpy(t->shape, shape, (size_t)ndim * sizeof *shape);
+}
+
+/* The parameters; with a trainer also what its optimizer keeps for them, and named values. False and an error: no
+   memory. */
+HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
+{
+    static const char *const kinds[] = { "", "opt.m.", "opt.v." };
+    hpmli_named *states = t ? t->states : NULL;
+    int64_t      room   = 3 * (int64_t)ctx->param_count, most = 1;
+    for (int i = 0; i < ctx->param_count; i++) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
+    for (hpmli_named *v = states; v; v = v->next, room++) most = hpmli_max(most, v->count);
+    memset(a, 0, sizeof *a);
+    a->dtype = dtype;
+    if (hpml_param_init(ctx) == HPML_OK)
+        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + 4 + HPMLI_NAME) + (size_t)most * 4);
+    if (!a->t) return false;
+    a->host  = (float *)(void *)(a->t + room);
+    a->sums  = (uint32_t *)(void *)(a->host + most);
+    a->names = (char *)(a->sums + room);
+    for (int kind = 0; kind < (t ? 3 : 1); kind++) {
+        if (kind == 2) a->squares = a->count;
+        for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
+            const hpml_tensor *p = ctx->params[i];
+            hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
+                             : t->updates[i].v, p->ndim, p->shape);
+        }
+    }
+    if (t) a->after = a->count;
+    for (hpmli_named *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
+    return true;
+}
+
+HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, const char *path, hpml_dtype dtype,
+                                       const hpml_meta *meta, int meta_count)
+{
+    hpmli_arrays a;
+    if (hpmli_arrays_of(ctx, of, dtype, &a)) {
+        hpmli_safe_content c = { a.t, meta, a.count, meta_count, a.sums };
+        hpmli_safe_save(ctx, path, &c, a.host);
+    }
+    hpmli_free(ctx, a.t);
+    return ctx->status;
+}
+
+/* Checks the CRC-32C of every tensor that has one; files of other programs have none. */
+HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
+{
+    for (int i = 0; i < f->meta_count; i++) {
+        hpml_safetensor e;
+        char             sum[9];
+        const hpml_meta *m = &f->meta[i];
+        if (strncmp(m->key, HPMLI_SUM, strlen(HPMLI_SUM)) != 0) continue;
+        bool found = hpml_safetensors_find(f, m->key + strlen(HPMLI_SUM), &e);
+        snprintf(sum, sizeof sum, "%08x", found ? (unsigned)ctx->k->crc32c(0, e.data, e.bytes) : 0u);
+        if (!found || strcmp(sum, m->value) != 0)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is damaged: its CRC-32C is %s, the file says %s; "
+                               "take an older file", path, m->key + strlen(HPMLI_SUM), found ? sum : "missing",
+                               m->value);
+    }
+    return true;
+}
+
+/* Returns the n numbers of a file's tensor as f32: in the file's own memory if they are, else converted into a->host.
+   */
+HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
+{
+    if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
+    hpmli_convert(ctx->k, HPML_DTYPE_F32, a->host, e->dtype, e->data, n);
+    return a->host;
+}
+
+/* Checks that file f has array i of `a`, with its shape and finite numbers; fails otherwise. */
+HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
+                                const char *path)
+{
+    const hpml_safetensor *t = &a->t[i];
+    hpml_safetensor        e;
+    int64_t                n = (int64_t)(t->bytes / sizeof(float));
+    float                  least = i >= a->squares && i < a->after ? 0 : -FLT_MAX;
+    if (!hpml_safetensors_find(f, t->name, &e))
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
+                           "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
+    if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
+        return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
+                           hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
+    const float *values = hpmli_array_values(ctx, a, &e, n);
+    for (int64_t at = 0; at < n; at++)
+        if (!(values[at] >= least && values[at] <= FLT_MAX))
+            return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
+                               "numbers%s", path, (long long)at, t->name, (double)values[at],
+                               least == 0 ? " from 0, as means of squares are" : "");
+    return true;
+}
+
+HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, const hpml_safetensors *f,
+                                       const char *path)
+{
+    hpmli_arrays    a;
+    hpml_safetensor e;
+    bool            good = hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a) && hpmli_sums_check(ctx, f, path);
+    for (int i = 0; i < a.count && good; i++) good = hpmli_array_check(ctx, &a, i, f, path);
+    for (int i = 0; i < a.count && good; i++) {
+        hpml_safetensors_find(f, a.t[i].name, &e);
+        const float *values = hpmli_array_values(ctx, &a, &e, (int64_t)(a.t[i].bytes / sizeof(float)));
+        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, values, a.t[i].bytes);
+    }
+    hpmli_free(ctx, a.t);
+    return ctx->status;
+}
+
+HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype)
+{
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
+        return hpmli_fail(ctx, HPML_ERR_DTYPE, "params_save: parameters are stored as f32, bf16 or f16");
+    return hpmli_arrays_save(ctx, NULL, path, dtype, NULL, 0);
+}
+
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
+{
+    hpml_safetensors *f = hpmli_safe_open(ctx, path, false);
+    if (f) hpmli_arrays_load(ctx, NULL, f, path);
+    hpml_safetensors_close(f);
+    return hpml_ctx_status(ctx);
+}
+
+/* Numbers of a training that are not arrays, as text in the metadata. */
+enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_STEPS,
+       HPMLI_NUMBERS };
+static const char *const hpmli_numbers[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
+                                             "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
+#define HPMLI_NUMBERS_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
+#define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
+
+HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
+{
+    char      text[HPMLI_NUMBERS][24], sum[9];
+    hpml_meta meta[HPMLI_NUMBERS + 1];
+    uint32_t  crc = 0;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (t->micro != 0)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
+                          "between updates", path, t->micro, t->d.accumulate);
+    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step,
+                          hpmli_opt_saved(t->d.optimizer), (int64_t)t->loss_scale, t->scale_steps };
+    for (int i = 0; i < HPMLI_NUMBERS; i++) {
+        snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
+        meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
+        crc = t->ctx->k->crc32c(crc, text[i], strlen(text[i]));
+    }
+    snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
+    meta[HPMLI_NUMBERS].key = HPMLI_NUMBERS_SUM, meta[HPMLI_NUMBERS].value = sum;
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS + 1);
+}
+
+/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_NUMBERS] and checks them; false: an error. */
+HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n)
+{
+    const char *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
+    char        is[9];
+    uint32_t    crc = 0;
+    for (int i = 0; i < HPMLI_NUMBERS; i++) {
+        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
+        char       *end  = NULL;
+        errno = 0;
+        n[i]  = text ? strtoll(text, &end, 10) : 0;
+        if (!text)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no state of a training; load "
+                               "them with hpml_params_load", path);
+        if (end == text || *end != 0 || errno == ERANGE)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
+                               path, hpmli_numbers[i], text);
+        int least = i == HPMLI_SCALE_STEPS ? -1 : 0; /* -1: a loss scale that is fixed */
+        if (i != HPMLI_SEED && i != HPMLI_OPTIMIZER && i != HPMLI_SCALE && (n[i] < least || n[i] > HPMLI_COUNT_END))
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path,
+                               hpmli_numbers[i], (long long)n[i], least);
+        crc = ctx->k->crc32c(crc, text, strlen(text));
+    }
+    snprintf(is, sizeof is, "%08x", (unsigned)crc);
+    if (sum && strcmp(sum, is) != 0)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the state of the training is damaged: its CRC-32C is "
+                           "%s, the file says %s; take an older file", path, is, sum);
+    return true;
+}
+
+HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
+{
+    int64_t n[HPMLI_NUMBERS];
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpml_ctx         *ctx = t->ctx;
+    hpml_safetensors *f   = hpmli_safe_open(ctx, path, false);
+    if (!f) return ctx->status;
+    bool good = hpmli_numbers_read(ctx, f, path, n);
+    if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
+        (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; "
+                   "a LARS of 5 lacks the rates in its momentum); load only the parameters with hpml_params_load", path,
+                   (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
+    if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
+        ctx->seed = (uint64_t)n[HPMLI_SEED];
+        t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
+        if (t->scale_steps >= 0 && n[HPMLI_SCALE_STEPS] >= 0 && n[HPMLI_SCALE] >= 1) /* both dynamic */
+            t->loss_scale = (float)n[HPMLI_SCALE], t->scale_steps = n[HPMLI_SCALE_STEPS];
+    }
+    hpml_safetensors_close(f);
+    return ctx->status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>trace   the timeline; where the time goes, and what a model is
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Events are kept in a ring buffer of fixed size; adding one takes an atomic increment and a copy. The file is in
+   Chrome's trace format, in its array form with one event a line, and times in microseconds. */
+
+struct hpmli_trace {
+    hpml_trace_desc  d;         /* with its defaults filled in */
+    bool             at_first;  /* time 0 of the file is the start of the first event */
+    int64_t          count;     /* atomic: events added since the start, also those overwritten */
+    bool             paused;    /* the current step is not one of the steps to be traced */
+    hpml_trace_event events[1]; /* (capacity) the ring: event i is at i % capacity */
+};
+
+HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
+{
+    hpml_trace_desc d;
+    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "trace", d, desc)) return hpml_ctx_status(ctx);
+    if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
+    if (d.capacity == 0) d.capacity = 65536;
+    size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpml_trace_event);
+    hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
+    if (!t) return ctx->status;
+    t->d        = d;
+    t->paused   = d.first_step > 0;
+    t->at_first = d.origin == 0;
+    if (t->at_first) t->d.origin = hpmli_trace_time(ctx, hpml_now());
+    hpmli_free(ctx, ctx->trace);
+    ctx->trace = t;
+    return HPML_OK;
+}
+
+HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
+{
+    return ctx ? __atomic_exchange_n(&ctx->clock, seconds, __ATOMIC_RELAXED) : NULL;
+}
+
+/* Called at the begin of each step: pauses or resumes the trace by first_step and last_step. */
+HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
+{
+    hpmli_trace *t = ctx->trace;
+    bool         off = t && (step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step));
+    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* atomic: the loader's thread adds spans, too */
+}
+
+HPML_API bool hpml_trace_on(const hpml_ctx *ctx)
+{
+    return ctx && ctx->trace && !__atomic_load_n(&ctx->trace->paused, __ATOMIC_RELAXED);
+}
+
+HPML_API void hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event)
+{
+    if (!hpml_trace_on(ctx) || !event || !event->name) return;
+    hpmli_trace *t = ctx->trace;
+    if (event->kind >= HPML_TRACE_SEND && !t->d.arrows) return;
+    t->events[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->d.capacity] = *event;
+}
+
+HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end)
+{
+    hpml_trace_event e = HPMLI_ZEROED;
+    if (!hpml_trace_on(ctx)) return;
+    e.lane  = lane;
+    e.name  = name;
+    e.start = start;
+    e.end   = end;
+    hpml_trace_add(ctx, &e);
+}
+
+/* Adds the events of a step that ends now: its span and a counter with its loss. */
+HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
+{
+    hpml_trace_event e = HPMLI_ZEROED;
+    e.kind   = HPML_TRACE_STEP;
+    e.lane   = HPML_LANE_STEP;
+    e.name   = "step";
+    e.number = step;
+    e.start  = since;
+    e.end    = hpmli_trace_time(ctx, hpml_now());
+    hpml_trace_add(ctx, &e);
+    e.kind  = HPML_TRACE_COUNTER;
+    e.name  = "loss";
+    e.start = e.end;
+    e.value = (double)loss;
+    hpml_trace_add(ctx, &e);
+}
+
+/* Returns the i-th event of the ring, the oldest first; NULL after the last. */
+HPMLI_FN const hpml_trace_event *hpmli_trace_at(const hpmli_trace *t, int64_t i)
+{
+    int64_t count = __atomic_load_n(&t->count, __ATOMIC_RELAXED), lost = count - t->d.capacity;
+    if (lost < 0) lost = 0;
+    return i < count - lost ? &t->events[(lost + i) % t->d.capacity] : NULL;
+}
+
+HPML_API double hpml_trace_first(const hpml_ctx *ctx)
+{
+    const hpml_trace_event *e;
+    double                  first = 1e300;
+    for (int64_t i = 0; ctx && ctx->trace && (e = hpmli_trace_at(ctx->trace, i)) != NULL; i++)
+        if (e->start < first) first = e->start;
+    return first < 1e300 ? first - ctx->trace->d.origin : 0;
+}
+
+HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
+{
+    if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
+}
+
+/* Writes the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
+HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
+{
+    for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
+        n = hpmli_utf8(s, left);
+        if (n == 0) {
+            n = 1;
+            fprintf(w->f, "\\ufffd");
+        } else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
+        else hpmli_write(w, s, n);
+    }
+}
+
+/* Write a time in microseconds, a number: without %f or %g, because these use a decimal comma in some locales. */
+HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
+{
+    long long ns = (long long)(1e9 * seconds);
+    fprintf(w->f, "%s%s%lld.%03lld", before, ns < 0 ? "-" : "", llabs(ns) / 1000, llabs(ns) % 1000);
+}
+
+HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value)
+{
+    int e = value == 0 ? 0 : (int)fmax(floor(log10(fabs(value))) - 8, -300);
+    fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
+}
+
+/* Writes the arguments of a span of communication: bucket, first and last tensor, bytes. */
+HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
+{
+    const char *comma = "";
+    fprintf(w->f, ",\"args\":{");
+    if (e->bucket > 0) {
+        fprintf(w->f, "\"bucket\":%d", e->bucket);
+        comma = ",";
+    }
+    if (e->first) {
+        fprintf(w->f, "%s\"tensors\":\"", comma);
+        hpmli_trace_text(w, e->first);
+        if (e->last && e->last != e->first) {
+            fprintf(w->f, " .. ");
+            hpmli_trace_text(w, e->last);
+        }
+        fprintf(w->f, "\"");
+        comma = ",";
+    }
+    if (e->number > 0) fprintf(w->f, "%s\"bytes\":%lld", comma, (long long)e->number);
+    fprintf(w->f, "}");
+}
+
+/* Writes one event as a line of the file; origin: time 0 of the file, in seconds. */
+HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int rank, double origin)
+{
+    static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* by hpml_trace_kind */
+    bool                     spans    = e->kind == HPML_TRACE_SPAN || e->kind == HPML_TRACE_STEP;
+    fprintf(w->f, ",\n{\"name\":\"");
+    hpmli_trace_text(w, e->name);
+    if (e->kind == HPML_TRACE_STEP) fprintf(w->f, " %lld", (long long)e->number);
+    fprintf(w->f, "\",\"ph\":\"%s\",\"pid\":%d,\"tid\":%d", phases[e->kind], rank, e->lane);
+    hpmli_trace_time_at(w, ",\"ts\":", e->start - origin);
+    if (spans) hpmli_trace_time_at(w, ",\"dur\":", e->end - e->start);
+    if (e->kind == HPML_TRACE_SPAN && (e->first || e->bucket > 0 || e->number > 0)) hpmli_trace_args(w, e);
+    if (e->kind == HPML_TRACE_SEND || e->kind == HPML_TRACE_RECEIVE)
+        fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
+                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* the arrow ends at the enclosing span */
+    if (e->kind == HPML_TRACE_COUNTER) {
+        fprintf(w->f, ",\"args\":{\"");
+        hpmli_trace_text(w, e->name);
+        fprintf(w->f, "\":");
+        hpmli_trace_value(w, e->value);
+        fprintf(w->f, "}");
+    }
+    fprintf(w->f, "}");
+}
+
+HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
+{
+    static const char *const lanes[] = { "compute", "communication", "input", "gpu", "steps" };
+    hpmli_writer w;
+    unsigned     used = 0;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    hpmli_trace *t = ctx->trace;
+    if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
+    if (ctx->backend->look) ctx->backend->sync(ctx->device);
+    if (!hpmli_writer_open(ctx, &w, path, false)) return ctx->status;
+    fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
+            t->d.rank);
+    const hpml_trace_event *e;
+    double                  origin = t->d.origin + (t->at_first ? hpml_trace_first(ctx) : 0);
+    for (int64_t i = 0; (e = hpmli_trace_at(t, i)) != NULL; i++)
+        if (e->lane >= 0 && e->lane <= HPML_LANE_STEP && e->kind != HPML_TRACE_COUNTER) used |= 1u << e->lane;
+    for (int l = 0; l <= HPML_LANE_STEP; l++)
+        if (used >> l & 1)
+            fprintf(w.f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
+                    t->d.rank, l, lanes[l]);
+    for (int64_t i = 0; (e = hpmli_trace_at(t, i)) != NULL; i++) {
+        bool odd = !e->name || (e->kind == HPML_TRACE_COUNTER && e->value - e->value != 0);
+        if (!odd) hpmli_trace_write(&w, e, t->d.rank, origin);
+    }
+    fprintf(w.f, "\n]\n");
+    return hpmli_writer_close(&w, true);
+}
+
+/* Multiply-adds count 2. Backward of a product costs two products; only the one for the weights when the input needs no
+   gradient. Everything that is not a product is counted as one operation for each element of its result. */
+
+HPMLI_FN double hpmli_node_flops(const hpml_node *n, bool backward)
+{
+    const hpml_tensor *x = n->src[0], *w = n->src_count > 1 ? n->src[1] : NULL, *y = n->out;
+    double out = (double)hpml_tensor_count(y), once = out;
+    int    products = (x->needs_grad ? 1 : 0) + (w && w->needs_grad ? 1 : 0);
+    switch (n->op) {
+    case HPML_OP_MATMUL: once = 2 * out * (double)x->shape[x->ndim - (n->attr.matmul.trans_a ? 2 : 1)]; break;
+    case HPML_OP_LINEAR: once = 2 * out * (double)w->shape[1]; break;
+    case HPML_OP_CONV2D: once = 2 * out * (double)(w->shape[1] * w->shape[2] * w->shape[3]); break;
+    case HPML_OP_ATTENTION: /* two products of (T, T) with C, half of it masked away when causal */
+        once     = 4 * out * (double)y->shape[1] * (n->attr.attention.causal ? 0.5 : 1);
+        products = 2;
+        break;
+    case HPML_OP_LSTM: once = 8 * out * (double)(y->shape[2] + x->shape[2]); break;
+    case HPML_OP_RESHAPE: return 0;
+    default: products = y->needs_grad; break;
+    }
+    return backward ? once * products : once;
+}
+
+/* Bytes that one forward call reads and writes. */
+HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
+{
+    double bytes = (double)hpmli_tensor_bytes(n->out);
+    if (n->op == HPML_OP_RESHAPE) return 0;
+    for (int i = 0; i < n->src_count; i++)
+        if (n->src[i]) bytes += (double)hpmli_tensor_bytes(n->src[i]);
+    return bytes;
+}
+
+HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
+{
+    double sum = 0;
+    for (int i = 0; g && i < g->count; i++) sum += hpmli_node_flops(g->nodes[i], backward);
+    return sum;
+}
+
+HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
+{
+    if (!g || hpmli_failed(g->ctx)) return;
+    if (g->profile) hpml_profile(g, NULL, 0); /* waits for the device, which may still add to the rows */
+    hpmli_free(g->ctx, g->profile);
+    g->profile = NULL;
+    if (!on) return;
+    g->profile = hpmli_new(g->ctx, hpml_profile_row, g->count);
+    for (int i = 0; g->profile && i < g->count; i++) {
+        hpml_node        *n = g->nodes[i];
+        hpml_profile_row *r = &g->profile[i];
+        r->node = n;
+        r->name = n->out->name;
+        r->forward_flops  = hpmli_node_flops(n, false);
+        r->backward_flops = n->out->needs_grad ? hpmli_node_flops(n, true) : 0;
+        r->bytes          = hpmli_node_bytes(n);
+    }
+}
+
+HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity)
+{
+    if (!g || !g->profile) return 0;
+    if (g->ctx->backend->look) g->ctx->backend->sync(g->ctx->device);
+    if (rows) memcpy(rows, g->profile, sizeof *rows * (size_t)(capacity < g->count ? capacity : g->count));
+    return g->count;
+}
+
+/* An op's name, as the functions that record it are called. */
+HPMLI_FN const char *hpmli_kind(const hpml_node *n)
+{
+    if (n->op == HPML_OP_HUBER && n->attr.huber.squared) return "mse";
+    if (n->op == HPML_OP_SOFTMAX && n->attr.softmax.log) return "log_softmax";
+    return hpml_op_name(n->op);
+}
+
+HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
+{
+    hpmli_table t     = hpmli_table_of(buffer, size);
+    double     total = 0;
+    if (hpml_profile(g, NULL, 0) == 0) return 0;
+    for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
+    hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s",
+                    "MB");
+    for (int i = 0; i < g->count; i++) {
+        const hpml_profile_row *r = &g->profile[i];
+        double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
+        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_kind(r->node),
+                       1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
+                       s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
+                       1e-6 * r->bytes);
+    }
+    hpmli_table_add(&t, "total %.3f ms a step\n", g->count > 0 && g->profile[0].calls > 0 ?
+                   1e3 * total / (double)g->profile[0].calls : 0);
+    return t.used;
+}
+
+HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
+{
+    hpmli_table t = hpmli_table_of(buffer, size);
+    if (!g) return 0;
+    hpmli_table_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
+    for (int i = 0; i < g->count; i++) {
+        const hpml_node *n      = g->nodes[i];
+        int64_t          params = 0;
+        for (int s = 0; s < n->src_count; s++)
+            if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
+        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_kind(n),
+                       hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
+                       1e-6 * hpmli_node_flops(n, false));
+    }
+    hpmli_table_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
+                    (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),
+                    1e-6 * hpml_graph_flops(g, true), (long long)g->batch);
+    const hpml_memory *m = &g->memory;
+    hpmli_table_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without "
+                    "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m->parameters, 1e-6 * (double)m->gradients,
+                    1e-6 * (double)m->optimizer, 1e-6 * (double)m->activations, 1e-6 * (double)m->unshared,
+                    1e-6 * (double)m->scratch, 1e-6 * (double)m->total);
+    return t.used;
+}
+
+HPMLI_PLAIN_END
+
+// =====================================================================================================================
+// PART VII  KERNELS: one text, compiled once for each instruction set
+// =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>passes   the header includes itself, once for each instruction set; which set runs
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* In a pass HPMLI_ISA is defined, and of this file only the rest of PART VII is compiled. If you rename the file,
+   define HPML_SELF as its new name. */
+#ifndef HPML_SELF
+#define HPML_SELF "hpml.h"
+#endif
+#define HPMLI_ISA 0
+#include HPML_SELF
+#undef HPMLI_ISA
+#if defined(HPMLI_X86)
+#define HPMLI_ISA 1
+#include HPML_SELF
+#undef HPMLI_ISA
+#define HPMLI_ISA 2
+#include HPML_SELF
+#undef HPMLI_ISA
+#elif defined(HPMLI_NEON)
+#define HPMLI_ISA 3
+#include HPML_SELF
+#undef HPMLI_ISA
+#endif
+#undef hv
+#undef hu
+#undef hq
+#undef HV
+#undef HV_W
+#undef HV_LOOP
+#undef HV_POLY5
+#undef HV_POLY_ON
+
+/* Kernels by name, NULL when this CPU cannot run them; name NULL: the best. */
+HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
+{
+    const hpmli_kernels *runs[4];
+    int                  count = 0;
+#if defined(HPMLI_X86)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        runs[count++] = &hpmli_kernels_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) runs[count++] = &hpmli_kernels_avx2;
+#elif defined(HPMLI_NEON)
+    runs[count++] = &hpmli_kernels_neon;
+#endif
+    runs[count++] = &hpmli_kernels_scalar;
+    for (int i = 0; i < count; i++)
+        if (!name || strcmp(name, runs[i]->name) == 0) return runs[i];
+    return NULL;
+}
+#endif /* HPMLI_BODY_INCLUDED */
+#else /* HPMLI_ISA */
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd   vectors: one kernel text for all instruction sets
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Everything up to the matching #else is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1
-   AVX2, 2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations; `hv`
-   is a vector of HV_W floats, `hu` one of as many uint32_t, `hq` one of half as many uint64_t. gcc and clang add,
-   multiply, shift them and so on as they do numbers. Each function carries its own target attribute, so a plain `cc
-   -O2` builds all of them and the context picks the best one that the CPU runs. The last, partial vector of an array is
-   loaded with HV(load_n) and goes through the same instructions as the others: an element's result does not depend on
-   where it stands.
+/* All of PART VII below this line is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1 AVX2,
+   2 AVX-512, 3 NEON): see >>passes. Kernels are written once over these few operations; `hv` is a vector of HV_W
+   floats, `hu` one of as many uint32_t, `hq` one of half as many uint64_t. gcc and clang add, multiply, shift them and
+   so on as they do numbers. Each function carries its own target attribute, so a plain `cc -O2` builds all of them and
+   the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with HV(load_n) and
+   goes through the same instructions as the others: an element's result does not depend on where it stands.
 
    HV(name) is the name of an operation or a helper on this instruction set's vectors:
      as_floats as_words        the same bits, as the other
@@ -1324,7 +10407,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
      load_T store_T            converted from and to bf16, f16, u8, i32; ld_T st_T: the first n lanes */
 
 /* Macros that are the same in each pass are just defined again. */
-#define HPMLI_WINS(a, b)  (!((a) <= (b)) && (b) == (b)) /* a maximum that keeps a NaN */
 #define HPMLI_CAT_(a, b)  a##b
 #define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
 #define HV(name)          HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX)
@@ -3462,8821 +12544,19 @@ HPMLI_KFN void HV(max_pool_row_back)(float *dx, const float *at, const float *dy
     }
 }
 
-#if HPMLI_ISA == 0 /* the first pass says what the kernels are */
-#define HPMLI_X(fn) __typeof__(hpmli_##fn##_scalar) *fn;
-typedef struct hpmli_kernels {
-    const char *name;
-    HPMLI_KERNELS(HPMLI_X)
-} hpmli_kernels;
-#undef HPMLI_X
-#endif
-#define HPMLI_X(fn) HV(fn),
-static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) };
-#undef HPMLI_X
-#undef HPMLI_ISA
-
-#else /* HPMLI_ISA: the ordinary body */
-#ifndef HPMLI_BODY_INCLUDED
-#define HPMLI_BODY_INCLUDED
 // ---------------------------------------------------------------------------------------------------------------------
-// >>isa   which instruction sets this build has; structs that kernels share
+// >>table   the kernels of this pass
 // ---------------------------------------------------------------------------------------------------------------------
 
-#ifndef __GNUC__
-#error "hpml.h: its implementation wants gcc or clang; any compiler may read the declarations"
-#endif
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "hpml.h: big-endian machines are not supported, because its files and messages are little-endian"
-#endif
-
-#if !defined(HPML_NO_SIMD) && defined(__x86_64__)
-#define HPMLI_X86
-#if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-#if !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
-#elif !defined(HPML_NO_SIMD) && defined(__aarch64__)
-#define HPMLI_NEON
-#include <arm_neon.h>
-#endif
-
-/* One matrix product, C = act(alpha A B + beta C + bias); see >>gemm. Strides in elements; any operand may be
-   transposed. Set the whole struct to zero first. */
-typedef struct hpmli_gemm_desc {
-    int64_t      m, n, k;
-    const float *a;             /* (m, k): a[i a_rs + p a_cs] */
-    int64_t      a_rs, a_cs;
-    const float *b;             /* (k, n): b[p b_rs + j b_cs] */
-    int64_t      b_rs, b_cs;
-    float       *c;             /* (m, n), rows ldc apart */
-    int64_t      ldc;
-    float        alpha, beta;   /* beta 0 never reads C, alpha 0 never reads A and B */
-    const float *bias_n;        /* (n), added to each row, or NULL */
-    const float *bias_m;        /* (m), added to each column, or NULL */
-    int          act;           /* 1: relu */
-    int64_t      batch, a_batch, b_batch, c_batch; /* that many products, operands so far apart */
-} hpmli_gemm_desc;
-
-/* A rectangle of C computed by one thread: rows [i0, i1), columns [j0, j1) of one product of the batch. */
-typedef struct hpmli_gemm_part {
-    const hpmli_gemm_desc *d;
-    int64_t                batch, i0, i1, j0, j1;
-    float                 *ws; /* packing space of this thread */
-} hpmli_gemm_part;
-
-/* Blocks: MC rows of A, KC deep, stay in the second-level cache while the panels of B pass by; NC columns of B are kept
-   packed for the next MC rows. Deep blocks read and write C less often. */
-#define HPMLI_GEMM_KC 800
-#define HPMLI_GEMM_MC 168
-#define HPMLI_GEMM_NC 1024
-#define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
-#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* where a block of A is packed, behind B */
-#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16) + HPMLI_GEMM_SUMS)
-
-/* Loops over registers must be unrolled at any optimization level. */
-#if defined(__clang__)
-#define HPMLI_UNROLL   _Pragma("clang loop unroll(full)")
-#define HPMLI_UNROLL_4 /* clang makes it slower */
-#else
-#define HPMLI_UNROLL   _Pragma("GCC unroll 16")
-#define HPMLI_UNROLL_4 _Pragma("GCC unroll 4")
-#endif
-
-/* What one optimizer step needs; see >>vupdate. */
-typedef struct hpmli_opt_args {
-    hpml_update u;                         /* LARS: lr is in grad_scale and weight_decay */
-    float       correction1, correction2;  /* 1 - beta^step */
-} hpmli_opt_args;
-
-#define HPMLI_CHUNK     64          /* random words made at a time */
-#define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox ... */
-#define HPMLI_PHILOX_M1 0xCD9E8D57u
-#define HPMLI_PHILOX_W0 0x9E3779B9u /* ... and what a round adds to its key */
-#define HPMLI_PHILOX_W1 0xBB67AE85u
-typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw; /* what becomes of the words */
-
-#define HPMLI_ONEBIT_LANES 16   /* elements in a step: two bytes of bits */
-#define HPMLI_ONEBIT_CHUNK 1024 /* elements summed in float */
-
-/* What pass 1 finds out about a row: [0] the elements below zero, [1] the others. */
-typedef struct hpmli_onebit_row {
-    double  sum[2];
-    int64_t count[2];
-    float   least[2], most[2];
-} hpmli_onebit_row;
-
-/* A convolution, see >>conv. Images are in NHWC order; their sizes and distances are counted in floats. */
-typedef struct hpmli_conv {
-    hpml_ctx  *ctx;
-    hpml_node *n;
-    int64_t    B, C, H, W, OC, OH, OW, groups, taps; /* C, OC of one group */
-    int64_t    x_pitch, x_size, x_first;             /* image of x, with its zeros: a row, all; its first pixel */
-    int64_t    y_size;                               /* image of dy */
-    bool       nhwc;                                 /* x and y are NHWC */
-    int64_t    x_ld, y_ld;                           /* NHWC: floats from one pixel to the next; else 1 */
-    int64_t    row_at, col_at;                       /* in x from one row, one pixel of the result to the next */
-    int64_t    blocks[2], block, block_at[2];        /* taps: blocks[0] x blocks[1] runs, so far apart in x */
-    int64_t    band, splits;                         /* forward: rows computed at a time, pieces of the channels */
-    bool       want_dx, want_dw, want_db;
-    int64_t    parts, part_size, joint; /* backward: partial sums of dw and db; images whose dw is summed at once */
-    float     *packed, *part, *own;     /* weights as tiles read them, partial sums, space of each thread */
-    int64_t    packed_size, own_size;   /* of one group, of one thread */
-    int64_t    scratch;                 /* all of them */
-} hpmli_conv;
-
-/* Rows of pixels with some channels, and how far apart rows and pixels are. */
-typedef struct hpmli_conv_copy {
-    int64_t rows, pixels, channels, to_row, to_pixel, from_row, from_pixel;
-} hpmli_conv_copy;
-
-/* A strip of a product: C (rows, up to two vectors) (+)= sum over runs u, v, over p < length of
-   a[u a_at[0] + v a_at[1] + i ars + p acs] times the vectors at b + u b_at[0] + v b_at[1] + p ldb. */
-typedef struct hpmli_conv_strip {
-    int64_t rows, ars, acs, ldb, ldc, length, runs[2], a_at[2], b_at[2];
-    int     add;
-} hpmli_conv_strip;
-#define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
-typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
-
-#define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>dispatch   system headers, macros; the kernel table: one text, one copy for each instruction set
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* System headers stand here, once, before the kernel passes. */
-#include <errno.h>
-#include <float.h>
-#include <limits.h>
-#include <math.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__unix__) || defined(__APPLE__)
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/time.h>
-#include <unistd.h>
-#define HPMLI_POSIX 1
-#endif
-#include <time.h>
-#ifndef HPML_NO_THREADS
-#include <pthread.h>
-#include <sched.h>
-#if defined(__linux__) && defined(_DEFAULT_SOURCE)
-#include <sys/syscall.h>
-#define HPMLI_AFFINITY 1
-#endif
-#endif
-#ifdef HPML_USE_CBLAS
-#include <cblas.h>
-#define HPMLI_BLAS true
-#else
-#define HPMLI_BLAS false
-#endif
-
-#define HPMLI_FN     static __attribute__((unused))
-#define HPMLI_UNUSED __attribute__((unused))
-#define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
-
-/* T x = HPMLI_ZEROED: all fields zero. */
-#ifdef __cplusplus
-#define HPMLI_ZEROED {}
-#else
-#define HPMLI_ZEROED { 0 }
-#endif
-
-/* For bugs in hpml only. */
-#ifndef HPML_ASSERT
-#ifdef HPML_DEBUG
-#include <assert.h>
-#define HPML_ASSERT(condition) assert(condition)
-#else
-#define HPML_ASSERT(condition) do { } while (0)
-#endif
-#endif
-
-/* The kernels, in the order of their chapters: together they make the table that a context points to. */
-#define HPMLI_KERNELS(X)                                                                                               \
-    X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vcentred)        \
-    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vmoments) X(vmax) X(vamax) X(vexp_sum) X(vsum_rows)        \
-    X(opt_step) X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry)                \
-    X(onebit_decode) X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back)             \
-    X(conv_turn) X(conv_copy) X(conv_return) X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack)               \
-    X(max_pool_row) X(max_pool_row_back) X(crc32c)
-
-#ifdef HPML_USE_ZLIB
-#include <zlib.h>
-#endif
-
-/* The passes: the header includes itself, see >>simd. If you rename the file, define HPML_SELF as its new name. */
-#ifndef HPML_SELF
-#define HPML_SELF "hpml.h"
-#endif
-#define HPMLI_ISA 0
-#include HPML_SELF
-#if defined(HPMLI_X86)
-#define HPMLI_ISA 1
-#include HPML_SELF
-#define HPMLI_ISA 2
-#include HPML_SELF
-#elif defined(HPMLI_NEON)
-#define HPMLI_ISA 3
-#include HPML_SELF
-#endif
-#undef hv
-#undef hu
-#undef hq
-#undef HV
-#undef HV_W
-#undef HV_LOOP
-#undef HV_POLY5
-#undef HV_POLY_ON
-HPMLI_PLAIN
-
-/* Kernels by name, NULL when this CPU cannot run them; name NULL: the best. */
-HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
-{
-    const hpmli_kernels *runs[4];
-    int                  count = 0;
-#if defined(HPMLI_X86)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        runs[count++] = &hpmli_kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) runs[count++] = &hpmli_kernels_avx2;
-#elif defined(HPMLI_NEON)
-    runs[count++] = &hpmli_kernels_neon;
-#endif
-    runs[count++] = &hpmli_kernels_scalar;
-    for (int i = 0; i < count; i++)
-        if (!name || strcmp(name, runs[i]->name) == 0) return runs[i];
-    return NULL;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>rng   single random numbers, permutations
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Single numbers are the same elements that the bulk kernels make, one block of Philox each (about 20 ns). */
-
-#define HPMLI_STREAM_SHUFFLE (UINT64_C(0x5) << 60) /* no other use of a seed draws from it */
-
-HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4])
-{
-    hpmli_philox_scalar((uint64_t)key[1] << 32 | key[0], (uint64_t)counter[3] << 32 | counter[2],
-                        (uint64_t)counter[1] << 32 | counter[0], out);
-}
-
-/* Word number i of the stream. */
-HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
-{
-    uint32_t block[4];
-    hpmli_philox_scalar(r->seed, r->stream, i / 4, block);
-    return block[i % 4];
-}
-
-HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return hpmli_rng_word(r, r->counter++); }
-HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f); }
-
-HPML_API float hpml_rng_normal(hpml_rng *r)
-{
-    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_CHUNK / 2); /* its pair: j and j + half a chunk */
-    uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_CHUNK / 2);
-    float    x, y;
-    hpmli_box_muller_scalar(&a, &b, &x, &y);
-    return i == j ? x : y;
-}
-
-/* Draws as many bits as n - 1 has and starts again when they show n or more: less than two draws on average. */
-HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
-{
-    uint64_t mask = n > 1 ? (uint64_t)(n - 1) : 0, x;
-    if (mask == 0) return 0;
-    for (int shift = 1; shift < 64; shift *= 2) mask |= mask >> shift;
-    do {
-        x = hpml_rng_u32(r);
-        if (mask >> 32) x |= (uint64_t)hpml_rng_u32(r) << 32;
-        x &= mask;
-    } while (x >= (uint64_t)n);
-    return (int64_t)x;
-}
-
-/* Whole pieces of a stream. x: (n) */
-#define HPMLI_RANDOM(kind, name, T)                                                                                    \
-    HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
-    {                                                                                                                  \
-        hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);                                  \
-        if (n > 0) r->counter += (uint64_t)n;                                                                          \
-    }
-HPMLI_RANDOM(HPMLI_WORDS, u32, uint32_t)
-HPMLI_RANDOM(HPMLI_UNIFORM, uniform, float)
-HPMLI_RANDOM(HPMLI_NORMAL, normal, float)
-#undef HPMLI_RANDOM
-
-/* The last step of splitmix64: every bit of x moves every bit of the result. */
-HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
-{
-    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
-    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
-    return x ^ x >> 31;
-}
-
-/* A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b: cut the bits in two parts and change, in turn,
-   one part by a random function of the other; whatever the function, each step can be undone, so the whole is a
-   bijection. A result of n or more is put through again until it falls below n, less than twice on average ("cycle
-   walking", Black & Rogaway 2002): that follows a cycle of the larger permutation from [0, n) back into it, so it
-   permutes [0, n). */
-HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i)
-{
-    uint32_t k[4];
-    uint64_t x = (uint64_t)i, key0, key1, low_mask, high_mask;
-    int      bits = 2, low_bits;
-    if (i < 0 || i >= n) return -1;
-    if (n == 1) return 0;
-    while ((uint64_t)(n - 1) >> bits) bits++;
-    low_bits  = (bits + 1) / 2;
-    low_mask  = ((uint64_t)1 << low_bits) - 1;
-    high_mask = ((uint64_t)1 << (bits - low_bits)) - 1;
-    hpmli_philox_scalar(seed, HPMLI_STREAM_SHUFFLE, epoch, k);
-    key0 = (uint64_t)k[1] << 32 | k[0];
-    key1 = (uint64_t)k[3] << 32 | k[2] | 1;
-    do {
-        uint64_t low = x & low_mask, high = x >> low_bits, round_key = key0;
-        for (int round = 0; round < 4; round++) { /* two half rounds each */
-            high ^= hpmli_mix64(low + (round_key += key1)) >> 32 & high_mask;
-            low ^= hpmli_mix64(high + (round_key += key1)) >> 32 & low_mask;
-        }
-        x = high << low_bits | low;
-    } while (x >= (uint64_t)n);
-    return (int64_t)x;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>codec   gradients packed for the wire
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* The paper prints the residual without the e that was carried in; taken literally the sums drift apart by 30 % in
-   1,000 steps, while training still looks plausible. It is here as `printed_residual`, a control.
-
-   A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
-   our [out][in] weights and makes long columns, so that the two floats weigh little. */
-
-#define HPMLI_ROW_SIZE(name, bytes) \
-    HPMLI_FN size_t hpmli_##name##_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols) { return bytes; }
-HPMLI_ROW_SIZE(none, (size_t)cols * sizeof(float))
-HPMLI_ROW_SIZE(bf16, (size_t)cols * sizeof(uint16_t))
-HPMLI_ROW_SIZE(onebit, 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t)) /* two levels, the bits */
-HPMLI_ROW_SIZE(twobit, (size_t)((cols + 15) / 16) * sizeof(uint32_t))
-#undef HPMLI_ROW_SIZE
-
-HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g,
-                                       int64_t rows)
-{
-    if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
-    return HPML_OK;
-}
-
-HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
-{
-    if (add) p->kernels->vadd(out, out, (const float *)packed, rows * p->cols);
-    else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
-}
-
-/* The others pack one row g + e, leave in e, unless it is NULL, what was lost, and say whether all was finite: a row
-   with a NaN or an infinity must reach neither the residual, which would carry it for ever, nor the others. */
-typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
-
-HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
-                                       hpmli_pack_row *pack)
-{
-    hpml_status status = HPML_OK;
-    for (int64_t r = 0; r < rows; r++, g += p->cols) {
-        uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
-        float   *er = e ? e + r * p->cols : NULL;
-        if (!pack(p, q, er, g)) {
-            memset(q, 0, p->row_size);
-            if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
-            status = HPML_ERR_NONFINITE;
-        } else if (er && p->desc.printed_residual) { /* the control */
-            p->codec->decode(p, er, q, 1, false);
-            p->kernels->vsub(er, g, er, p->cols);
-        }
-    }
-    return status;
-}
-#define HPMLI_ENCODE(name)                                                                                             \
-    HPMLI_FN hpml_status hpmli_##name##_encode(const hpml_packing *p, void *packed, float *e, const float *g,          \
-                                               int64_t rows)                                                           \
-    {                                                                                                                  \
-        return hpmli_encode_rows(p, packed, e, g, rows, hpmli_##name##_pack);                                          \
-    }
-
-HPMLI_FN bool hpmli_bf16_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
-{
-    return p->kernels->bf16_encode((uint16_t *)(void *)q, e, g, p->cols);
-}
-HPMLI_ENCODE(bf16)
-
-HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
-{
-    if (add) p->kernels->bf16_decode_add(out, packed, rows * p->cols);
-    else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
-}
-
-/* Mean of one side, 0 for an empty one, see >>onebit. */
-HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
-{
-    if (row->count[side] == 0) return 0;
-    float mean = (float)(row->sum[side] / (double)row->count[side]);
-    return mean < row->least[side] ? row->least[side] : mean > row->most[side] ? row->most[side] : mean;
-}
-
-HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
-{
-    hpmli_onebit_row row;
-    float            level[2];
-    p->kernels->onebit_scan(&row, q + sizeof level, e, g, p->cols);
-    if (!(fabs(row.sum[0]) <= DBL_MAX && fabs(row.sum[1]) <= DBL_MAX)) return false;
-    level[0] = hpmli_onebit_level(&row, 0);
-    level[1] = hpmli_onebit_level(&row, 1);
-    memcpy(q, level, sizeof level);
-    if (e) p->kernels->onebit_carry(e, level[0], level[1], p->cols);
-    return true;
-}
-HPMLI_ENCODE(onebit)
-
-HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
-{
-    const hpmli_kernels *k = p->kernels;
-    const uint8_t       *q = (const uint8_t *)packed;
-    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size) {
-        float level[2];
-        memcpy(level, q, sizeof level);
-        (add ? k->onebit_decode_add : k->onebit_decode)(out, q + sizeof level, level[0], level[1], p->cols);
-    }
-}
-
-HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
-{
-    const float t   = p->desc.threshold;
-    float       bad = 0;
-    memset(q, 0, p->row_size);
-    for (int64_t i = 0; i < p->cols; i++) {
-        float v  = g[i] + (e ? e[i] : 0), sent = v >= t ? t : v <= -t ? -t : 0;
-        q[i / 4] = (uint8_t)(q[i / 4] | (unsigned)(v >= t ? 3 : v <= -t ? 2 : 0) << (2 * (i % 4)));
-        bad += v - v; /* 0 unless v is NaN or infinite */
-        if (e) e[i] = v - sent;
-    }
-    return bad == 0;
-}
-HPMLI_ENCODE(twobit)
-#undef HPMLI_ENCODE
-
-HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
-{
-    const float    t = p->desc.threshold, value[4] = { 0, 0, -t, t };
-    const uint8_t *q = (const uint8_t *)packed;
-    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size)
-        for (int64_t i = 0; i < p->cols; i++) {
-            float x = value[q[i / 4] >> (2 * (i % 4)) & 3];
-            out[i]  = add ? out[i] + x : x;
-        }
-}
-
-HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
-{
-    static const hpml_codec codecs[] = {
-        { "none", true, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
-        { "bf16", false, true, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
-        { "onebit", false, true, true, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
-        { "twobit", false, true, true, hpmli_twobit_row_size, hpmli_twobit_encode, hpmli_twobit_decode },
-    };
-    return (unsigned)kind < sizeof codecs / sizeof codecs[0] ? &codecs[kind] : NULL;
-}
-
-HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols)
-{
-    const hpml_codec *none = hpml_codec_get(HPML_CODEC_NONE);
-    if (!p) return HPML_ERR_ARGUMENT;
-    hpml_codec_desc *d = &p->desc;
-    memset(p, 0, sizeof *p);
-    if (desc) *d = *desc;
-    p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);
-    if (!p->codec || d->_begin || d->_end || d->min_elements < 0 || !(d->threshold >= 0)) return HPML_ERR_ARGUMENT;
-    if (rows < 0 || cols < 0) return HPML_ERR_SHAPE;
-    if (cols > 0 && (uint64_t)rows >= SIZE_MAX / 32 / (uint64_t)cols) return HPML_ERR_OVERFLOW;
-    if (d->min_elements == 0) d->min_elements = HPML_CODEC_MIN_ELEMENTS;
-    if (d->threshold == 0) d->threshold = 0.5f;
-    p->rows     = rows;
-    p->cols     = cols;
-    p->kernels  = hpmli_kernels_find(NULL);
-    p->row_size = p->codec->row_size(d, cols);
-    bool small  = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
-    if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
-        p->codec    = none;
-        p->row_size = none->row_size(d, cols);
-    }
-    p->size           = ((size_t)rows * p->row_size + 3) / 4 * 4;
-    p->residual_count = p->codec->lossy && !d->no_feedback ? rows * cols : 0;
-    return HPML_OK;
-}
-
-HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
-                                         int64_t rows)
-{
-    return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows);
-}
-
-HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows)
-{
-    p->codec->decode(p, out, packed, rows, false);
-}
-
-HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows)
-{
-    p->codec->decode(p, out, packed, rows, true);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>context   the context: errors, memory
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Everything a context owns is a block on one list, newest first, so that hpml_ctx_free can let go of all of it.
-   A block may carry a `drop` function: what must happen before its memory goes (stop a thread, close a file). */
-typedef void hpmli_drop_fn(void *object);
-
-typedef struct hpmli_block {
-    struct hpmli_block *older, *newer;
-    hpmli_drop_fn      *drop;
-    size_t              size; /* bytes taken from the allocator, this header included */
-} hpmli_block;
-#define HPMLI_BLOCK 64 /* bytes before the payload: keeps it aligned to a cache line */
-
-typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
-typedef struct hpmli_trace hpmli_trace; /* see >>trace */
-static void hpmli_trace_step(hpml_ctx *ctx, int64_t step);
-static void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss);
-static void hpmli_names_fill(hpml_ctx *ctx);
-
-struct hpml_ctx {
-    hpml_allocator       allocator;
-    hpml_log_fn         *log;
-    void                *log_user;
-    hpml_status          status;     /* the first error ... */
-    char                 error[768]; /* ... and its text */
-    hpmli_block         *blocks;     /* newest */
-    size_t               allocations, bytes;
-    const hpmli_kernels *k;
-    int                  threads;
-    hpmli_pool          *pool;       /* NULL: one thread */
-    long                 process;    /* id of the process that created the context, see hpmli_forked */
-    uint64_t             seed;
-    const hpml_backend  *backend;
-    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
-    hpml_dtype           store;      /* hpml_ctx_desc.store */
-    void                *device;     /* what backend->open gave */
-    float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
-    hpml_tensor        **params;     /* (param_count) in order of recording */
-    int                  param_count;
-    int                  param_kept; /* of ops that were recorded; an error that is cleared takes the others with it */
-    hpml_graph          *grads_of;   /* whose gradients the parameters have now */
-    int64_t              param_capacity;
-    int                 *names;     /* (name_size) hash table of names: 1 + number of the parameter, 0: free */
-    int64_t              name_size; /* a power of two, at least twice the parameters */
-    int                  node_count; /* recorded so far: names and mask keys */
-    int                  turn_count; /* of these, by hpml_to_layout: no name counts them */
-    hpml_node            spare;      /* see hpmli_node_create */
-    hpmli_trace         *trace;      /* NULL: off */
-    const double        *clock;      /* see hpml_trace_clock */
-    hpml_progress        progress;   /* of writing */
-    char                 texts[8][192]; /* for messages, see hpmli_text ... */
-    unsigned             text_count;    /* ... made so far */
+static const hpmli_kernels HV(kernels) = {
+    HPMLI_ISA_NAME, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv), HV(vfill), HV(vaxpby),
+    HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide), HV(vdot_wide), HV(vmoments),
+    HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(opt_step), HV(to_f32), HV(from_f32), HV(gemm_part),
+    HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode), HV(onebit_decode_add),
+    HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_back), HV(conv_turn), HV(conv_copy),
+    HV(conv_return), HV(conv_image), HV(conv_inputs), HV(conv_weights), HV(conv_unpack), HV(max_pool_row),
+    HV(max_pool_row_back), HV(crc32c),
 };
-
-HPMLI_FN double hpmli_trace_time(const hpml_ctx *ctx, double now) { return ctx->clock ? *ctx->clock : now; }
-
-HPML_API const char *hpml_status_string(hpml_status status)
-{
-    switch (status) {
-#define HPMLI_X(name, code, text) case name: return text;
-        HPML_STATUS_LIST(HPMLI_X)
-#undef HPMLI_X
-    default: return "unknown status";
-    }
-}
-
-HPML_API int hpml_version(void) { return HPML_VERSION; }
-
-HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user)
-{
-    (void)status, (void)user;
-    fprintf(stderr, "%s\n", text);
-}
-
-HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
-{
-    char text[sizeof ctx->error], whole[sizeof ctx->error + 32];
-    vsnprintf(text, sizeof text, format, args);
-    if (ctx->status == HPML_OK) {
-        ctx->status = status;
-        memcpy(ctx->error, text, sizeof text);
-    }
-    if (ctx->log) {
-        int at = line > 0 ? snprintf(whole, sizeof whole, "hpml.h:%d: ", line) : 0; /* 0: error from another file */
-        snprintf(whole + at, sizeof whole - (size_t)at, "%s", text);
-        ctx->log(status, whole, ctx->log_user);
-    }
-}
-
-HPMLI_PRINTF(4, 5)
-HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    hpmli_fail_va(ctx, status, line, format, args);
-    va_end(args);
-    return status;
-}
-#define hpmli_fail(ctx, status, ...) hpmli_fail_at(ctx, status, __LINE__, __VA_ARGS__)
-
-/* The same for functions that return a pointer, or whether all is well. */
-#ifdef __cplusplus
-#define hpmli_null(...) (hpmli_fail(__VA_ARGS__), nullptr)
-#else
-#define hpmli_null(...) (hpmli_fail(__VA_ARGS__), NULL)
-#endif
-#define hpmli_false(...) (hpmli_fail(__VA_ARGS__), false)
-
-HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
-{
-    va_list args;
-    if (!ctx) return HPML_ERR_ARGUMENT;
-    va_start(args, format);
-    hpmli_fail_va(ctx, status, 0, format, args);
-    va_end(args);
-    return status;
-}
-
-/* True when calls on this context should do nothing. */
-HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
-
-/* Was a desc cleared before its fields were set? Else an error says so. */
-#define HPMLI_CLEARED(ctx, what, d)                                                                                    \
-    (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
-     hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
-
-/* d = *desc, or all zero when there is none; then the same question. */
-#define HPMLI_TAKE(ctx, what, d, desc)                                                                                 \
-    ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_CLEARED(ctx, what, &(d)))
-
-HPMLI_FN int64_t hpmli_min(int64_t a, int64_t b) { return a < b ? a : b; }
-HPMLI_FN int64_t hpmli_max(int64_t a, int64_t b) { return a > b ? a : b; }
-
-HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
-{
-    if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half: every size also fits ptrdiff_t */
-    *out = a * b;
-    return true;
-}
-
-/* malloc with alignment, in plain C99: the pointer that malloc gave stands right before the block. */
-HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user HPMLI_UNUSED)
-{
-    char *raw = (char *)malloc(size + align + sizeof(void *));
-    if (!raw) return NULL;
-    char *p = raw + sizeof(void *);
-    p += (align - (uintptr_t)p % align) % align;
-    memcpy(p - sizeof(void *), &raw, sizeof(void *));
-    return p;
-}
-
-HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user HPMLI_UNUSED)
-{
-    void *raw;
-    memcpy(&raw, (char *)p - sizeof(void *), sizeof(void *));
-    free(raw);
-}
-
-/* 64-byte aligned, not cleared. NULL and an error on the context when there is none. */
-HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
-{
-    hpmli_block *b = NULL;
-    if (bytes <= SIZE_MAX / 2 - HPMLI_BLOCK)
-        b = (hpmli_block *)ctx->allocator.alloc(bytes + HPMLI_BLOCK, HPMLI_BLOCK, ctx->allocator.user);
-    if (!b)
-        return hpmli_null(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; "
-                          "use a smaller batch or model", bytes, ctx->bytes);
-    memset(b, 0, sizeof *b);
-    b->size  = bytes + HPMLI_BLOCK;
-    b->older = ctx->blocks;
-    if (ctx->blocks) ctx->blocks->newer = b;
-    ctx->blocks = b;
-    ctx->allocations++;
-    ctx->bytes += b->size;
-    return (char *)b + HPMLI_BLOCK;
-}
-
-/* A cleared object with a drop function. */
-HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *drop)
-{
-    void *p = hpmli_alloc(ctx, bytes);
-    if (!p) return NULL;
-    ((hpmli_block *)(void *)((char *)p - HPMLI_BLOCK))->drop = drop;
-    return memset(p, 0, bytes);
-}
-
-/* Cleared memory for `count` things of `size` bytes, the product checked. */
-HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
-{
-    size_t bytes;
-    if (count < 0 || !hpmli_mul((size_t)count, size, &bytes))
-        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit", (long long)count, size);
-    return hpmli_alloc_object(ctx, bytes, NULL);
-}
-
-HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*drop)(void *object))
-{
-    return hpmli_failed(ctx) ? NULL : hpmli_alloc_object(ctx, bytes, drop);
-}
-
-#define hpmli_new(ctx, T, count) ((T *)hpmli_alloc_array(ctx, count, sizeof(T)))
-
-HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
-{
-    size_t size = strlen(s) + 1;
-    char  *p    = (char *)hpmli_alloc(ctx, size);
-    if (p) memcpy(p, s, size);
-    return p;
-}
-
-/* Lets go of one object: its drop function runs first. NULL is fine. */
-HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
-{
-    if (!p) return;
-    hpmli_block *b = (hpmli_block *)(void *)((char *)p - HPMLI_BLOCK);
-    if (b->drop) b->drop(p);
-    if (b->newer) b->newer->older = b->older;
-    else ctx->blocks = b->older;
-    if (b->older) b->older->newer = b->newer;
-    ctx->bytes -= b->size;
-    ctx->allocator.free(b, b->size, ctx->allocator.user);
-}
-
-/* Room for one more thing in an array of `count`: doubles it when it is full. False and an error when there is none. */
-HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *capacity, size_t size)
-{
-    void *old, *more;
-    if (count < *capacity) return true;
-    more = hpmli_alloc_array(ctx, *capacity ? 2 * *capacity : 64, size);
-    if (!more) return false;
-    memcpy(&old, array, sizeof old); /* array: the address of the pointer, of whatever type */
-    memcpy(array, &more, sizeof more);
-    if (count > 0) memcpy(more, old, (size_t)count * size);
-    hpmli_free(ctx, old);
-    *capacity = *capacity ? 2 * *capacity : 64;
-    return true;
-}
-
-HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, object); }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>threads   the clock and the thread pool
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Fork-join over numbered tasks. The caller opens a job, works on it as one more thread, closes it, and waits for the
-   workers still inside. Each thread begins with its share of the tasks, so that it meets the same data again from job
-   to job, in its own cache, and then helps the others. What a task computes does not depend on who does it, and no sum
-   is cut by the number of threads, so results have the same bits on any number of them.
-
-   A worker waits adaptively: it spins a moment (the next job is usually microseconds away), then yields, then sleeps.
-   `state` packs (job number << 32 | open bit << 31 | workers inside), so that a worker that wakes late can never enter
-   a job that is closed or another than the one it saw. */
-
-HPML_API double hpml_now(void)
-{
-#if defined(CLOCK_MONOTONIC)
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-#elif HPMLI_POSIX
-    struct timeval t;
-    gettimeofday(&t, NULL);
-    return (double)t.tv_sec + 1e-6 * (double)t.tv_usec;
-#else
-    return (double)clock() / CLOCKS_PER_SEC;
-#endif
-}
-
-typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
-
-HPMLI_FN long hpmli_process(void)
-{
-#ifdef HPMLI_POSIX
-    return (long)getpid();
-#else
-    return 0;
-#endif
-}
-
-/* True in a child of fork, which has none of its parent's threads: joining one, or taking a mutex that one of them
-   held, would never end. */
-HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
-
-#ifndef HPML_NO_THREADS
-#define HPMLI_JOB_OPEN   (UINT64_C(1) << 31)
-#define HPMLI_SPINS      4000 /* about 50 us */
-#define HPMLI_YIELDS     50
-
-typedef struct hpmli_worker {
-    hpmli_pool *pool;
-    pthread_t   thread;
-    int         index;  /* the caller is thread 0 */
-    long        asleep; /* the system's number of this thread while it sleeps, else 0; under the mutex */
-    int64_t     next;   /* atomic: first task of its share nobody has taken */
-} hpmli_worker;
-
-struct hpmli_pool {
-    const hpml_ctx *ctx;
-    uint64_t        state;    /* atomic, see above */
-    int64_t         count;
-    hpmli_task_fn  *fn;
-    void           *arg;
-    int             sleepers; /* atomic */
-    int             stop;     /* atomic */
-    pthread_mutex_t mutex;
-    pthread_cond_t  wake;
-    int             worker_count;
-    unsigned long   cores[128 / sizeof(long)]; /* a bit for each that this process may use */
-    hpmli_worker    workers[1]; /* (worker_count + 1) the caller is the first */
-};
-
-HPMLI_FN void hpmli_pause(int waited)
-{
-    if (waited >= HPMLI_SPINS) sched_yield();
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
-}
-
-/* Linux may wake a thread on the core of whoever wakes it, where it waits for milliseconds while others idle: while it
-   wakes, a worker may use the caller's core only if there is no other. Both under the mutex: who is sent away wakes. */
-HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
-{
-#if HPMLI_AFFINITY
-    unsigned      cpu = 0, bits = 8 * sizeof(long);
-    unsigned long cores[sizeof p->cores / sizeof(long)];
-    memcpy(cores, p->cores, sizeof cores);
-    if (!wake) (void)syscall(SYS_sched_setaffinity, 0L, sizeof cores, cores); /* awake: anywhere again */
-    if (!wake || syscall(SYS_getcpu, &cpu, NULL, NULL) != 0 || cpu / bits >= sizeof cores / sizeof *cores) return;
-    cores[cpu / bits] &= ~(1ul << cpu % bits);
-    for (int i = 1; i <= p->worker_count; i++) {
-        long id = p->workers[i].asleep;
-        if (id > 0) (void)syscall(SYS_sched_setaffinity, id, sizeof cores, cores);
-    }
-#endif
-    (void)p, (void)wake;
-}
-
-HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
-{
-    for (int i = 0, threads = p->worker_count + 1; i < threads; i++) {
-        hpmli_worker *w = &p->workers[(thread + i) % threads];
-        int64_t       end = p->count * (w->index + 1) / threads, task;
-        while (__atomic_load_n(&w->next, __ATOMIC_RELAXED) < end &&
-               (task = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < end)
-            p->fn(p->arg, task, thread);
-    }
-}
-
-/* True when a job newer than `seen` is open, or the pool stops. */
-HPMLI_FN bool hpmli_pool_ready(hpmli_pool *p, uint64_t seen)
-{
-    uint64_t s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
-    return ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) || __atomic_load_n(&p->stop, __ATOMIC_SEQ_CST);
-}
-
-HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
-{
-    for (int i = 0; i < HPMLI_SPINS + HPMLI_YIELDS; i++) {
-        if (hpmli_pool_ready(p, seen)) return;
-        hpmli_pause(i);
-    }
-    pthread_mutex_lock(&p->mutex);
-    __atomic_add_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
-#if HPMLI_AFFINITY
-    w->asleep = syscall(SYS_gettid);
-#endif
-    while (!hpmli_pool_ready(p, seen)) {
-        pthread_cond_wait(&p->wake, &p->mutex);
-        hpmli_pool_part(p, 0); /* even if the job is over by now */
-    }
-    w->asleep = 0;
-    __atomic_sub_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&p->mutex);
-}
-
-HPMLI_FN void *hpmli_worker_main(void *arg)
-{
-    hpmli_worker *w    = (hpmli_worker *)arg;
-    hpmli_pool   *p    = w->pool;
-    uint64_t      seen = 0;
-    for (;;) {
-        uint64_t s;
-        hpmli_pool_wait(p, w, seen);
-        if (__atomic_load_n(&p->stop, __ATOMIC_SEQ_CST)) return NULL;
-        s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
-        while ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) /* go in, unless it has closed meanwhile */
-            if (__atomic_compare_exchange_n(&p->state, &s, s + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-                seen = s >> 32;
-                hpmli_pool_work(p, w->index);
-                __atomic_sub_fetch(&p->state, 1, __ATOMIC_SEQ_CST);
-                break;
-            }
-    }
-}
-
-HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *arg)
-{
-    uint64_t job = (__atomic_load_n(&p->state, __ATOMIC_RELAXED) >> 32) + 1;
-    p->fn    = fn;
-    p->arg   = arg;
-    p->count = n;
-    for (int i = 0; i <= p->worker_count; i++)
-        __atomic_store_n(&p->workers[i].next, n * i / (p->worker_count + 1), __ATOMIC_RELAXED);
-    if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
-    __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0 && !hpmli_forked(p->ctx)) {
-        pthread_mutex_lock(&p->mutex);
-        hpmli_pool_part(p, 1);
-        pthread_cond_broadcast(&p->wake);
-        pthread_mutex_unlock(&p->mutex);
-    }
-    hpmli_pool_work(p, 0);
-    __atomic_and_fetch(&p->state, ~HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
-    for (int i = 0; (__atomic_load_n(&p->state, __ATOMIC_SEQ_CST) & (HPMLI_JOB_OPEN - 1)) != 0; i++) hpmli_pause(i);
-}
-
-HPMLI_FN void hpmli_pool_drop(void *object)
-{
-    hpmli_pool *p = (hpmli_pool *)object;
-    if (hpmli_forked(p->ctx)) return; /* the child has no worker threads to wake and join */
-    pthread_mutex_lock(&p->mutex);
-    __atomic_store_n(&p->stop, 1, __ATOMIC_SEQ_CST);
-    pthread_cond_broadcast(&p->wake);
-    pthread_mutex_unlock(&p->mutex);
-    for (int i = 1; i <= p->worker_count; i++) pthread_join(p->workers[i].thread, NULL);
-    pthread_cond_destroy(&p->wake);
-    pthread_mutex_destroy(&p->mutex);
-}
-
-/* Those that this process may use. */
-HPMLI_FN int hpmli_cores(void)
-{
-    long n = 1;
-#if defined(CPU_COUNT)
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) n = CPU_COUNT(&set);
-#elif defined(_SC_NPROCESSORS_ONLN)
-    n = sysconf(_SC_NPROCESSORS_ONLN);
-#endif
-    return (int)hpmli_max(n, 1);
-}
-
-/* A pool of `threads` - 1 workers; fewer when the system refuses. */
-HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
-{
-    size_t      bytes = sizeof(hpmli_pool) + (size_t)threads * sizeof(hpmli_worker);
-    hpmli_pool *p     = (hpmli_pool *)hpmli_alloc_object(ctx, bytes, hpmli_pool_drop);
-    if (!p) return NULL;
-    p->ctx = ctx;
-    pthread_mutex_init(&p->mutex, NULL);
-    pthread_cond_init(&p->wake, NULL);
-#if HPMLI_AFFINITY
-    (void)syscall(SYS_sched_getaffinity, 0L, sizeof p->cores, p->cores);
-#endif
-    for (int i = 1; i < threads; i++) {
-        hpmli_worker *w = &p->workers[i];
-        w->pool  = p;
-        w->index = i;
-        if (pthread_create(&w->thread, NULL, hpmli_worker_main, w) != 0) break;
-        p->worker_count++;
-    }
-    return p;
-}
-#endif
-
-/* Runs fn for each task in [0, n); returns when all are done. */
-HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *arg)
-{
-#ifndef HPML_NO_THREADS
-    if (n > 1 && ctx->pool) {
-        hpmli_pool_run(ctx->pool, n, fn, arg);
-        return;
-    }
-#endif
-    for (int64_t i = 0; i < n; i++) fn(arg, i, 0);
-    (void)ctx;
-}
-
-/* Loops over long arrays are cut into pieces of this many elements: small enough to share, large enough to pay. */
-#define HPMLI_GRAIN 16384
-
-/* Long sums are cut into at most HPMLI_SUM_TASKS pieces; the partial sums are added in order. */
-#define HPMLI_SUM_TASKS 64
-
-/* Rows per task so that a task has about HPMLI_GRAIN elements. */
-HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>create   creating and freeing contexts
-// ---------------------------------------------------------------------------------------------------------------------
-
-HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
-{
-    if (!HPMLI_CLEARED(ctx, "ctx", d)) return false;
-    ctx->k = hpmli_kernels_find(d->cpu);
-    if (!ctx->k) {
-        ctx->k = hpmli_kernels_find(NULL);
-        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
-                   "best (\"%s\")", d->cpu, ctx->k->name);
-    }
-    if (d->threads < 0)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: %d threads, expected 1 or more, or 0 for all cores",
-                           d->threads);
-#ifndef HPML_NO_THREADS
-    ctx->threads = (int)hpmli_min(d->threads > 0 ? d->threads : hpmli_cores(), 1024);
-    if (ctx->threads > 1) {
-        ctx->pool = hpmli_pool_create(ctx, ctx->threads);
-        if (!ctx->pool) return false;
-        ctx->threads = ctx->pool->worker_count + 1;
-    }
-#endif
-    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
-    if (!ctx->gemm_ws) return false;
-    if (d->store != HPML_DTYPE_F32 && d->store != HPML_DTYPE_BF16 && d->store != HPML_DTYPE_F16)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store is %s (%d), expected f32, bf16 or f16",
-                           hpml_dtype_name(d->store), (int)d->store);
-    if (d->store != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store %s is for the CPU; the backend \"%s\" takes its "
-                           "precision from its own desc", hpml_dtype_name(d->store), ctx->backend->name);
-    ctx->store = d->store;
-    return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
-}
-
-HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
-{
-    hpml_ctx_desc d = HPMLI_ZEROED;
-    hpml_ctx     *ctx;
-    if (desc && (desc->_begin || desc->_end)) d._begin = 1; /* refused below; what it points to is not called */
-    else if (desc) d = *desc;
-    if (!d.allocator.alloc || !d.allocator.free) {
-        d.allocator.alloc = hpmli_default_alloc;
-        d.allocator.free  = hpmli_default_free;
-    }
-    ctx = (hpml_ctx *)d.allocator.alloc(sizeof *ctx, HPMLI_BLOCK, d.allocator.user);
-    if (!ctx) return NULL;
-    memset(ctx, 0, sizeof *ctx);
-    ctx->allocator   = d.allocator;
-    ctx->log         = d.log;
-    ctx->log_user    = d.log_user;
-    ctx->seed        = d.seed;
-    ctx->process     = hpmli_process();
-    ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
-    ctx->ops         = ctx->backend->ops;
-    ctx->allocations = 1;
-    ctx->bytes       = sizeof *ctx;
-    ctx->threads     = 1;
-    if (!hpmli_ctx_open(ctx, &d) && ctx->status == HPML_OK)
-        hpmli_fail(ctx, HPML_ERR_STATE, "ctx: the backend \"%s\" did not open", ctx->backend->name);
-    return ctx;
-}
-
-HPML_API void hpml_ctx_free(hpml_ctx *ctx)
-{
-    if (!ctx) return;
-    for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: users before what they use */
-        hpmli_drop_fn *drop = b->drop;
-        b->drop = NULL;
-        if (drop) drop((char *)b + HPMLI_BLOCK);
-    }
-    if (ctx->device) ctx->backend->close(ctx->device);
-    while (ctx->blocks) hpmli_free(ctx, (char *)ctx->blocks + HPMLI_BLOCK);
-    hpml_allocator allocator = ctx->allocator;
-    allocator.free(ctx, sizeof *ctx, allocator.user);
-}
-
-HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx) { return ctx ? ctx->status : HPML_ERR_ARGUMENT; }
-HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx) { return ctx ? ctx->error : "no context"; }
-
-HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
-{
-    if (!ctx) return;
-    ctx->status      = HPML_OK;
-    ctx->error[0]    = 0;
-    ctx->param_count = ctx->param_kept;
-    hpmli_names_fill(ctx);
-}
-
-HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
-HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ctx->k->name : ""; }
-HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx)        { return ctx ? ctx->seed : 0; }
-HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx) { return ctx ? ctx->allocations : 0; }
-HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx)       { return ctx ? ctx->bytes : 0; }
-HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress)
-{
-    hpml_progress before = { NULL, NULL };
-    if (!ctx) return before;
-    before        = ctx->progress;
-    ctx->progress = progress;
-    return before;
-}
-
-HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
-{
-    hpml_allocator none = HPMLI_ZEROED;
-    return ctx ? ctx->allocator : none;
-}
-
-HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx) { return ctx ? ctx->backend : NULL; }
-HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>tensor   tensors and views, copies and conversions
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* By hpml_dtype: bytes of an element, our name, safetensors' name, numpy's (it has no bf16). */
-static const struct hpmli_dtype {
-    size_t      size;
-    const char *name, *safe, *numpy;
-} hpmli_dtypes[] = { { 4, "f32", "F32", "<f4" }, { 2, "bf16", "BF16", NULL }, { 2, "f16", "F16", "<f2" },
-                     { 4, "i32", "I32", "<i4" }, { 1, "u8", "U8", "|u1" } };
-#define HPMLI_DTYPES 5
-
-HPML_API size_t hpml_dtype_size(hpml_dtype dtype)
-{
-    return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].size : 0;
-}
-
-HPML_API const char *hpml_dtype_name(hpml_dtype dtype)
-{
-    return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].name : "?";
-}
-
-/* Product of a shape; -1 when a dimension is not positive or the bytes would overflow. */
-HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
-{
-    size_t count = 1;
-    for (int i = 0; i < ndim; i++)
-        if (shape[i] <= 0 || !hpmli_mul(count, (size_t)shape[i], &count) || count > SIZE_MAX / 16) return -1;
-    return (int64_t)count;
-}
-
-HPMLI_FN int64_t hpmli_cropped(const hpml_dataset *d) /* numbers of a sample as loaders hand it out */
-{
-    int64_t n = hpmli_shape_count(d->x_ndim, d->x_shape), k = d->x_crop;
-    return k > 0 && d->x_ndim > 1 ? n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * k * k : n;
-}
-
-/* Appends as snprintf does, and counts what it would have needed. */
-typedef struct hpmli_table {
-    char  *buffer;
-    size_t size;
-    int    used;
-} hpmli_table;
-
-HPMLI_FN hpmli_table hpmli_table_of(char *buffer, size_t size)
-{
-    hpmli_table t = { buffer, size, 0 };
-    if (size > 0 && buffer) buffer[0] = 0;
-    return t;
-}
-
-HPMLI_PRINTF(2, 3)
-HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
-{
-    va_list args;
-    bool    room = t->buffer && (size_t)t->used < t->size;
-    va_start(args, format);
-    int n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
-    va_end(args);
-    if (n > 0) t->used += n;
-}
-
-/* Texts for messages, good until eight more are made: of a shape, "64x784", ... */
-HPMLI_FN const char *hpmli_shape_text(hpml_ctx *ctx, int ndim, const int64_t *shape)
-{
-    hpmli_table t = hpmli_table_of(ctx->texts[ctx->text_count++ % 8], sizeof ctx->texts[0]);
-    if (ndim < 1) hpmli_table_add(&t, "scalar");
-    for (int i = 0; i < ndim; i++) hpmli_table_add(&t, "%s%lld", i ? "x" : "", (long long)shape[i]);
-    return t.buffer;
-}
-
-HPML_API int64_t hpml_tensor_count(const hpml_tensor *t)
-{
-    int64_t count = 1;
-    if (!t) return 0;
-    for (int i = 0; i < t->ndim; i++) count *= t->shape[i];
-    return count;
-}
-
-HPMLI_FN size_t hpmli_tensor_bytes(const hpml_tensor *t)
-{
-    return (size_t)hpml_tensor_count(t) * hpml_dtype_size(t->dtype);
-}
-
-HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size)
-{
-    if (!t) snprintf(buffer, size, "no tensor");
-    else snprintf(buffer, size, "%s %s \"%s\"", hpml_dtype_name(t->dtype),
-                  hpmli_shape_text(t->ctx, t->ndim, t->shape), t->name);
-    return buffer;
-}
-
-/* ... and of a tensor. */
-HPMLI_FN const char *hpmli_text(const hpml_tensor *t)
-{
-    char *buffer = t->ctx->texts[t->ctx->text_count++ % 8];
-    return hpml_tensor_text(t, buffer, sizeof t->ctx->texts[0]);
-}
-
-HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
-{
-    int64_t stride = 1;
-    t->ndim = ndim;
-    for (int i = 0; i < HPML_MAX_DIMS; i++) t->shape[i] = i < ndim ? shape[i] : 1;
-    for (int i = HPML_MAX_DIMS - 1; i >= 0; i--) {
-        t->stride[i] = stride;
-        stride *= t->shape[i];
-    }
-}
-
-/* A tensor without memory. The one place where shapes are checked. */
-HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim,
-                                       const int64_t *shape)
-{
-    if (hpmli_failed(ctx)) return NULL;
-    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape))
-        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, not 0 to %d", name, ndim, HPML_MAX_DIMS);
-    if (hpml_dtype_size(dtype) == 0)
-        return hpmli_null(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
-    for (int i = 0; i < ndim; i++)
-        if (shape[i] <= 0)
-            return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": shape %s, every dimension must be at least 1", name,
-                              hpmli_shape_text(ctx, ndim, shape));
-    if (hpmli_shape_count(ndim, shape) < 0)
-        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
-                          hpmli_shape_text(ctx, ndim, shape));
-    hpml_tensor *t = hpmli_new(ctx, hpml_tensor, 1);
-    if (!t) return NULL;
-    t->ctx   = ctx;
-    t->name  = name;
-    t->dtype = dtype;
-    hpmli_set_shape(t, ndim, shape);
-    return t;
-}
-
-/* Zeroed memory on the context's device; an error on the context when there is none. */
-HPMLI_FN void *hpmli_device_alloc(hpml_ctx *ctx, size_t bytes)
-{
-    void *p = ctx->backend->alloc(ctx->device, bytes);
-    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were asked for",
-                       ctx->backend->name, bytes);
-    return p;
-}
-
-HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
-{
-    hpml_tensor *t = hpmli_tensor_new(ctx, "tensor", dtype, ndim, shape);
-    if (!t) return NULL;
-    t->data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
-    if (t->data) return t;
-    hpmli_free(ctx, t);
-    return NULL;
-}
-
-HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
-{
-    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 1, &d0);
-}
-
-/* The forms of a function that take a shape as two, three, four numbers; `call` uses them as `shape`. */
-#define HPMLI_SHAPES(name, T, x, call)                                                                                 \
-    HPML_API hpml_tensor *name##_2d(T x, int64_t a, int64_t b) { int64_t ndim = 2, shape[] = { a, b }; return call; }  \
-    HPML_API hpml_tensor *name##_3d(T x, int64_t a, int64_t b, int64_t c)                                              \
-    { int64_t ndim = 3, shape[] = { a, b, c }; return call; }                                                          \
-    HPML_API hpml_tensor *name##_4d(T x, int64_t a, int64_t b, int64_t c, int64_t d)                                   \
-    { int64_t ndim = 4, shape[] = { a, b, c, d }; return call; }
-HPMLI_SHAPES(hpml_tensor_create, hpml_ctx *, ctx, hpml_tensor_create(ctx, HPML_DTYPE_F32, (int)ndim, shape))
-
-/* True when views of t can be made. */
-HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
-{
-    if (!t || hpmli_failed(t->ctx)) return false;
-    if (t->data) return true;
-    return hpmli_false(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, hpml_slice "
-                       "or hpml_transpose instead", t->name);
-}
-
-/* A tensor with the memory and strides of another one. */
-HPMLI_FN hpml_tensor *hpmli_view(const hpml_tensor *t)
-{
-    hpml_tensor *v = hpmli_tensor_new(t->ctx, "view", t->dtype, t->ndim, t->shape);
-    if (v) v->data = t->data, memcpy(v->stride, t->stride, sizeof v->stride);
-    return v;
-}
-
-HPML_API void hpml_tensor_free(hpml_tensor *t)
-{
-    if (!t || t->node || t->param || t->batch_rows) return;
-    if (strcmp(t->name, "tensor") == 0) t->ctx->backend->free(t->ctx->device, t->data, hpmli_tensor_bytes(t));
-    hpmli_free(t->ctx, t);
-}
-
-HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
-{
-    int64_t stride = 1;
-    for (int i = t->ndim - 1; i >= 0; i--) {
-        if (t->shape[i] != 1 && t->stride[i] != stride) return false;
-        stride *= t->shape[i];
-    }
-    return true;
-}
-
-/* Replaces one -1 in a wanted shape by what is left; false when the counts differ. */
-HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, int64_t *shape)
-{
-    int64_t known = 1;
-    int     open  = -1;
-    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !want)) return false;
-    for (int i = 0; i < ndim; i++) {
-        shape[i] = want[i];
-        if (want[i] == -1 && open < 0) open = i;
-        else if (want[i] <= 0 || known > count / want[i]) return false;
-        else known *= want[i];
-    }
-    if (open >= 0) {
-        if (known == 0 || count % known != 0) return false;
-        shape[open] = count / known;
-        known *= shape[open];
-    }
-    return known == count;
-}
-
-HPMLI_FN hpml_tensor *hpmli_reshape_error(hpml_tensor *t, int ndim, const int64_t *want)
-{
-    const char *shape = hpmli_shape_text(t->ctx, !want || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
-    return hpmli_null(t->ctx, HPML_ERR_SHAPE, "reshape of %s to %s: the number of elements must stay the same, and at "
-                      "most one dimension may be -1", hpmli_text(t), shape);
-}
-
-HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape)
-{
-    int64_t full[HPML_MAX_DIMS];
-    if (!hpmli_has_views(t)) return NULL;
-    if (!hpmli_contiguous(t) || !hpmli_reshape_rule(hpml_tensor_count(t), ndim, shape, full))
-        return hpmli_reshape_error(t, ndim, shape);
-    hpml_tensor *v = hpmli_view(t);
-    if (v) hpmli_set_shape(v, ndim, full);
-    return v;
-}
-
-HPMLI_FN bool hpmli_slice_fits(const hpml_tensor *t, int dim, int64_t start, int64_t count)
-{
-    if (dim >= 0 && dim < t->ndim && start >= 0 && count > 0 && start <= t->shape[dim] - count) return true;
-    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "slice of %s: %lld from %lld on of dimension %d is outside",
-                       hpmli_text(t), (long long)count, (long long)start, dim);
-}
-
-HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count)
-{
-    if (!hpmli_has_views(t) || !hpmli_slice_fits(t, dim, start, count)) return NULL;
-    hpml_tensor *v = hpmli_view(t);
-    if (!v) return NULL;
-    v->shape[dim] = count;
-    v->data = (float *)(void *)((char *)t->data + (size_t)(start * t->stride[dim]) * hpml_dtype_size(t->dtype));
-    return v;
-}
-
-HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
-{
-    if (!hpmli_has_views(t)) return NULL;
-    if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim)
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_text(t), dim_a,
-                          dim_b);
-    hpml_tensor *v = hpmli_view(t);
-    if (!v) return NULL;
-    v->shape[dim_a] = t->shape[dim_b], v->stride[dim_a] = t->stride[dim_b];
-    v->shape[dim_b] = t->shape[dim_a], v->stride[dim_b] = t->stride[dim_a];
-    return v;
-}
-
-/* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits. */
-HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src,
-                            int64_t n)
-{
-    float  piece[1024], raw[1024]; /* files do not align what they hold: raw is where that is read, or made */
-    size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
-    if (to == from) memmove(dst, src, (size_t)n * to_size);
-    for (int64_t i = 0, count; i < n && to != from; i += count) {
-        const void *x = (const char *)src + (size_t)i * from_size;
-        void       *y = (char *)dst + (size_t)i * to_size, *made = (uintptr_t)y % to_size ? raw : y;
-        count = n - i < 1024 ? n - i : 1024;
-        if ((uintptr_t)x % from_size) x = memcpy(raw, x, (size_t)count * from_size);
-        k->to_f32(piece, from, x, count);
-        k->from_f32(to, made, piece, count);
-        if (made != y) memcpy(y, made, (size_t)count * to_size);
-    }
-}
-
-HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n)
-{
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (!dst || !src || n < 0 || !hpml_dtype_size(to) || !hpml_dtype_size(from))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "convert: needs two arrays, two dtypes, n >= 0; n is %lld",
-                          (long long)n);
-    hpmli_convert(ctx->k, to, dst, from, src, n);
-    return HPML_OK;
-}
-
-/* Two operands in step: shapes are matched from the last dimension, a 1 stretches, which in memory is a stride of 0.
-   Neighbouring dimensions that walk in step are joined, so that equal shapes become one long run and (B, C) + (C)
-   becomes B runs of C. */
-typedef struct hpmli_walk {
-    int     ndim;
-    int64_t shape[HPML_MAX_DIMS];     /* of the result, joined */
-    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b: 0 where stretched */
-    int64_t runs, run;                /* result = runs x run elements */
-} hpmli_walk;
-
-HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_tensor *a, const hpml_tensor *b)
-{
-    const hpml_tensor *src[2] = { a, b };
-    w->ndim = 0;
-    for (int i = 0; i < out->ndim; i++) { /* outermost first; i joins the one before when both operands allow */
-        int64_t size = out->shape[i], stride[2];
-        for (int s = 0; s < 2; s++) {
-            int dim = i - (out->ndim - src[s]->ndim);
-            stride[s] = dim >= 0 && src[s]->shape[dim] > 1 ? src[s]->stride[dim] : 0;
-        }
-        if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0] * size &&
-            w->stride[1][w->ndim - 1] == stride[1] * size)
-            size *= w->shape[--w->ndim];
-        else if (size == 1) continue;
-        w->shape[w->ndim]     = size;
-        w->stride[0][w->ndim] = stride[0];
-        w->stride[1][w->ndim] = stride[1];
-        w->ndim++;
-    }
-    if (w->ndim == 0) w->shape[0] = 1, w->stride[0][0] = w->stride[1][0] = 1, w->ndim = 1;
-    w->run  = w->shape[w->ndim - 1];
-    w->runs = 1;
-    for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
-}
-
-/* Where run `r` of operand s begins. */
-HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
-{
-    int64_t at = 0;
-    for (int i = w->ndim - 2; i > 0; i--) {
-        at += r % w->shape[i] * w->stride[s][i];
-        r /= w->shape[i];
-    }
-    return at + r * w->stride[s][0];
-}
-
-HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
-{
-    hpmli_walk w;
-    if (!dst || !src || hpmli_failed(dst->ctx)) return dst ? hpml_ctx_status(dst->ctx) : HPML_ERR_ARGUMENT;
-    if (dst->ndim != src->ndim || memcmp(dst->shape, src->shape, sizeof dst->shape) != 0 || !dst->data || !src->data)
-        return hpmli_fail(dst->ctx, HPML_ERR_SHAPE, "copy of %s to %s: both need memory and the same shape",
-                          hpmli_text(src), hpmli_text(dst));
-    hpmli_walk_make(&w, dst, dst, src);
-    int64_t to = w.stride[0][w.ndim - 1], from = w.stride[1][w.ndim - 1], whole = to == 1 && from == 1 ? w.run : 1;
-    for (int64_t i = 0; i < w.runs * w.run; i += whole) {
-        int64_t run = i / w.run, d = hpmli_walk_at(&w, 0, run) + i % w.run * to;
-        int64_t s = hpmli_walk_at(&w, 1, run) + i % w.run * from;
-        hpmli_convert(dst->ctx->k, dst->dtype, (char *)dst->data + (size_t)d * hpml_dtype_size(dst->dtype), src->dtype,
-                      (const char *)src->data + (size_t)s * hpml_dtype_size(src->dtype), whole);
-    }
-    return HPML_OK;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>host   whole tensors to and from host memory
-// ---------------------------------------------------------------------------------------------------------------------
-
-HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
-
-/* Copies the first n numbers of t, of any dtype, to the host as f32. */
-HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
-{
-    size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
-    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out: widened in place */
-    hpml_status status = ctx->backend->read(ctx->device, raw, t->data, bytes);
-    if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
-    return status;
-}
-
-HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const float *in)
-{
-    size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
-    void  *raw   = hpmli_alloc(ctx, bytes);
-    if (!raw) return ctx->status;
-    hpmli_convert(ctx->k, t->dtype, raw, HPML_DTYPE_F32, in, n);
-    hpml_status status = ctx->backend->write(ctx->device, t->data, raw, bytes);
-    hpmli_free(ctx, raw);
-    return status;
-}
-
-/* Copies `count` values from the host (`in`) to a tensor or back (`out`); plain: the host's values are f32. */
-HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, const void *in, void *out, int64_t count,
-                                    bool plain)
-{
-    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    const hpml_backend *b     = t->ctx->backend;
-    size_t              bytes = hpmli_tensor_bytes(t);
-    if ((!in && !out) || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
-        return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
-                          "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
-                          t->data ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
-    if (plain && in) return hpmli_write_floats(t->ctx, t, count, (const float *)in);
-    if (plain) return hpmli_read_floats(t->ctx, t, count, (float *)out);
-    return in ? b->write(t->ctx->device, t->data, in, bytes) : b->read(t->ctx->device, out, t->data, bytes);
-}
-
-HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count)
-{
-    return hpmli_transfer(t, "set", values, NULL, count, t && t->node && hpmli_is_half(t->dtype));
-}
-
-HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count)
-{
-    return hpmli_transfer(t, "get", NULL, values, count, t && t->node && hpmli_is_half(t->dtype));
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>record   recording: nodes, inputs, parameters
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* What the backward pass of an op reads: the planner keeps just that. Given by the op's _needs function. */
-#define HPMLI_NEED_SRC(i) (1u << (i))
-#define HPMLI_NEED_OUT    (1u << 8)
-#define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
-#define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
-
-/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`; one
-   that can fail returns its status. */
-#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-#define HPMLI_OP(name, needs, forward, backward)                                                                       \
-    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
-    HPMLI_PASS(name##_forward) { forward; return HPML_OK; }                                                            \
-    HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
-
-/* What most passes are: fn for each of `count` rows, planes, channels ..., `each` of them a task. */
-typedef struct hpmli_work hpmli_work;
-typedef void hpmli_work_fn(const hpmli_work *w, int64_t i, int thread);
-struct hpmli_work {
-    const hpml_run      *run;
-    const hpmli_kernels *k;
-    hpml_node           *n;
-    int64_t              cols; /* of a row of src[0] */
-    bool                 back;
-    int64_t              count, each;
-    hpmli_work_fn       *fn;
-};
-
-HPMLI_FN void hpmli_work_task(void *arg, int64_t task, int thread)
-{
-    const hpmli_work *w = (const hpmli_work *)arg;
-    for (int64_t i = task * w->each; i < (task + 1) * w->each && i < w->count; i++) w->fn(w, i, thread);
-}
-
-HPMLI_FN void hpmli_work_run(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t each,
-                             hpmli_work_fn *fn)
-{
-    const hpml_tensor *x = n->src[0];
-    hpmli_work         w = { run, run->ctx->k, n, x->ndim ? x->shape[x->ndim - 1] : 1, back, count, each, fn };
-    hpmli_parallel(run->ctx, (count + each - 1) / each, hpmli_work_task, &w);
-}
-
-/* An op whose passes are of this kind. */
-#define HPMLI_WORK_OP(name, needs, count, each, forward, backward)                                                     \
-    HPMLI_OP(name, needs, hpmli_work_run(run, n, false, count, each, hpmli_##forward),                                 \
-             hpmli_work_run(run, n, true, count, each, hpmli_##backward))
-
-/* fn for each row of src[0]: of its last dimension. */
-HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
-{
-    int64_t cols = n->src[0]->shape[n->src[0]->ndim - 1];
-    hpmli_work_run(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
-}
-
-/* Such functions go through a long row piece by piece: c elements from i on. */
-#define HPMLI_PIECE 512
-#define HPMLI_PIECES(i, c, n) \
-    for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
-
-/* What results of ops are kept in. */
-HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
-{
-    return ctx->backend->store ? ctx->backend->store(ctx->device) : HPML_DTYPE_F32;
-}
-
-/* What ops compute with. */
-HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
-{
-    return t->dtype == HPML_DTYPE_F32 || hpmli_is_half(t->dtype);
-}
-
-/* The given name, or "<kind><number>". Owned by the context. */
-HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
-{
-    char text[64];
-    if (hpmli_failed(ctx)) return NULL;
-    if (name && name[0]) return hpmli_strdup(ctx, name);
-    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count - ctx->turn_count);
-    return hpmli_strdup(ctx, text);
-}
-
-/* True when all sources are there and of one context; with one NULL, or on a failed context, recording does nothing. */
-HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
-{
-    hpml_ctx *ctx = NULL;
-    for (int i = 0; i < src_count; i++) {
-        if (!src[i]) return false;
-        if (!ctx) ctx = src[i]->ctx;
-        if (hpmli_failed(ctx)) return false;
-        if (src[i]->ctx != ctx)
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name,
-                               src[i]->name);
-        if (!hpmli_contiguous(src[i]))
-            return hpmli_false(ctx, HPML_ERR_SHAPE, "%s is a view with gaps, which ops do not read: hpml_tensor_copy "
-                               "it to a tensor of its own, or record hpml_permute or hpml_slice", hpmli_text(src[i]));
-    }
-    return true;
-}
-
-/* Adds an op. Its result, n->out, is named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
-   and absent are NULL, the first never is. The caller fills in n->attr and the bytes it needs. After an error that is
-   lost: it goes to a spare node, whose result is NULL. */
-HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
-                                      const int64_t *shape)
-{
-    hpml_ctx  *ctx   = src[0]->ctx;
-    hpml_node *none  = &ctx->spare;
-    hpml_dtype dtype = hpmli_store(ctx);
-    bool       images = ndim == 4 && op != HPML_OP_RESHAPE && op != HPML_OP_PERMUTE;
-    const hpml_tensor *first = NULL, *nhwc = NULL; /* sources with a layout, one in NHWC */
-    none->out = NULL;
-    for (int i = 0; i < src_count && images; i++) {
-        if (!src[i] || src[i]->ndim != 4) continue;
-        if (src[i]->layout == HPML_NHWC) nhwc = src[i];
-        if (!src[i]->batch_rows) continue;
-        if (first && first->layout != src[i]->layout)
-            hpmli_fail(ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of them",
-                       hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
-        first = src[i];
-    }
-    for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
-        bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
-        if (src[i] && op != HPML_OP_RESHAPE &&
-            (index ? src[i]->dtype != HPML_DTYPE_I32 : src[i]->dtype != HPML_DTYPE_F32 && src[i]->dtype != dtype))
-            hpmli_fail(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
-                       hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
-    }
-    if (ndim == 0) dtype = HPML_DTYPE_F32;
-    if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
-    hpml_tensor *out = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
-    hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
-    if (!n) return none;
-    HPML_ASSERT(src_count <= HPML_MAX_SRC);
-    n->op        = op;
-    n->index     = ctx->node_count++;
-    n->out       = out;
-    n->src_count = src_count;
-    out->node    = n;
-    out->layout  = nhwc ? HPML_NHWC : HPML_NCHW;
-    for (int i = 0; i < src_count; i++) {
-        hpml_tensor *s = n->src[i] = src[i];
-        if (!s) continue;
-        s->used = true;
-        if (s->needs_grad) out->needs_grad = true;
-        if (!s->batch_rows) continue;
-        if (ndim > 0 && shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
-        else n->mixes_batch = ndim > 0; /* a scalar of a short batch is just a shorter sum */
-    }
-    if (out->batch_rows) n->mixes_batch = false;
-    ctx->param_kept = ctx->param_count;
-    return n;
-}
-
-/* Says how many rows of the result there are for each sample, where that is not as in a source of as many rows; 0: if
-   a source has any, samples get mixed. */
-HPMLI_FN void hpmli_node_batch(hpml_node *n, int64_t rows)
-{
-    if (!n->out) return;
-    n->out->batch_rows = rows;
-    n->mixes_batch     = false;
-    for (int i = 0; i < n->src_count; i++) n->mixes_batch |= rows == 0 && n->src[i]->batch_rows > 0;
-}
-
-HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
-{
-    if (hpmli_failed(ctx)) return NULL;
-    if (ndim < 1) return hpmli_null(ctx, HPML_ERR_SHAPE, "input: needs at least the batch dimension");
-    hpml_tensor *t = hpmli_tensor_new(ctx, "input", dtype, ndim, shape);
-    if (t) t->batch_rows = 1;
-    return t;
-}
-
-HPMLI_SHAPES(hpml_input, hpml_ctx *, ctx, hpml_input(ctx, HPML_DTYPE_F32, (int)ndim, shape))
-
-HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
-{
-    int64_t shape[2] = { b, t };
-    return hpml_input(ctx, HPML_DTYPE_I32, 2, shape);
-}
-
-HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
-{
-    if (!input || hpmli_failed(input->ctx)) return input ? input->ctx->status : HPML_ERR_ARGUMENT;
-    if (input->node || input->dtype != HPML_DTYPE_F32)
-        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets "
-                          "its gradient by itself", input->name);
-    if (input->used && !input->needs_grad)
-        return hpmli_fail(input->ctx, HPML_ERR_STATE, "require_grad of \"%s\": an op uses it already, whose backward "
-                          "pass would leave it out; call this before", input->name);
-    input->needs_grad = true;
-    return HPML_OK;
-}
-
-#define HPMLI_NAME 256 /* room for the name of an array in a file */
-
-#define HPMLI_HASH UINT64_C(14695981039346656037)
-HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n) /* FNV-1a, begun with HPMLI_HASH */
-{
-    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
-    return hash;
-}
-
-/* The entry of the table of names for the parameter `name`: its own, or a free one. */
-HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
-{
-    uint64_t hash = hpmli_hash(HPMLI_HASH, name, strlen(name));
-    for (uint64_t at = hash ^ hash >> 32;; at++) {
-        int *entry = &ctx->names[at & (uint64_t)(ctx->name_size - 1)];
-        if (*entry == 0 || strcmp(ctx->params[*entry - 1]->name, name) == 0) return entry;
-    }
-}
-
-/* Fills the table of names again from the list of parameters. */
-static void hpmli_names_fill(hpml_ctx *ctx)
-{
-    if (ctx->name_size > 0) memset(ctx->names, 0, (size_t)ctx->name_size * sizeof *ctx->names);
-    for (int i = 0; i < ctx->param_count; i++) *hpmli_name_entry(ctx, ctx->params[i]->name) = i + 1;
-}
-
-/* Doubles the table before one more parameter would fill more than half of it. */
-HPMLI_FN bool hpmli_names_grow(hpml_ctx *ctx)
-{
-    int64_t size = ctx->name_size > 0 ? 2 * ctx->name_size : 128;
-    if (2 * ((int64_t)ctx->param_count + 1) <= ctx->name_size) return true;
-    int *names = hpmli_new(ctx, int, size);
-    if (!names) return false;
-    hpmli_free(ctx, ctx->names);
-    ctx->names     = names;
-    ctx->name_size = size;
-    hpmli_names_fill(ctx);
-    return true;
-}
-
-HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
-                                      const int64_t *shape)
-{
-    if (!name || hpmli_failed(ctx)) return NULL;
-    if ((int)init < 0 || init > HPML_INIT_ONES)
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": no initializer %d", name, (int)init);
-    if (strlen(name) >= HPMLI_NAME - 8) /* "state." goes before some in files */
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": a name of %zu characters, expected fewer than %d",
-                          name, strlen(name), HPMLI_NAME - 8);
-    if (hpml_param_find(ctx, name))
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
-    hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
-    if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
-    if (!hpmli_names_grow(ctx)) return NULL;
-    t->param = hpmli_new(ctx, hpml_param, 1);
-    if (!t->param) return NULL;
-    t->param->index      = ctx->param_count;
-    t->param->init       = init == HPML_INIT_DEFAULT ? HPML_INIT_KAIMING_UNIFORM : init;
-    t->param->init_scale = scale;
-    t->param->lr_scale   = 1;
-    t->needs_grad        = true;
-    *hpmli_name_entry(ctx, name) = ctx->param_count + 1;
-    ctx->params[ctx->param_count++] = t;
-    return t;
-}
-
-/* The parameter "layer.suffix". Weight decay leaves vectors alone: a bias, the scale of a norm. */
-HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
-                                        float scale, int ndim, const int64_t *shape)
-{
-    char text[HPMLI_NAME];
-    if (!layer || hpmli_failed(ctx)) return NULL;
-    snprintf(text, sizeof text, "%s.%s", layer, suffix);
-    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, text), init, scale, ndim, shape);
-    if (t) t->param->no_decay = ndim == 1;
-    return t;
-}
-
-HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc)
-{
-    hpml_param_desc d;
-    char            text[32];
-    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "param", d, desc)) return NULL;
-    if (d.ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
-    snprintf(text, sizeof text, "param%d", ctx->param_count);
-    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d.name ? d.name : text), d.init, d.init_scale, d.ndim,
-                                     d.shape);
-    if (!t) return NULL;
-    t->param->buffer   = d.buffer;
-    t->param->frozen   = d.frozen;
-    t->param->no_decay = d.no_decay;
-    t->needs_grad      = !d.buffer && !d.frozen;
-    ctx->param_kept    = ctx->param_count;
-    return t;
-}
-
-HPML_API int hpml_param_count(const hpml_ctx *ctx) { return ctx ? ctx->param_count : 0; }
-
-HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index)
-{
-    return ctx && index >= 0 && index < ctx->param_count ? ctx->params[index] : NULL;
-}
-
-HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name)
-{
-    int *entry = ctx && name && ctx->name_size > 0 ? hpmli_name_entry(ctx, name) : NULL;
-    return entry && *entry > 0 ? ctx->params[*entry - 1] : NULL;
-}
-
-HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
-{
-    int64_t total = 0;
-    for (int i = 0; i < hpml_param_count(ctx); i++)
-        if (!ctx->params[i]->param->buffer) total += hpml_tensor_count(ctx->params[i]);
-    return total;
-}
-
-/* One parameter's first values, drawn on the host from the stream of its index: they do not depend on the others. */
-typedef struct hpmli_init_job {
-    const hpml_ctx *ctx;
-    float          *w;             /* (n) */
-    int64_t         n;
-    uint64_t        stream;
-    double          scale;
-    bool            drawn, normal; /* not drawn: all are `scale` */
-} hpmli_init_job;
-
-HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_init_job *j = (const hpmli_init_job *)arg;
-    int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
-    if (j->drawn)
-        j->ctx->k->random(j->normal ? HPMLI_NORMAL : HPMLI_UNIFORM, j->w + i, j->ctx->seed, j->stream, (uint64_t)i,
-                          end - i);
-    for (; i < end; i++)
-        if (!j->drawn) j->w[i] = (float)j->scale;
-        else j->w[i] = (float)(j->scale * (j->normal ? (double)j->w[i] : 2 * (double)j->w[i] - 1));
-}
-
-HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
-{
-    const hpml_param *p = t->param;
-    hpmli_init_job    j = { ctx, w, hpml_tensor_count(t), (uint64_t)p->index, (double)p->init_scale, true, false };
-    double fan_in = (double)j.n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
-    double fan_out = (double)t->shape[0] * field;
-    switch (p->init) {
-    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
-    case HPML_INIT_KAIMING_NORMAL: j.scale = sqrt(2 / fan_in), j.normal = true; break;
-    case HPML_INIT_XAVIER_UNIFORM: j.scale = sqrt(6 / (fan_in + fan_out)); break;
-    case HPML_INIT_XAVIER_NORMAL: j.scale = sqrt(2 / (fan_in + fan_out)), j.normal = true; break;
-    case HPML_INIT_NORMAL: j.scale = j.scale > 0 ? j.scale : 0.02, j.normal = true; break;
-    case HPML_INIT_UNIFORM: j.scale = j.scale > 0 ? j.scale : 0.1; break;
-    case HPML_INIT_ZEROS: case HPML_INIT_ONES: j.scale = p->init == HPML_INIT_ONES, j.drawn = false; break;
-    }
-    hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
-}
-
-HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
-{
-    size_t room = 0;
-    float *w    = NULL; /* room for the largest */
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    for (int i = 0; i < ctx->param_count; i++) {
-        size_t bytes = hpmli_tensor_bytes(ctx->params[i]);
-        if (!ctx->params[i]->data && bytes > room) room = bytes;
-    }
-    if (room > 0) w = (float *)hpmli_alloc(ctx, room);
-    for (int i = 0; w && i < ctx->param_count; i++) {
-        hpml_tensor *t = ctx->params[i];
-        if (t->data) continue;
-        t->data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
-        if (!t->data) break;
-        hpmli_init_values(ctx, t, w);
-        ctx->backend->write(ctx->device, t->data, w, hpmli_tensor_bytes(t));
-    }
-    hpmli_free(ctx, w);
-    return ctx->status;
-}
-
-HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
-{
-    uint64_t hash = HPMLI_HASH;
-    if (hpmli_failed(ctx)) return 0;
-    for (int i = 0; i < ctx->param_count; i++) {
-        const hpml_tensor *t     = ctx->params[i];
-        size_t             bytes = hpmli_tensor_bytes(t);
-        unsigned char     *host  = t->data ? (unsigned char *)hpmli_alloc(ctx, bytes) : NULL;
-        if (!host) continue;
-        ctx->backend->read(ctx->device, host, t->data, bytes);
-        hash = hpmli_hash(hash, host, bytes);
-        hpmli_free(ctx, host);
-    }
-    return hash;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>gemm-threads   dealing a matrix product out to threads
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* C is cut into rectangles, each computed by one thread with its own packing space: nothing is shared, nobody waits.
-   Each rectangle packs what it needs; at 100 rows or more that is a few percent. */
-
-typedef struct hpmli_gemm_job {
-    hpml_ctx              *ctx;
-    const hpmli_gemm_desc *d;
-    int64_t                rows, cols; /* pieces of C down and across */
-} hpmli_gemm_job;
-
-/* Piece t of `pieces` of a length, cut at multiples of `unit`. */
-HPMLI_FN int64_t hpmli_cut(int64_t length, int64_t pieces, int64_t t, int64_t unit)
-{
-    int64_t units = (length + unit - 1) / unit, at = units * t / pieces * unit;
-    return at < length ? at : length;
-}
-
-HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
-{
-    const hpmli_gemm_job *job = (const hpmli_gemm_job *)arg;
-    int64_t               at  = task % (job->rows * job->cols), r = at / job->cols, c = at % job->cols;
-    hpmli_gemm_part       part;
-    part.d     = job->d;
-    part.batch = task / (job->rows * job->cols);
-    part.i0    = hpmli_cut(job->d->m, job->rows, r, 1);
-    part.i1    = hpmli_cut(job->d->m, job->rows, r + 1, 1);
-    part.j0    = hpmli_cut(job->d->n, job->cols, c, 32);
-    part.j1    = hpmli_cut(job->d->n, job->cols, c + 1, 32);
-    part.ws    = job->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
-    if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
-}
-
-/* One thread, from inside a task: uses the packing space of `thread`. */
-HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
-{
-    hpmli_gemm_part part;
-    part.d = d, part.i0 = part.j0 = 0, part.i1 = d->m, part.j1 = d->n;
-    part.ws = ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
-    if (d->m > 0 && d->n > 0)
-        for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
-}
-
-/* A small C over a long k (the gradient of a convolution's weights) is cut along k, into pieces that the shape alone
-   decides; their sums are added in order. */
-typedef struct hpmli_gemm_split {
-    hpml_ctx              *ctx;
-    const hpmli_gemm_desc *d;
-    int64_t                pieces;
-    float                 *sums; /* (pieces, m, n) */
-} hpmli_gemm_split;
-
-HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
-{
-    int64_t pieces = d->k / 2048;
-    if (d->batch != 1 || d->alpha == 0 || d->m * d->n > HPMLI_GEMM_SUMS / 8) return 1;
-    if (pieces > HPMLI_GEMM_SUMS / (d->m * d->n)) pieces = HPMLI_GEMM_SUMS / (d->m * d->n);
-    return pieces > 64 ? 64 : pieces;
-}
-
-HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
-{
-    const hpmli_gemm_split *s  = (const hpmli_gemm_split *)arg;
-    int64_t                 p0 = task * s->d->k / s->pieces, p1 = (task + 1) * s->d->k / s->pieces;
-    hpmli_gemm_desc         d  = *s->d;
-    d.k = p1 - p0;
-    d.a += p0 * d.a_cs, d.b += p0 * d.b_rs;
-    d.c = s->sums + task * d.m * d.n, d.ldc = d.n;
-    d.alpha = 1, d.beta = 0, d.bias_n = d.bias_m = NULL, d.act = 0;
-    hpmli_gemm_serial(s->ctx, thread, &d);
-}
-
-#ifdef HPML_USE_CBLAS
-/* HPML_USE_CBLAS: whole products of plain matrices go to a BLAS (its threads, its bits); bias first, relu after. Small
-   products inside tasks, convolutions and batches stay with us. */
-HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
-{
-    bool  ta = d->a_cs != 1, tb = d->b_cs != 1;
-    float beta = d->beta;
-    if (d->batch != 1 || d->bias_m || d->k < 1) return false;
-    if (d->m > INT_MAX || d->n > INT_MAX || d->k > INT_MAX ||
-        (ta && d->a_rs != 1) || (tb && d->b_rs != 1) || (ta ? d->a_cs < d->m : d->a_rs < d->k) ||
-        (tb ? d->b_cs < d->k : d->b_rs < d->n) || d->ldc < d->n)
-        return false;
-    for (int64_t i = 0; d->bias_n && i < d->m; i++) {
-        if (d->beta == 0) memcpy(d->c + i * d->ldc, d->bias_n, (size_t)d->n * sizeof(float));
-        else return false;
-        beta = 1;
-    }
-    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, (int)d->m, (int)d->n,
-                (int)d->k, d->alpha, d->a, (int)(ta ? d->a_cs : d->a_rs), d->b, (int)(tb ? d->b_cs : d->b_rs), beta,
-                d->c, (int)d->ldc);
-    for (int64_t i = 0; d->act == 1 && i < d->m; i++)
-        ctx->k->act_forward(HPML_ACT_RELU, 0, d->c + i * d->ldc, d->c + i * d->ldc, d->n);
-    return true;
-}
-#endif
-
-HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
-{
-    hpmli_gemm_job   job;
-    hpmli_gemm_split split;
-    double           each, size = (double)d->m * (double)d->n * (double)d->batch; /* of C: lines change caches, too */
-    int64_t          want = size * (double)d->k < 250e3 + 4 * fmin(size, 65536) ? 1 : ctx->threads;
-    if (d->m < 1 || d->n < 1 || d->batch < 1) return;
-#ifdef HPML_USE_CBLAS
-    if (hpmli_gemm_cblas(ctx, d)) return;
-#endif
-    split.pieces = hpmli_gemm_pieces(d);
-    if (split.pieces > 1) {
-        split.ctx = ctx, split.d = d, split.sums = ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS;
-        hpmli_parallel(ctx, split.pieces, hpmli_gemm_split_task, &split);
-        for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, split.sums, split.pieces, d->m * d->n);
-        return;
-    }
-    if (want == 1) { hpmli_gemm_serial(ctx, 0, d); return; }
-    job.ctx = ctx, job.d = d, job.rows = job.cols = 1;
-    while (job.rows * job.cols * d->batch < want) { /* cut the longer side of a piece */
-        int64_t height = d->m / job.rows, width = d->n / job.cols;
-        bool    down   = d->a_rs == 1 && d->a_cs * d->k >= 262144 && width >= 256; /* else each packs all of A */
-        bool    even   = width >= 256 || d->n % (32 * (job.cols + 1)) == 0; /* columns are cut at multiples of 32 */
-        if (width >= height + down && width >= 64 && even) job.cols++;
-        else if (height >= 8) job.rows++;
-        else if (width >= 64) job.cols++;
-        else break;
-    }
-    each = size * (double)d->k / (double)(job.rows * job.cols * d->batch);
-    if (d->a_cs == 1) /* 8e6 or more in up to four: a slow core does fewer. Across, so that B is packed but once */
-        job.cols *= (int64_t)fmax(1, fmin(fmin(each / 8e6, 4), (double)(d->n / job.cols / 128)));
-    hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A product whose operands are not all f32: C is cut into tiles, one to a task, and k into blocks. A task makes f32 of
-   its block of A and of B, in the part of its packing space that so small a product leaves free, and adds their product
-   to its tile. The shape alone decides the cuts, so that the bits do not depend on the number of threads. */
-#define HPMLI_MIXED_SIDE  512 /* of a tile, at most */
-#define HPMLI_MIXED_DEPTH 256 /* of a block of k */
-#define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
-#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* behind packed B: where the block of A is, */
-#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK)           /* and that of B; it ends before packed A */
-#define HPMLI_MIXED_THIN  8   /* rows or columns: so few that reading the other operand takes most of the time */
-
-typedef struct hpmli_mixed {
-    hpml_ctx       *ctx;
-    hpmli_gemm_desc d;       /* a and b: not floats, but of type[0] and type[1] */
-    hpml_dtype      type[2];
-    int64_t         rows, cols, depth; /* of a tile, of a block of k */
-} hpmli_mixed;
-
-/* The part (rows, cols) of an operand from (row, col) on, as f32, at `space` if it is not f32; its strides follow. */
-HPMLI_FN const float *hpmli_mixed_part(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row, int64_t col,
-                                       int64_t rows, int64_t cols, int64_t *rs, int64_t *cs, float *space)
-{
-    bool        across = *cs == 1;
-    int64_t     lines = across ? rows : cols, length = across ? cols : rows, apart = across ? *rs : *cs;
-    const char *from = (const char *)x + (size_t)(row * *rs + col * *cs) * hpml_dtype_size(type);
-    if (type == HPML_DTYPE_F32) return (const float *)(const void *)from;
-    for (int64_t i = 0; i < lines; i++)
-        k->to_f32(space + i * length, type, from + (size_t)(i * apart) * hpml_dtype_size(type), length);
-    *rs = across ? length : 1;
-    *cs = across ? 1 : length;
-    return space;
-}
-
-HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
-{
-    const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
-    const hpmli_kernels *k  = j->ctx->k;
-    float               *ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
-    int64_t across = (j->d.n + j->cols - 1) / j->cols, row = task / across * j->rows, col = task % across * j->cols;
-    int64_t at = 0;
-    do {
-        hpmli_gemm_desc d = j->d;
-        d.m = hpmli_min(d.m - row, j->rows), d.n = hpmli_min(d.n - col, j->cols);
-        d.k = hpmli_min(d.k - at, j->depth);
-        d.a = hpmli_mixed_part(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_rs, &d.a_cs, ws + HPMLI_MIXED_A);
-        d.b = hpmli_mixed_part(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_rs, &d.b_cs, ws + HPMLI_MIXED_B);
-        d.c += row * d.ldc + col;
-        if (at > 0) d.beta = 1;
-        hpmli_gemm_serial(j->ctx, thread, &d);
-        at += j->depth;
-    } while (at < j->d.k);
-}
-
-/* Chooses the tiles of C: large, because a tile uses each converted number once a row or column; yet enough for all
-   threads. */
-HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
-{
-    const hpmli_gemm_desc *d = &j->d;
-    bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
-    bool    along  = thin_m ? d->b_rs == 1 : d->a_cs == 1; /* the operand that is not thin is stored along k */
-    int64_t across, down, side = HPMLI_MIXED_SIDE;
-    if (thin) side = along ? 8 : 1024; /* long lines */
-    j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
-    j->rows = hpmli_min(d->m, side), j->cols = hpmli_min(d->n, side);
-    for (;;) {
-        down = (d->m + j->rows - 1) / j->rows, across = (d->n + j->cols - 1) / j->cols;
-        if (thin || down * across >= 16 || hpmli_max(j->rows, j->cols) < 128) break;
-        if (j->cols >= j->rows) j->cols = (j->cols + 63) / 64 * 32;
-        else j->rows = (j->rows + 1) / 2;
-    }
-    hpmli_parallel(j->ctx, down * across, hpmli_mixed_task, j);
-}
-
-HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
-                               hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
-                               int64_t ldb, float beta, float *c, int64_t ldc)
-{
-    hpmli_mixed j;
-    bool        plain = type_a == HPML_DTYPE_F32 && type_b == HPML_DTYPE_F32;
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
-        (m > 0 && n > 0 && (!c || (k > 0 && alpha != 0 && (!a || !b)))))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
-                          "not be negative, a leading dimension not smaller than a stored row, and no array NULL",
-                          plain ? "s" : "", (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb,
-                          (long long)ldc);
-    if ((unsigned)type_a > HPML_DTYPE_F16 || (unsigned)type_b > HPML_DTYPE_F16)
-        return hpmli_fail(ctx, HPML_ERR_DTYPE, "gemm: A is %s and B is %s, expected f32, bf16 or f16",
-                          hpml_dtype_name(type_a), hpml_dtype_name(type_b));
-    if (m == 0 || n == 0) return HPML_OK;
-    memset(&j, 0, sizeof j);
-    j.ctx = ctx, j.type[0] = type_a, j.type[1] = type_b;
-    j.d.m = m, j.d.n = n, j.d.k = alpha == 0 ? 0 : k, j.d.alpha = alpha, j.d.beta = beta, j.d.batch = 1;
-    j.d.a = (const float *)a, j.d.a_rs = trans_a ? 1 : lda, j.d.a_cs = trans_a ? lda : 1;
-    j.d.b = (const float *)b, j.d.b_rs = trans_b ? 1 : ldb, j.d.b_cs = trans_b ? ldb : 1;
-    j.d.c = c, j.d.ldc = ldc;
-    if (plain || j.d.k == 0) hpmli_gemm(ctx, &j.d);
-    else hpmli_mixed_run(&j);
-    return HPML_OK;
-}
-
-HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
-                                const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
-                                int64_t ldc)
-{
-    return hpml_gemm(ctx, trans_a, trans_b, m, n, k, alpha, HPML_DTYPE_F32, a, lda, HPML_DTYPE_F32, b, ldb, beta, c,
-                     ldc);
-}
-
-/* n numbers, inc apart: where they are, or together in `space`. */
-HPMLI_FN const float *hpmli_gather(float *space, const float *x, int64_t inc, int64_t n)
-{
-    if (inc == 1) return x;
-    for (int64_t i = 0; i < n; i++) space[i] = x[i * inc];
-    return space;
-}
-
-/* A matrix times a vector is a product with one column; transposed, into a contiguous y, it is one with one row, which
-   reads A row by row. Neither packs anything, so that packing space has room for vectors that are not contiguous. */
-#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* numbers; longer ones are read as they stand */
-
-HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
-                                int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
-{
-    hpmli_gemm_desc d;
-    int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* of y, of x */
-    float          *to = y;
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
-        (rows > 0 && (!y || (k > 0 && alpha != 0 && (!a || !x)))))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemv: m %lld n %lld lda %lld inc_x %lld inc_y %lld: sizes must not "
-                          "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
-                          (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
-    if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
-        x     = hpmli_gather(ctx->gemm_ws, x, inc_x, k);
-        inc_x = 1;
-    }
-    if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
-        to = ctx->gemm_ws + HPMLI_VECTOR;
-        if (beta != 0) hpmli_gather(to, y, inc_y, rows);
-    }
-    memset(&d, 0, sizeof d);
-    d.m = rows, d.n = d.batch = 1, d.k = k, d.alpha = alpha, d.beta = beta, d.c = to, d.ldc = to == y ? inc_y : 1;
-    d.a = a, d.a_rs = trans_a ? 1 : lda, d.a_cs = trans_a ? lda : 1;
-    d.b = x, d.b_rs = inc_x, d.b_cs = 1;
-    if (trans_a && d.ldc == 1) {
-        d.m = 1, d.n = d.ldc = rows;
-        d.a = x, d.a_rs = inc_x == 1 ? k : 1, d.a_cs = inc_x;
-        d.b = a, d.b_rs = lda, d.b_cs = 1;
-    }
-    hpmli_gemm(ctx, &d);
-    for (int64_t i = 0; i < rows && to != y; i++) y[i * inc_y] = to[i];
-    return HPML_OK;
-}
-
-/* Vectors are cut into pieces of HPMLI_GRAIN numbers, one a task; strided pieces are copied to a contiguous array. */
-typedef struct hpmli_vectors {
-    const hpmli_kernels *k;
-    int64_t              n, inc_x, inc_y, pieces;
-    float                alpha;
-    const float         *x;
-    float               *y;
-    float                most[HPMLI_SUM_TASKS]; /* of a piece: the largest magnitude, and where it is first */
-    int64_t              at[HPMLI_SUM_TASKS];
-} hpmli_vectors;
-
-/* y = alpha x + y; x NULL: y = alpha y. */
-HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_vectors *v = (const hpmli_vectors *)arg;
-    int64_t              first = task * HPMLI_GRAIN, count = hpmli_min(v->n - first, HPMLI_GRAIN);
-    float                px[HPMLI_PIECE], py[HPMLI_PIECE];
-    HPMLI_PIECES(i, c, count) {
-        float       *y  = v->y + (first + i) * v->inc_y;
-        float       *to = v->inc_y == 1 ? y : py;
-        const float *x  = v->x ? hpmli_gather(px, v->x + (first + i) * v->inc_x, v->inc_x, c) : to;
-        hpmli_gather(py, y, v->inc_y, c);
-        if (!v->x && v->alpha == 0) v->k->vfill(to, 0, c);
-        else v->k->vaxpby(to, v->alpha, x, v->x ? 1.0f : 0.0f, c);
-        for (int64_t e = 0; e < c && to == py; e++) y[e * v->inc_y] = py[e];
-    }
-}
-
-/* Checks the arguments of an operation that writes y, and runs it. */
-HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, float alpha, const float *x, int64_t inc_x,
-                                float *y, int64_t inc_y, bool reads_x)
-{
-    hpmli_vectors v;
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (n < 0 || inc_x < 1 || inc_y < 1 || (n > 0 && (!y || (reads_x && !x))))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%s: n %lld, increments %lld and %lld: n must not be negative, "
-                          "increments 1 or more, and no array NULL", name, (long long)n, (long long)inc_x,
-                          (long long)inc_y);
-    v.k = ctx->k, v.n = n, v.alpha = alpha, v.x = x, v.inc_x = inc_x, v.y = y, v.inc_y = inc_y;
-    hpmli_parallel(ctx, (n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_axpy_task, &v);
-    return HPML_OK;
-}
-
-HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
-                                int64_t inc_y)
-{
-    if (alpha == 0) n = hpmli_min(n, 0); /* checked, and nothing read */
-    return hpmli_axpy(ctx, "saxpy", n, alpha, x, inc_x, y, inc_y, true);
-}
-
-HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x)
-{
-    return hpmli_axpy(ctx, "sscal", n, alpha, NULL, 1, x, inc_x, false);
-}
-
-HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    hpmli_vectors *v   = (hpmli_vectors *)arg;
-    int64_t        end = v->n * (task + 1) / v->pieces, best = v->n * task / v->pieces;
-    float          most = -1, space[HPMLI_PIECE];
-    for (int64_t i = best, c; i < end && most == most; i += c) { /* which piece of a piece */
-        c = hpmli_min(end - i, HPMLI_PIECE);
-        float here = v->k->vamax(hpmli_gather(space, v->x + i * v->inc_x, v->inc_x, c), c);
-        if (here > most || here != here) most = here, best = i;
-    }
-    while (most == most ? fabsf(v->x[best * v->inc_x]) != most : v->x[best * v->inc_x] == v->x[best * v->inc_x]) best++;
-    v->most[task] = most, v->at[task] = best;
-}
-
-HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x)
-{
-    hpmli_vectors v;
-    int64_t       best = 0;
-    if (hpmli_failed(ctx)) return -1;
-    if (n < 0 || inc_x < 1 || (n > 0 && !x)) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "isamax: n %lld, increment %lld: n must not be negative, the increment 1 or "
-                   "more, and x not NULL", (long long)n, (long long)inc_x);
-        return -1;
-    }
-    if (n == 0) return -1;
-    v.k = ctx->k, v.n = n, v.x = x, v.inc_x = inc_x;
-    v.pieces = hpmli_min((n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, HPMLI_SUM_TASKS);
-    hpmli_parallel(ctx, v.pieces, hpmli_isamax_task, &v);
-    for (int64_t i = 1; i < v.pieces && v.most[best] == v.most[best]; i++)
-        if (!(v.most[i] <= v.most[best])) best = i;
-    return v.at[best];
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>elementwise   add, sub, mul, div with broadcasting; scale; activations
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Broadcasting as numpy does it, see hpmli_walk. The gradient of a stretched operand is the sum over what it was
-   stretched to. A batch that becomes a later dimension of the result has no short form. */
-
-HPML_API const char *hpml_op_name(hpml_op op)
-{
-    static const char *const names[] = {
-#define HPMLI_X(op, name) #name,
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-    };
-    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
-}
-
-typedef struct hpmli_binary {
-    const hpmli_kernels *k;
-    hpml_node           *n;
-    void (*op)(float *y, const float *a, const float *b, int64_t n); /* forward */
-    hpmli_walk           w;
-    int64_t              pieces; /* of HPMLI_GRAIN elements, per run */
-    int                  side;   /* backward: the operand whose gradient is computed; -1: forward */
-} hpmli_binary;
-
-/* n elements of operand s in a run: in place, or the one stretched value spread over `piece`. */
-HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, int64_t from, int64_t n, float *piece)
-{
-    const float *x = b->n->src[s]->data + hpmli_walk_at(&b->w, s, run);
-    if (b->w.stride[s][b->w.ndim - 1] != 0) return x + from;
-    b->k->vfill(piece, x[0], n);
-    return piece;
-}
-
-/* d(side) of n elements: dy for a sum; for the rest the product rule. */
-HPMLI_FN void hpmli_binary_slope(const hpmli_binary *b, float *d, const float *dy, const float *x0, const float *x1,
-                                 int64_t n)
-{
-    switch (b->n->op) {
-    case HPML_OP_ADD: b->k->vscale_add(d, dy, 1, 0, n); break;
-    case HPML_OP_SUB: b->k->vscale_add(d, dy, b->side ? -1.0f : 1.0f, 0, n); break;
-    case HPML_OP_MUL: b->k->vmul(d, dy, b->side ? x0 : x1, n); break;
-    default: /* a / b: da = dy / b, db = -dy a / b^2 */
-        b->k->vdiv(d, dy, x1, n);
-        if (!b->side) break;
-        b->k->vmul(d, d, x0, n);
-        b->k->vdiv(d, d, x1, n);
-        b->k->vscale_add(d, d, -1, 0, n);
-    }
-}
-
-/* One piece of a run: its result, or its share of one operand's gradient. */
-HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_binary *b   = (const hpmli_binary *)arg;
-    int64_t             run = task / b->pieces, from = task % b->pieces * HPMLI_GRAIN;
-    int64_t             end = b->w.run - from < HPMLI_GRAIN ? b->w.run : from + HPMLI_GRAIN, c;
-    float               pa[HPMLI_PIECE], pb[HPMLI_PIECE], d[HPMLI_PIECE];
-    for (int64_t i = from; i < end; i += c) {
-        c = end - i < HPMLI_PIECE ? end - i : HPMLI_PIECE;
-        const float *x0 = hpmli_operand(b, 0, run, i, c, pa);
-        const float *x1 = hpmli_operand(b, 1, run, i, c, pb);
-        if (b->side < 0) {
-            b->op(b->n->out->data + run * b->w.run + i, x0, x1, c);
-            continue;
-        }
-        float *dx = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
-        hpmli_binary_slope(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
-        if (b->w.stride[b->side][b->w.ndim - 1] != 0) b->k->vadd(dx + i, dx + i, d, c);
-        else dx[0] += b->k->vsum(d, c); /* stretched */
-    }
-}
-
-/* Sides [first, end), see hpmli_binary. A gradient that was stretched is summed by one thread, in order; a whole one is
-   cut among all. */
-HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int end)
-{
-    hpmli_binary b = HPMLI_ZEROED;
-    b.k = run->ctx->k, b.n = n;
-    b.op = n->op == HPML_OP_ADD ? b.k->vadd : n->op == HPML_OP_SUB ? b.k->vsub :
-           n->op == HPML_OP_MUL ? b.k->vmul : b.k->vdiv;
-    hpmli_walk_make(&b.w, n->out, n->src[0], n->src[1]);
-    b.pieces = (b.w.run + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
-    for (b.side = first; b.side < end; b.side++) {
-        hpml_tensor *s     = b.side < 0 ? n->out : n->src[b.side];
-        int64_t      tasks = b.w.runs * b.pieces;
-        if (b.side >= 0 && !s->grad) continue;
-        if (b.side == 1 && s == n->src[0]) n->accumulate[1] = true; /* x + x */
-        if (b.side >= 0 && !n->accumulate[b.side]) b.k->vfill(s->grad, 0, hpml_tensor_count(s));
-        if (hpml_tensor_count(s) == hpml_tensor_count(n->out)) hpmli_parallel(run->ctx, tasks, hpmli_binary_task, &b);
-        else
-            for (int64_t i = 0; i < tasks; i++) hpmli_binary_task(&b, i, 0);
-    }
-}
-
-#define HPMLI_BINARY_OP(op, name, needs)                                                                               \
-    HPMLI_OP(name, needs, hpmli_binary_run(run, n, -1, 0), hpmli_binary_run(run, n, 0, 2))                             \
-    HPML_API hpml_tensor *hpml_##name(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(op, a, b); }
-
-HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tensor *b)
-{
-    int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *src[2] = { a, b };
-    if (!hpmli_recordable(2, src)) return NULL;
-    int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
-    for (int i = 0; i < ndim; i++) {
-        int64_t da = i < ndim - a->ndim ? 1 : a->shape[i - (ndim - a->ndim)];
-        int64_t db = i < ndim - b->ndim ? 1 : b->shape[i - (ndim - b->ndim)];
-        if (da != db && da != 1 && db != 1)
-            return hpmli_null(a->ctx, HPML_ERR_SHAPE, "%s: %s and %s do not fit: dimensions must be equal or 1",
-                              hpml_op_name(op), hpmli_text(a), hpmli_text(b));
-        shape[i] = da > db ? da : db;
-    }
-    hpml_node *n = hpmli_node_create(op, NULL, 2, src, ndim, shape);
-    n->mixes_batch |= (a->batch_rows && a->ndim < ndim) || (b->batch_rows && b->ndim < ndim);
-    return n->out;
-}
-
-HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
-HPMLI_BINARY_OP(HPML_OP_SUB, sub, 0)
-HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_BOTH)
-HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_BOTH)
-
-/* What goes number by number is dealt out in grains of the result. */
-HPMLI_FN int64_t hpmli_grains(const hpml_node *n)
-{
-    return (hpml_tensor_count(n->out) + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
-}
-
-HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
-{
-    if (!hpmli_recordable(1, &x)) return NULL;
-    hpml_node *n = hpmli_node_create(HPML_OP_SCALE, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.scale.a = a, n->attr.scale.b = b;
-    return n->out;
-}
-
-/* y = a x + b; dx (+)= a dy. */
-HPMLI_FN void hpmli_scale_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
-{
-    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
-    int64_t            at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
-    float              a = w->n->attr.scale.a;
-    if (!w->back) w->k->vscale_add(y->data + at, x->data + at, a, w->n->attr.scale.b, c);
-    else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
-    else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
-}
-
-HPMLI_WORK_OP(scale, HPMLI_INPLACE, hpmli_grains(n), 1, scale_grain, scale_grain)
-
-/* True when the derivative is computed from the argument, false when the result is enough. */
-HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
-{
-    return act == HPML_ACT_GELU || act == HPML_ACT_GELU_ERF || act == HPML_ACT_SILU || act == HPML_ACT_LOG ||
-           act == HPML_ACT_SQUARE || act == HPML_ACT_ABS;
-}
-
-HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
-{
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
-        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
-    hpml_node *n = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.act.act = act, n->attr.act.slope = slope == 0 ? 0.01f : slope;
-    return n->out;
-}
-
-HPML_API hpml_tensor *hpml_relu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_RELU, 0); }
-HPML_API hpml_tensor *hpml_leaky_relu(hpml_tensor *x, float s) { return hpml_activation(x, HPML_ACT_LEAKY_RELU, s); }
-HPML_API hpml_tensor *hpml_gelu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU, 0); }
-HPML_API hpml_tensor *hpml_gelu_erf(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU_ERF, 0); }
-HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SILU, 0); }
-HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
-HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
-
-/* y = act(z), dz (+)= dy act'(z): an op, whose source is z; or the end of linear and conv2d, with z in y or saved, and
-   dz in the memory of dy, which nobody reads after us. */
-HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
-{
-    const hpml_node *n    = w->n;
-    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACT;
-    hpml_act         act  = conv ? n->attr.conv.act : n->attr.act.act;
-    float            slope = conv ? 0.01f : n->attr.act.slope, *y = n->out->data, *dy = n->out->grad;
-    const float     *z  = alone ? n->src[0]->data : n->saved ? (const float *)n->saved : y;
-    float           *dz = alone ? n->src[0]->grad : dy;
-    int64_t          at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(n->out) - at, HPMLI_GRAIN);
-    if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
-    else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
-}
-
-HPMLI_WORK_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
-              hpmli_grains(n), 1, act_grain, act_grain)
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>matmul   matrix products and linear layers
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed matrix is the same
-   memory read the other way, so one function does them all. */
-
-typedef struct hpmli_mat {
-    float  *p;
-    int64_t rows, cols, ld; /* ld: elements between rows; of a transposed one between columns */
-    int64_t count, apart;   /* so many of them, so far apart */
-    bool    trans;
-} hpmli_mat;
-
-HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
-{
-    hpmli_mat m = { p, rows, cols, ld, 1, 0, false };
-    return m;
-}
-
-HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
-{
-    hpmli_mat t = { m.p, m.cols, m.rows, m.ld, m.count, m.apart, !m.trans };
-    return t;
-}
-
-/* A tensor's values, or gradients, row by row: of its last dimension. */
-HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
-{
-    int64_t cols = t->shape[t->ndim - 1];
-    return hpmli_matrix(grad ? t->grad : t->data, hpml_tensor_count(t) / cols, cols, cols);
-}
-
-HPMLI_FN hpmli_mat hpmli_values(const hpml_tensor *t) { return hpmli_mat_of(t, false); }
-HPMLI_FN hpmli_mat hpmli_grads(const hpml_tensor *t) { return hpmli_mat_of(t, true); }
-
-/* A part of a matrix that is not transposed. */
-HPMLI_FN hpmli_mat hpmli_mat_at(hpmli_mat m, int64_t row, int64_t rows, int64_t col, int64_t cols)
-{
-    return hpmli_matrix(m.p + row * m.ld + col, rows, cols, m.ld);
-}
-
-/* c = a b (+ c when accumulate). Where c is transposed, c^T = b^T a^T. */
-HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
-{
-    hpmli_gemm_desc d = HPMLI_ZEROED;
-    if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
-    d.m = c.rows, d.n = c.cols, d.k = a.cols, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = c.count;
-    d.a = a.p, d.a_rs = a.trans ? 1 : a.ld, d.a_cs = a.trans ? a.ld : 1, d.a_batch = a.apart;
-    d.b = b.p, d.b_rs = b.trans ? 1 : b.ld, d.b_cs = b.trans ? b.ld : 1, d.b_batch = b.apart;
-    d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
-    return d;
-}
-
-HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
-{
-    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
-    hpmli_gemm(ctx, &d);
-}
-
-HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
-{
-    int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *src[2] = { a, b };
-    if (!hpmli_recordable(2, src)) return NULL;
-    bool fits = a->ndim >= 2 && (b->ndim == 2 || b->ndim == a->ndim);
-    for (int i = 0; i < a->ndim - 2; i++) {
-        shape[i] = a->shape[i];
-        fits     = fits && (b->ndim == 2 || b->shape[i] == a->shape[i]);
-    }
-    if (!fits || a->shape[a->ndim - (trans_a ? 2 : 1)] != b->shape[b->ndim - (trans_b ? 1 : 2)])
-        return hpmli_null(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, "
-                          "n) with the same leading dimensions, or (k, n)", hpmli_text(a), trans_a ? " transposed" : "",
-                          hpmli_text(b), trans_b ? " transposed" : "");
-    shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
-    shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
-    hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
-    n->attr.matmul.trans_a = trans_a;
-    n->attr.matmul.trans_b = trans_b;
-    if (b->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
-        bool contracts = a->ndim == 2 && trans_a;
-        hpmli_node_batch(n, contracts ? 0 : a->batch_rows);
-        n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
-    }
-    return n->out;
-}
-
-/* a, b, c, values or gradients, as they are multiplied. Where all share one b and a is not transposed, it is one tall
-   product. */
-HPMLI_FN void hpmli_matmul_of(const hpml_node *n, bool grad, hpmli_mat m[3])
-{
-    const hpml_tensor *t[3]     = { n->src[0], n->src[1], n->out };
-    const bool         trans[3] = { n->attr.matmul.trans_a, n->attr.matmul.trans_b, false };
-    const bool         shared   = t[1]->ndim == 2;
-    const int64_t     *end      = t[2]->shape + t[2]->ndim, batch = hpml_tensor_count(t[2]) / (end[-1] * end[-2]);
-    for (int i = 0; i < 3; i++) {
-        m[i] = hpmli_mat_of(t[i], grad), m[i].rows = t[i]->shape[t[i]->ndim - 2];
-        if (!shared || (i != 1 && trans[0])) m[i].count = batch, m[i].apart = m[i].rows * m[i].cols;
-        else if (i != 1) m[i].rows *= batch;
-        if (trans[i]) m[i] = hpmli_transposed(m[i]);
-    }
-}
-
-HPMLI_FN void hpmli_matmul_pass(const hpml_run *run, hpml_node *n)
-{
-    hpmli_mat v[3];
-    hpmli_matmul_of(n, false, v);
-    hpmli_product(run->ctx, v[0], v[1], v[2], false);
-}
-
-HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
-{
-    hpmli_mat v[3], d[3];
-    hpmli_matmul_of(n, false, v);
-    hpmli_matmul_of(n, true, d);
-    if (d[0].p) hpmli_product(run->ctx, d[2], hpmli_transposed(v[1]), d[0], n->accumulate[0]);
-    for (int64_t i = 0; d[1].p && i < d[2].count / d[1].count; i++) { /* a shared b sums over the batch, in order */
-        hpmli_product(run->ctx, hpmli_transposed(v[0]), d[2], d[1], n->accumulate[1] || i > 0);
-        v[0].p += v[0].apart, d[2].p += d[2].apart;
-    }
-}
-
-HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n))
-
-/* Linear: sources x, w, bias (NULL without). */
-HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
-{
-    hpml_linear_desc d;
-    int64_t          shape[HPML_MAX_DIMS], weight[2];
-    hpml_tensor     *src[3];
-    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "linear", d, desc)) return NULL;
-    if (x->ndim < 2 || out < 1 || (int)d.activation < 0 || d.activation >= HPML_ACT_COUNT)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); at least one output, "
-                          "got %lld; activation %d", d.name ? d.name : "", hpmli_text(x), (long long)out,
-                          (int)d.activation);
-    const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
-    weight[0] = out, weight[1] = x->shape[x->ndim - 1];
-    src[0]    = x;
-    src[1]    = d.weight ? d.weight : hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 2, weight);
-    src[2]    = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
-    if (!hpmli_recordable(2, src) || (!d.no_bias && !src[2])) return NULL;
-    if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1])
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld "
-                          "outputs are wanted", name, hpmli_text(src[1]), hpmli_text(x), (long long)weight[1],
-                          (long long)out);
-    memcpy(shape, x->shape, sizeof shape);
-    shape[x->ndim - 1] = out;
-    hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
-    n->attr.act.act   = d.activation;
-    n->attr.act.slope = 0.01f;
-    if (n->out && hpmli_act_reads_x(d.activation)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* x w^T + bias */
-    return n->out;
-}
-
-HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
-{
-    const hpml_tensor *x = n->src[0], *w = n->src[1];
-    hpml_act           act = n->attr.act.act;
-    hpmli_mat          z   = hpmli_values(n->out); /* (rows, out) before the activation */
-    if (n->saved) z.p = (float *)n->saved;
-    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(x), hpmli_transposed(hpmli_values(w)), z, false);
-    d.bias_n = n->src[2] ? n->src[2]->data : NULL;
-    d.act    = act == HPML_ACT_RELU;
-    hpmli_gemm(run->ctx, &d);
-    if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
-}
-
-/* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
-   cache when its step reads it. */
-typedef struct hpmli_update_job {
-    hpml_ctx              *ctx;
-    const hpmli_gemm_desc *d;
-    hpmli_opt_args         o;
-    int64_t                piece; /* elements of a task */
-} hpmli_update_job;
-
-HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
-{
-    const hpmli_update_job *j = (const hpmli_update_job *)arg;
-    const hpml_update      *u = &j->o.u;
-    int64_t                 i = task * j->piece, n = u->n - i < j->piece ? u->n - i : j->piece;
-    if (j->d) {
-        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
-        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
-        j->ctx->k->gemm_part(&p);
-    }
-    int bad = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
-    if (bad && u->bad) __atomic_fetch_or(u->bad, bad, __ATOMIC_RELAXED);
-}
-
-HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
-{
-    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
-    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
-    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
-    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n;
-    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
-}
-
-/* dz, in the memory of dy; dbias = sums of columns, dx = dz w, and then, as w may take its step, dw = dz^T x. */
-HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
-{
-    hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
-    hpmli_mat    dz = hpmli_grads(n->out); /* (rows, out) */
-    if (n->attr.act.act != HPML_ACT_NONE) hpmli_work_run(run, n, true, hpmli_grains(n), 1, hpmli_act_grain);
-    if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
-    if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
-    if (!w->grad) return;
-    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_transposed(dz), hpmli_values(x), hpmli_grads(w), n->accumulate[1]);
-    /* not small products, which stay in the cache and may be cut along k, or leave threads idle; nor those over a long
-       batch, which would be packed again for each block; nor where the step wants the norm of the whole */
-    hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->update[1] : NULL;
-    bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
-    if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_update_by(run->ctx, u, &d), u->n = 0;
-    else hpmli_gemm(run->ctx, &d);
-}
-
-HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
-         hpmli_linear_pass(run, n), hpmli_linear_back(run, n))
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>shape   reshape, permute, slice, concat, sum
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The
-   others move numbers between a tensor and a part of another one, or one seen in another order, in runs as long as the
-   layout allows. */
-
-HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
-{
-    int64_t full[HPML_MAX_DIMS];
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
-    hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
-    if (x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
-        int64_t batch = x->shape[0] / x->batch_rows;
-        hpmli_node_batch(n, ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0);
-    }
-    return n->out;
-}
-
-HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
-
-HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
-{
-    if (x && x->ndim == 4) x = hpml_to_layout(x, HPML_NCHW);
-    return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL;
-}
-
-typedef struct hpmli_mover {
-    const hpmli_kernels *k;
-    float               *to;
-    const float         *from;
-    hpmli_walk           w; /* of `to` and `from` */
-    int64_t              each; /* runs per task */
-    bool                 add;
-} hpmli_mover;
-
-HPMLI_FN void hpmli_move_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_mover *m = (const hpmli_mover *)arg;
-    const hpmli_walk  *w = &m->w;
-    const int64_t      n = w->run, a = w->stride[0][w->ndim - 1], b = w->stride[1][w->ndim - 1];
-    int64_t            run = task * m->each, left = run, at[HPML_MAX_DIMS];
-    float             *to   = m->to + hpmli_walk_at(w, 0, run);
-    const float       *from = m->from + hpmli_walk_at(w, 1, run);
-    for (int i = w->ndim - 2; i >= 0; left /= w->shape[i--]) at[i] = left % w->shape[i];
-    for (; run < (task + 1) * m->each && run < w->runs; run++) {
-        if (a == 1 && b == 1 && m->add) m->k->vadd(to, to, from, n);
-        else if (a == 1 && b == 1) memcpy(to, from, (size_t)n * sizeof(float));
-        else if (a == 1 && !m->add) for (int64_t i = 0; i < n; i++) to[i] = from[i * b];
-        else for (int64_t i = 0; i < n; i++) to[i * a] = m->add ? to[i * a] + from[i * b] : from[i * b];
-        for (int i = w->ndim - 2; i >= 0; i--) { /* where the next run begins */
-            bool turn = ++at[i] == w->shape[i];
-            to += w->stride[0][i] - (turn ? w->shape[i] * w->stride[0][i] : 0);
-            from += w->stride[1][i] - (turn ? w->shape[i] * w->stride[1][i] : 0);
-            if (!turn) break;
-            at[i] = 0;
-        }
-    }
-}
-
-/* Values of x to y, or gradients of y to x. One of the two may be a part of a larger tensor or seen in another order.
-   The shape is that of y, which is short when the batch is. */
-HPMLI_FN void hpmli_move(const hpml_run *run, const hpml_tensor *y, const hpml_tensor *x, bool backward, bool add)
-{
-    hpmli_mover m = { run->ctx->k, backward ? x->grad : y->data, backward ? y->grad : x->data, HPMLI_ZEROED, 0,
-                      backward && add };
-    if (!m.to || m.to == m.from) return;
-    hpmli_walk_make(&m.w, y, backward ? x : y, backward ? y : x);
-    m.each = hpmli_rows_per_task(m.w.run);
-    hpmli_parallel(run->ctx, (m.w.runs + m.each - 1) / m.each, hpmli_move_task, &m);
-}
-
-/* The part of t that is `count` long from `start` on in one dimension. Not returned: gcc 12 for Arm would then leave
-   out what calls this. */
-HPMLI_FN void hpmli_part(hpml_tensor *part, const hpml_tensor *t, int dim, int64_t start, int64_t count)
-{
-    *part = *t;
-    part->shape[dim] = count;
-    part->data += start * t->stride[dim];
-    if (t->grad) part->grad += start * t->stride[dim];
-}
-
-HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
-{
-    hpml_tensor x = *n->out; /* as it stands in the other's memory */
-    x.grad = n->src[0]->grad;
-    hpmli_move(run, n->out, &x, true, n->accumulate[0]);
-}
-
-/* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
-HPMLI_OP(reshape, 0,
-         if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out)),
-         hpmli_reshape_back(run, n))
-
-HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
-{
-    int64_t  shape[HPML_MAX_DIMS];
-    unsigned seen = 0;
-    if (!hpmli_recordable(1, &x)) return NULL;
-    for (int i = 0; dims && i < x->ndim; i++) {
-        if (dims[i] < 0 || dims[i] >= x->ndim) break;
-        seen |= 1u << dims[i];
-        shape[i] = x->shape[dims[i]];
-    }
-    if (seen == 0 || seen != (1u << x->ndim) - 1)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: name each dimension once", hpmli_text(x));
-    hpml_node *n = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
-    for (int i = 0; i < x->ndim; i++) n->attr.permute.dims[i] = dims[i];
-    hpmli_node_batch(n, dims[0] == 0 ? x->batch_rows : 0);
-    return n->out;
-}
-
-HPMLI_FN bool hpmli_layout_check(hpml_tensor *x, hpml_layout layout)
-{
-    if (!hpmli_recordable(1, &x)) return false;
-    return (x->ndim == 4 && (layout == HPML_NCHW || layout == HPML_NHWC)) ||
-           hpmli_false(x->ctx, HPML_ERR_SHAPE, "layout %d of %s: expected HPML_NCHW or HPML_NHWC, and 4 dimensions",
-                       (int)layout, hpmli_text(x));
-}
-
-HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout)
-{
-    static const int dims[2][4] = { { 0, 3, 1, 2 }, { 0, 2, 3, 1 } };
-    if (!hpmli_layout_check(x, layout)) return NULL;
-    if (x->layout == layout) return x;
-    hpml_tensor *y = hpml_permute(x, dims[layout]);
-    if (!y) return NULL;
-    y->layout = layout;
-    x->ctx->turn_count++;
-    return y;
-}
-
-HPML_API hpml_status hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout)
-{
-    if (!hpmli_layout_check(x, layout)) return x ? x->ctx->status : HPML_ERR_ARGUMENT;
-    if (x->used)
-        return hpmli_fail(x->ctx, HPML_ERR_STATE, "layout of \"%s\": an op reads it already; set its layout before, or "
-                          "record hpml_to_layout", x->name);
-    x->layout = layout;
-    return HPML_OK;
-}
-
-/* Channels (i 0), height (1) or width (2) of images. */
-HPMLI_FN int64_t hpmli_image(const hpml_tensor *t, int i)
-{
-    return t->shape[t->layout == HPML_NHWC ? (i + 2) % 3 + 1 : i + 1];
-}
-
-/* A shape of images like x. */
-HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t height, int64_t width, int64_t *shape)
-{
-    bool nhwc = x->layout == HPML_NHWC;
-    shape[0] = x->shape[0];
-    shape[1] = nhwc ? height : channels;
-    shape[2] = nhwc ? width : height;
-    shape[3] = nhwc ? channels : width;
-}
-
-/* Whether the backend has no kernels for the layout of x. */
-HPMLI_FN bool hpmli_image_foreign(const hpml_tensor *x)
-{
-    return x->ndim == 4 && x->layout == HPML_NHWC && !x->ctx->backend->layouts;
-}
-
-HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
-{
-    int dims[HPML_MAX_DIMS];
-    for (int i = 0; i < HPML_MAX_DIMS; i++) dims[i] = i == dim_a ? dim_b : i == dim_b ? dim_a : i;
-    return hpml_permute(x, dims);
-}
-
-/* Whether n permutes between NCHW and NHWC, as hpml_to_layout does: a transpose of each image as a matrix. */
-HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
-{
-    const int32_t *d = n->attr.permute.dims;
-    return n->out->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1;
-}
-
-HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
-{
-    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
-    int64_t size = y->stride[0], rows = w->n->attr.permute.dims[1] == 2 ? x->shape[1] : size / x->shape[3];
-    float  *from = (w->back ? y->grad : x->data) + image * size, *to = (w->back ? x->grad : y->data) + image * size;
-    if (w->back) rows = size / rows;
-    w->k->conv_turn(to, from, rows, 1, size / rows, size);
-}
-
-/* Copies, reading the source through shape and strides in the order of the destination. */
-HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
-{
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    hpml_tensor        read = backward ? *y : *x;
-    if (hpmli_permutes_images(n) && !(backward && (n->accumulate[0] || !x->grad))) {
-        hpmli_work_run(run, n, backward, y->shape[0], 1, hpmli_permute_image);
-        return;
-    }
-    for (int i = 0; i < y->ndim; i++) {
-        int dim = n->attr.permute.dims[i], at = backward ? dim : i;
-        read.shape[at]  = y->shape[i];
-        read.stride[at] = backward ? y->stride[i] : x->stride[dim];
-    }
-    hpmli_move(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
-}
-
-HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
-
-HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
-{
-    int64_t shape[HPML_MAX_DIMS];
-    if (!hpmli_recordable(1, &x) || !hpmli_slice_fits(x, dim, start, count)) return NULL;
-    memcpy(shape, x->shape, sizeof shape);
-    shape[dim] = count;
-    hpml_node *n = hpmli_node_create(HPML_OP_SLICE, NULL, 1, &x, x->ndim, shape);
-    n->attr.slice.dim   = dim;
-    n->attr.slice.start = start;
-    if (dim == 0) hpmli_node_batch(n, 0);
-    return n->out;
-}
-
-HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
-{
-    int         dim = n->attr.slice.dim;
-    hpml_tensor x;
-    hpmli_part(&x, n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
-    if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
-    hpmli_move(run, n->out, &x, backward, true);
-}
-
-HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
-
-HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
-{
-    int64_t shape[HPML_MAX_DIMS];
-    if (!x || count < 1 || !hpmli_recordable(count, x)) return NULL;
-    if (count > HPML_MAX_SRC)
-        return hpmli_null(x[0]->ctx, HPML_ERR_ARGUMENT, "concat of %d tensors, at most %d", count, HPML_MAX_SRC);
-    memcpy(shape, x[0]->shape, sizeof shape);
-    for (int i = 0; i < count; i++) {
-        bool fits = dim >= 0 && dim < x[0]->ndim && x[i]->ndim == x[0]->ndim;
-        for (int d = 0; fits && d < x[0]->ndim; d++) fits = d == dim || x[i]->shape[d] == x[0]->shape[d];
-        if (!fits)
-            return hpmli_null(x[0]->ctx, HPML_ERR_SHAPE, "concat along dimension %d: %s and %s do not fit", dim,
-                              hpmli_text(x[0]), hpmli_text(x[i]));
-        if (i > 0) shape[dim] += x[i]->shape[dim];
-    }
-    hpml_node *n = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
-    n->attr.slice.dim = dim;
-    if (dim == 0) hpmli_node_batch(n, 0);
-    return n->out;
-}
-
-HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
-{
-    for (int64_t i = 0, start = 0, count; i < n->src_count; i++, start += count) {
-        hpml_tensor y;
-        count = n->src[i]->shape[n->attr.slice.dim];
-        hpmli_part(&y, n->out, n->attr.slice.dim, start, count);
-        hpmli_move(run, &y, n->src[i], backward, n->accumulate[i]);
-    }
-}
-
-HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
-
-HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
-{
-    int64_t shape[HPML_MAX_DIMS];
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (dim < HPML_ALL_DIMS || dim >= x->ndim)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpmli_text(x), dim);
-    memcpy(shape, x->shape, sizeof shape);
-    if (dim >= 0) shape[dim] = 1;
-    hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
-    n->attr.sum.dim  = dim;
-    n->attr.sum.mean = mean;
-    if (dim <= 0) hpmli_node_batch(n, 0);
-    n->mixes_batch = false; /* summed away: a short batch is just a shorter sum */
-    return n->out;
-}
-
-HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
-HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
-
-/* x (outer, size, inner) to y (outer, inner), and dy to dx; all dimensions are (1, count, 1). */
-HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
-{
-    const hpmli_kernels *k   = run->ctx->k;
-    const hpml_tensor   *src = n->src[0];
-    int     dim   = n->attr.sum.dim;
-    int64_t size  = dim == HPML_ALL_DIMS ? hpml_tensor_count(src) : src->shape[dim], inner = 1;
-    float   scale = n->attr.sum.mean ? 1 / (float)size : 1;
-    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < src->ndim; i++) inner *= src->shape[i];
-    int64_t outer = hpml_tensor_count(src) / (size * inner);
-    if (back && !n->accumulate[0]) k->vfill(src->grad, 0, outer * size * inner);
-    for (int64_t o = 0; o < outer; o++) {
-        float *x = (back ? src->grad : src->data) + o * size * inner;
-        float *y = (back ? n->out->grad : n->out->data) + o * inner;
-        if (!back && inner == 1) *y = k->vsum(x, size);
-        else if (!back) k->vsum_rows(y, x, size, inner, 0);
-        else if (inner == 1) k->vscale_add(x, x, 1, scale * *y, size);
-        else for (int64_t i = 0; i < size; i++) k->vaxpby(x + i * inner, scale, y, 1, inner);
-    }
-    if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
-}
-
-HPMLI_OP(sum, 0, hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true))
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>conv   two-dimensional convolution
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions side by side.
-
-   The gradient of the weights is summed image by image into a number of partial sums that depends on the shape alone,
-   added up in order: the same bits at any number of threads. */
-
-HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
-
-/* The same for both passes, so that what is recorded has scratch for either. */
-HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
-{
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    const hpml_attr   *a = &n->attr;
-    hpmli_conv         c = HPMLI_ZEROED;
-    c.ctx = ctx, c.n = n, c.groups = a->conv.groups;
-    c.B = x->shape[0], c.C = hpmli_image(x, 0) / c.groups, c.H = hpmli_image(x, 1), c.W = hpmli_image(x, 2);
-    c.OC = hpmli_image(y, 0) / c.groups, c.OH = hpmli_image(y, 1), c.OW = hpmli_image(y, 2);
-    c.nhwc = x->layout == HPML_NHWC;
-    c.x_ld = c.nhwc ? c.groups * c.C : 1, c.y_ld = c.nhwc ? c.groups * c.OC : 1;
-    c.taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
-    c.x_pitch   = (c.W + 2 * a->conv.padding[1]) * c.C;
-    c.x_first   = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
-    c.x_size    = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
-    c.y_size    = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16); /* both: tiles are whole */
-    c.row_at    = a->conv.stride[0] * c.x_pitch, c.col_at = a->conv.stride[1] * c.C;
-    c.blocks[0] = a->conv.kernel[0];
-    c.blocks[1] = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is one run */
-    c.block     = c.taps * c.C / (c.blocks[0] * c.blocks[1]);
-    c.block_at[0] = a->conv.dilation[0] * c.x_pitch, c.block_at[1] = a->conv.dilation[1] * c.C;
-    int64_t weights = c.taps * c.C * hpmli_round_up(c.OC, HPMLI_CONV_PANEL);
-    int64_t back    = c.blocks[0] * c.blocks[1] * hpmli_round_up(c.block, HPMLI_CONV_PANEL) * c.OC;
-    c.band        = hpmli_max(64 / c.OW, 1);
-    c.parts       = hpmli_min(c.groups * weights > 65536 ? 8 : 16, c.B);
-    c.joint       = hpmli_max(hpmli_min(128 / (c.OH * c.OW), (c.B - 1) / c.parts + 1), 1);
-    c.part_size   = c.groups * weights + hpmli_round_up(c.groups * c.OC, 16);
-    c.packed_size = hpmli_max(weights, back);
-    c.own_size    = hpmli_max(c.x_size + hpmli_round_up(c.band * c.OW, 16) * HPMLI_CONV_PANEL,
-                              c.joint * (2 * c.x_size + c.y_size));
-    c.scratch     = c.parts * c.part_size + c.groups * c.packed_size + ctx->threads * c.own_size;
-    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return c; /* no memory yet, or not used */
-    HPML_ASSERT((size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
-    c.part   = (float *)n->scratch;
-    c.packed = c.part + c.parts * c.part_size;
-    c.own    = c.packed + c.groups * c.packed_size;
-    return c;
-}
-
-/* A product without columns: 1 x 1, as it stands. */
-HPMLI_FN bool hpmli_conv_direct(const hpmli_conv *c)
-{
-    return c->taps == 1 && c->row_at == c->x_pitch && c->col_at == c->C && c->x_first == 0;
-}
-
-/* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
-HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
-{
-    int64_t span = hpmli_image(x, 1 + i) + 2 * (int64_t)a->conv.padding[i] - 1;
-    span -= (int64_t)a->conv.dilation[i] * (a->conv.kernel[i] - 1);
-    return span < 0 ? 0 : span / a->conv.stride[i] + 1;
-}
-
-HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
-{
-    if (x->ndim != 4) return "the input must be (B, C, H, W) or, in NHWC, (B, H, W, C)";
-    if (a->conv.groups < 1 || hpmli_image(x, 0) % a->conv.groups != 0 || out < 1 || out % a->conv.groups != 0)
-        return "input and output channels must be multiples of the groups";
-    for (int i = 0; i < 2; i++) {
-        if (a->conv.kernel[i] < 1 || a->conv.stride[i] < 1 || a->conv.padding[i] < 0 || a->conv.dilation[i] < 1)
-            return "kernel_h is required, and kernel, stride, dilation must be at least 1, padding at least 0";
-        if (a->conv.kernel[i] > INT16_MAX || a->conv.stride[i] > INT16_MAX || a->conv.padding[i] > INT16_MAX ||
-            a->conv.dilation[i] > INT16_MAX)
-            return "kernel, stride, padding and dilation must be below 32768";
-        if (hpmli_conv_size(x, a, i) < 1)
-            return "the kernel is larger than the padded image";
-    }
-    if ((int)a->conv.act < 0 || a->conv.act >= HPML_ACT_COUNT) return "there is no such activation";
-    if (a->conv.act != HPML_ACT_NONE && hpmli_act_reads_x(a->conv.act))
-        return "this activation needs its argument in the backward pass; record it after the convolution";
-    return NULL;
-}
-
-HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
-
-/* Chooses the algorithm for y, of this shape, within the workspace that d allows; *bytes: the workspace needed. */
-HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
-                                size_t *bytes)
-{
-    hpml_node   n = HPMLI_ZEROED;
-    hpml_tensor y = *x;
-    hpmli_set_shape(&y, 4, shape);
-    n.src[0] = x, n.out = &y, n.attr = *a;
-    hpmli_conv c    = hpmli_conv_of(x->ctx, &n);
-    size_t     row  = (size_t)(c.C * c.taps * c.OW) * sizeof(float), most = d->workspace ? d->workspace : SIZE_MAX;
-    bool       fits = (size_t)c.scratch * sizeof(float) <= most;
-    *bytes = (size_t)c.scratch * sizeof(float);
-    a->conv.algorithm = HPML_CONV_DIRECT;
-    if (fits && d->algorithm != HPML_CONV_IM2COL) return true;
-    if (d->algorithm == HPML_CONV_DIRECT || row > most)
-        return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
-                           "at least %zu: raise it", d->name ? d->name : "", d->workspace, *bytes, row);
-    if (d->workspace == 0) most = (size_t)4 << 20; /* bytes: about a cache */
-    a->conv.algorithm = HPML_CONV_IM2COL;
-    a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);
-    *bytes            = (size_t)a->conv.rows * row;
-    return true;
-}
-
-HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
-{
-    hpml_attr    a;
-    hpml_tensor *src[3];
-    int64_t      shape[4];
-    size_t       bytes = 0;
-    hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
-    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
-    if (hpmli_image_foreign(x))
-        return hpml_to_layout(hpml_conv2d(hpml_to_layout(x, HPML_NCHW), out, desc), HPML_NHWC);
-    if ((int)d.algorithm < 0 || d.algorithm > HPML_CONV_IM2COL)
-        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": there is no algorithm %d", d.name ? d.name : "",
-                          (int)d.algorithm);
-    if ((d.algorithm != HPML_CONV_AUTO || d.workspace > 0) && !x->ctx->backend->layouts)
-        return hpmli_null(x->ctx, HPML_ERR_UNSUPPORTED, "conv2d \"%s\": on \"%s\" algorithm and workspace cannot be "
-                          "chosen; leave them 0", d.name ? d.name : "", x->ctx->backend->name);
-    memset(&a, 0, sizeof a);
-    a.conv.kernel[0]   = d.kernel_h;
-    a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
-    a.conv.stride[0]   = hpmli_conv_or(d.stride_h, 1);
-    a.conv.stride[1]   = hpmli_conv_or(d.stride_w, a.conv.stride[0]);
-    a.conv.padding[0]  = d.padding_h == HPML_NO_PAD ? 0 : d.padding_h;
-    a.conv.padding[1]  = d.padding_w == HPML_NO_PAD ? 0 : hpmli_conv_or(d.padding_w, a.conv.padding[0]);
-    a.conv.dilation[0] = hpmli_conv_or(d.dilation_h, 1);
-    a.conv.dilation[1] = hpmli_conv_or(d.dilation_w, a.conv.dilation[0]);
-    a.conv.groups      = hpmli_conv_or(d.groups, 1);
-    a.conv.act         = d.activation;
-    const char *why = hpmli_conv_check(x, out, &a);
-    if (why)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
-                          "padding %dx%d, dilation %dx%d, %d groups: %s", d.name ? d.name : "", hpmli_text(x),
-                          (long long)out, a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1],
-                          a.conv.padding[0], a.conv.padding[1], a.conv.dilation[0], a.conv.dilation[1], a.conv.groups,
-                          why);
-    const int64_t w[4] = { out, hpmli_image(x, 0) / a.conv.groups, a.conv.kernel[0], a.conv.kernel[1] };
-    hpmli_image_shape(x, out, hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
-    const char *name = hpmli_layer_name(x->ctx, d.name, "conv");
-    src[0] = x;
-    src[1] = hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w);
-    src[2] = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
-    if (hpmli_failed(x->ctx)) return NULL;
-    if (hpmli_shape_count(4, shape) > 0 && !hpmli_conv_choose(x, shape, &a, &d, &bytes)) return NULL;
-    hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
-    n->attr          = a;
-    n->scratch_bytes = bytes;
-    return n->out;
-}
-
-/* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed. */
-HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
-    int64_t end    = o + HPMLI_CONV_PANEL < c->OC ? o + HPMLI_CONV_PANEL : c->OC;
-    const float *w = c->n->src[1]->data + g * c->OC * c->C * c->taps;
-    float  *packed = c->packed + g * c->packed_size;
-    if (!c->want_dx) c->ctx->k->conv_pack(c, packed, w, o);
-    for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(c, packed, w, o);
-}
-
-/* Rows [row, row + rows) of one image and group of x (C, pixels), y (OC, pixels) or their gradients, as a matrix. */
-HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool y, int64_t b, int64_t g, int64_t row,
-                                  int64_t rows)
-{
-    int64_t channels = y ? c->OC : c->C, width = y ? c->OW : c->W, pixels = width * (y ? c->OH : c->H);
-    int64_t ld = c->nhwc ? c->groups * channels : pixels;
-    p += (b * c->groups * pixels + g * (c->nhwc ? 1 : pixels)) * channels + row * width * (c->nhwc ? ld : 1);
-    hpmli_mat m = { p, channels, rows * width, ld, 1, c->groups * channels * pixels, c->nhwc };
-    return m;
-}
-
-/* One image and group of x, in NHWC order with its padding. */
-HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float *image)
-{
-    const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
-    hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_ld, c->x_ld };
-    if (c->x_first) memset(image, 0, (size_t)c->x_size * sizeof(float));
-    if (c->nhwc) c->ctx->k->conv_copy(&copy, image + c->x_first, x, NULL, 0, 0);
-    else c->ctx->k->conv_turn(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
-}
-
-/* The same of dy, without padding. */
-HPMLI_FN void hpmli_conv_turn_dy(const hpmli_conv *c, int64_t b, int64_t g, float *image)
-{
-    const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
-    hpmli_conv_copy copy = { 1, c->OH * c->OW, c->OC, 0, c->OC, 0, c->y_ld };
-    if (c->nhwc) c->ctx->k->conv_copy(&copy, image, dy, NULL, 0, 0);
-    else c->ctx->k->conv_turn(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
-}
-
-HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
-{
-    const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_panels(c->OC);
-    int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL;
-    int64_t o1 = hpmli_min((piece + 1) * panels / c->splits * HPMLI_CONV_PANEL, c->OC);
-    float  *image = c->own + thread * c->own_size, *band = image + c->x_size;
-    for (int64_t g = 0; g < c->groups; g++) {
-        const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
-        hpmli_conv_turn_x(c, b, g, image);
-        c->ctx->k->conv_image(c, c->packed + g * c->packed_size, image, o0, o1, bias,
-                              c->n->attr.conv.act == HPML_ACT_RELU,
-                              hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
-    }
-}
-
-/* 1 x 1: for each image, y (OC, pixels) = w (OC, C) x (C, pixels); or dx = w^T dy. In NHWC all images are one. */
-HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
-{
-    const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
-    int64_t rows = c->nhwc ? c->B * c->OH : c->OH;
-    for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_mat a  = hpmli_matrix(w->data + g * c->OC * c->C, c->OC, c->C, c->C);
-        hpmli_mat b  = hpmli_conv_mat(c, back ? y->grad : x->data, back, 0, g, 0, rows);
-        hpmli_mat to = hpmli_conv_mat(c, back ? x->grad : y->data, !back, 0, g, 0, rows);
-        b.count = to.count = c->nhwc ? 1 : c->B;
-        hpmli_gemm_desc d = hpmli_gemm_of(back ? hpmli_transposed(a) : a, b, to, back && c->n->accumulate[0]);
-        *(c->nhwc ? &d.bias_n : &d.bias_m) = !back && bias ? bias->data + g * c->OC : NULL;
-        d.act = !back && c->n->attr.conv.act == HPML_ACT_RELU;
-        hpmli_gemm(c->ctx, &d);
-    }
-}
-
-/* Overwrites dy of one image by dz = dy act', because no later op reads dy, and sums dz into the bias gradient. */
-HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool first)
-{
-    int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
-    float  *dz = c->n->out->grad + b * channels * pixels;
-    if (c->n->attr.conv.act != HPML_ACT_NONE)
-        c->ctx->k->act_backward(c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
-                                channels * pixels, 0);
-    if (c->want_db && c->nhwc) c->ctx->k->vsum_rows(db, dz, pixels, channels, !first);
-    for (int64_t o = 0; c->want_db && !c->nhwc && o < channels; o++)
-        db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
-}
-
-/* im2col: the numbers of x that some rows of y read, as a matrix with a row for each tap of each channel. */
-typedef struct hpmli_columns {
-    const hpmli_conv *c;
-    float            *p;         /* (C x taps, rows x OW) */
-    int64_t           b, g;      /* image and group */
-    int64_t           row, rows; /* of y */
-    bool              back;      /* added to dx; else filled from x */
-} hpmli_columns;
-
-/* A task fills one tap of one channel; backward it adds all taps of a channel, because they share elements of dx. */
-HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_columns *m = (const hpmli_columns *)arg;
-    const hpmli_conv    *c = m->c;
-    const hpml_attr     *a = &c->n->attr;
-    int64_t first = m->back ? task * c->taps : task, end = m->back ? first + c->taps : first + 1;
-    int64_t at = c->nhwc ? c->x_ld : 1, stride = a->conv.stride[1];
-    float  *x = m->back ? c->n->src[0]->grad : c->n->src[0]->data;
-    x = hpmli_conv_mat(c, x, false, m->b, m->g, 0, 1).p + first / c->taps * (c->nhwc ? 1 : c->H * c->W);
-    for (int64_t k = first; k < end; k++) {
-        int64_t tap = k % c->taps, w0 = tap % a->conv.kernel[1] * a->conv.dilation[1] - a->conv.padding[1];
-        for (int64_t r = 0; r < m->rows; r++) {
-            int64_t h = (m->row + r) * a->conv.stride[0] + tap / a->conv.kernel[1] * a->conv.dilation[0] -
-                        a->conv.padding[0];
-            float  *row    = m->p + (k * m->rows + r) * c->OW;
-            bool    inside = h >= 0 && h < c->H;
-            for (int64_t j = 0, w = w0; j < c->OW; j++, w += stride) {
-                bool there = inside && w >= 0 && w < c->W;
-                if (!m->back) row[j] = there ? x[(h * c->W + w) * at] : 0;
-                else if (there) x[(h * c->W + w) * at] += row[j];
-            }
-        }
-    }
-}
-
-/* y (OC, pixels) = w (OC, K) columns (K, pixels), and back dw = dy columns^T, columns = w^T dy: of as many rows of y as
-   there is space for, image by image. */
-HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
-{
-    hpml_node   *n  = c->n;
-    hpml_tensor *x  = n->src[0], *w = n->src[1], *bias = n->src[2], *y = n->out;
-    int64_t      K  = c->C * c->taps, step = n->attr.conv.rows;
-    bool         dw = back && w->grad, dx = back && x->grad;
-    if (dx && !n->accumulate[0]) memset(x->grad, 0, hpmli_tensor_bytes(x));
-    for (int64_t b = 0; b < c->B && back; b++)
-        hpmli_conv_take_dy(c, b, bias ? bias->grad : NULL, b == 0 && !n->accumulate[2]);
-    for (int64_t i = 0; i < c->B * c->groups; i++)
-        for (int64_t row = 0; row < c->OH; row += step) {
-            hpmli_columns m = { c, (float *)n->scratch, i / c->groups, i % c->groups, row,
-                                hpmli_min(step, c->OH - row), false };
-            int64_t   weights = m.g * c->OC * K;
-            hpmli_mat columns = hpmli_matrix(m.p, K, m.rows * c->OW, m.rows * c->OW);
-            hpmli_mat to      = hpmli_conv_mat(c, back ? y->grad : y->data, true, m.b, m.g, row, m.rows);
-            hpmli_mat by      = hpmli_matrix(w->data + weights, c->OC, K, K);
-            if (!back || dw) hpmli_parallel(c->ctx, K, hpmli_columns_task, &m);
-            if (!back) {
-                hpmli_gemm_desc d = hpmli_gemm_of(by, columns, to, false);
-                *(c->nhwc ? &d.bias_n : &d.bias_m) = bias ? bias->data + m.g * c->OC : NULL;
-                d.act = n->attr.conv.act == HPML_ACT_RELU;
-                hpmli_gemm(c->ctx, &d);
-            }
-            if (dw)
-                hpmli_product(c->ctx, to, hpmli_transposed(columns), hpmli_matrix(w->grad + weights, c->OC, K, K),
-                              m.b > 0 || row > 0 || n->accumulate[1]);
-            if (!dx) continue;
-            hpmli_product(c->ctx, hpmli_transposed(by), to, columns, false);
-            m.back = true;
-            hpmli_parallel(c->ctx, c->C, hpmli_columns_task, &m);
-        }
-}
-
-HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
-{
-    hpmli_conv c   = hpmli_conv_of(run->ctx, n);
-    hpml_act   act = n->attr.conv.act;
-    if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
-    else if (hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, false);
-    else {
-        int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
-        hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
-        c.splits = hpmli_min((want - 1) / c.B + 1, panels); /* few images: share their channels out */
-        if (run->ctx->threads == 1) c.splits = 1;
-        hpmli_parallel(run->ctx, c.B * c.splits, hpmli_conv_forward_task, &c);
-    }
-    if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
-}
-
-/* Part `part` of the images: their dx, and their sum of dw and db. */
-HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
-{
-    const hpmli_conv *c = (const hpmli_conv *)arg;
-    float  *ys = c->own + thread * c->own_size, *xs = ys + c->joint * c->y_size, *dx = xs + c->joint * c->x_size;
-    float  *dw = c->part + part * c->part_size, *db = dw + c->part_size - hpmli_round_up(c->groups * c->OC, 16);
-    int64_t first = part * c->B / c->parts, end = (part + 1) * c->B / c->parts;
-    int64_t panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
-    for (int64_t b = first; b < end; b += c->joint) {
-        int64_t images = end - b < c->joint ? end - b : c->joint;
-        for (int64_t i = 0; i < images; i++) hpmli_conv_take_dy(c, b + i, db, b + i == first);
-        for (int64_t g = 0; g < c->groups; g++) {
-            for (int64_t i = 0; i < images; i++) {
-                if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
-                if (c->want_dw || c->want_dx) hpmli_conv_turn_dy(c, b + i, g, ys + i * c->y_size);
-            }
-            if (c->want_dw) c->ctx->k->conv_weights(c, images, xs, ys, dw + g * panels, b > first);
-            if (!c->want_dx) continue;
-            memset(dx, 0, (size_t)(images * c->x_size) * sizeof(float));
-            c->ctx->k->conv_inputs(c, images, c->packed + g * c->packed_size, ys, dx);
-            for (int64_t i = 0; i < images; i++)
-                c->ctx->k->conv_return(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
-                                       dx + i * c->x_size + c->x_first, c->n->accumulate[0]);
-        }
-    }
-}
-
-/* The parts come together: HPMLI_CONV_PANEL channels of one group. */
-HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
-    c->ctx->k->conv_unpack(c, c->n->src[1]->grad + g * c->OC * c->C * c->taps,
-                           c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, o, c->n->accumulate[1]);
-}
-
-HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
-{
-    hpmli_conv c = hpmli_conv_of(run->ctx, n);
-    int64_t    channels = c.groups * c.OC, panels = hpmli_panels(c.OC);
-    c.want_dw = n->src[1]->grad != NULL;
-    c.want_db = n->src[2] && n->src[2]->grad;
-    if (n->attr.conv.algorithm == HPML_CONV_IM2COL) {
-        hpmli_conv_by_columns(&c, true);
-        return;
-    }
-    c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
-    if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
-    hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
-    if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_join_task, &c);
-    for (int64_t p = 0; c.want_db && p < c.parts; p++)
-        run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
-                            p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
-    if (n->src[0]->grad && hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, true);
-}
-
-HPMLI_OP(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
-         hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n))
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>pool   max, average and global pooling
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A plane at a time. Max keeps the place of each winner for backward; average divides by the pixels in the image. */
-
-HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
-                                        int32_t padding)
-{
-    hpml_attr a;
-    int64_t   shape[4];
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (hpmli_image_foreign(x))
-        return hpml_to_layout(hpmli_pool_record(hpml_to_layout(x, HPML_NCHW), op, kh, kw, stride, padding), HPML_NHWC);
-    if (stride == 0) stride = kh;
-    memset(&a, 0, sizeof a);
-    for (int i = 0; i < 2; i++)
-        a.conv.kernel[i] = i ? kw : kh, a.conv.stride[i] = stride, a.conv.padding[i] = padding, a.conv.dilation[i] = 1;
-    if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || padding > kh / 2 || padding > kw / 2 ||
-        padding > INT16_MAX || hpmli_conv_size(x, &a, 0) < 1 || hpmli_conv_size(x, &a, 1) < 1)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
-                          "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
-                          hpmli_text(x), kh, kw, stride, padding);
-    hpmli_image_shape(x, hpmli_image(x, 0), hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
-    hpml_node *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
-    n->attr = a;
-    if (op == HPML_OP_MAX_POOL) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
-    return n->out;
-}
-
-HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
-{
-    return hpmli_pool_record(x, HPML_OP_MAX_POOL, kernel, kernel, stride, padding);
-}
-
-HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
-{
-    return hpmli_pool_record(x, HPML_OP_AVG_POOL, kernel, kernel, stride, padding);
-}
-
-HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
-{
-    bool         image = x && x->ndim == 4; /* anything else is refused */
-    int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
-    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL, kh, kw, 1, 0);
-    return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
-}
-
-/* The part [*from, *to) of window o that lies in the image: of its rows (i 0) or columns (1). */
-HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, int64_t *to)
-{
-    int64_t at = o * n->attr.conv.stride[i] - n->attr.conv.padding[i], end = at + n->attr.conv.kernel[i];
-    *from = at > 0 ? at : 0;
-    *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
-}
-
-/* Windows of 2 x 2 that just touch, as most have it: kernels do a row at a time, and save which of the four has won. */
-HPMLI_FN void hpmli_max_pool_halves(const hpmli_work *w, int64_t plane)
-{
-    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
-    int64_t            H = x->shape[2], W = x->shape[3], OH = y->shape[2], OW = y->shape[3];
-    for (int64_t row = 0; row < OH; row++) {
-        int64_t from = (plane * H + row * 2) * W, to = (plane * OH + row) * OW;
-        float  *won  = (float *)w->n->saved + to;
-        if (w->back) w->k->max_pool_row_back(x->grad + from, won, y->grad + to, W, OW, w->n->accumulate[0]);
-        else w->k->max_pool_row(y->data + to, won, x->data + from, W, OW);
-    }
-}
-
-/* The largest of each window, whatever its size and steps; the same walk back. */
-HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
-{
-    const hpml_node   *n = w->n;
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    const int32_t     *kernel = n->attr.conv.kernel;
-    int64_t  H = x->shape[2], W = x->shape[3], OW = y->shape[3], size = y->shape[2] * OW, r0, r1, c0, c1;
-    int64_t  from = plane * H * W, to = plane * size;
-    int32_t *at   = (int32_t *)n->saved + to;
-    bool halves = kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2 && n->attr.conv.padding[0] == 0;
-    if (w->back && !n->accumulate[0] && (!halves || H % 2 || W % 2))
-        memset(x->grad + from, 0, (size_t)(H * W) * sizeof(float));
-    if (halves) hpmli_max_pool_halves(w, plane);
-    for (int64_t o = 0; !halves && o < size; o++) {
-        if (w->back) { x->grad[from + at[o]] += y->grad[to + o]; continue; }
-        hpmli_window(n, 0, o / OW, &r0, &r1);
-        hpmli_window(n, 1, o % OW, &c0, &c1);
-        int64_t best = r0 * W + c0;
-        for (int64_t r = r0; r < r1; r++)
-            for (int64_t c = c0; c < c1; c++)
-                if (HPMLI_WINS(x->data[from + r * W + c], x->data[from + best])) best = r * W + c;
-        y->data[to + o] = x->data[from + best];
-        at[o] = (int32_t)best;
-    }
-}
-
-/* Average: forward gathers a window, backward deals it out; the same walk. */
-HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
-{
-    const hpml_node *n = w->n;
-    int64_t      W = n->src[0]->shape[3], pixels = n->src[0]->shape[2] * W, r0, r1, c0, c1;
-    int64_t      OW = n->out->shape[3], size = n->out->shape[2] * OW;
-    const float *x  = n->src[0]->data + plane * pixels;
-    float       *dx = w->back ? n->src[0]->grad + plane * pixels : NULL;
-    float       *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
-    if (dx && !n->accumulate[0]) memset(dx, 0, (size_t)pixels * sizeof(float));
-    for (int64_t o = 0; o < size; o++) {
-        double sum = 0;
-        hpmli_window(n, 0, o / OW, &r0, &r1);
-        hpmli_window(n, 1, o % OW, &c0, &c1);
-        float share = 1 / (float)((r1 - r0) * (c1 - c0));
-        for (int64_t r = r0; r < r1; r++) {
-            if (dx) w->k->vscale_add(dx + r * W + c0, dx + r * W + c0, 1, share * y[o], c1 - c0);
-            else sum += (double)w->k->vsum(x + r * W + c0, c1 - c0);
-        }
-        if (!dx) y[o] = (float)sum * share;
-    }
-}
-
-/* Max pooling of one image in NHWC, all channels of a window together. at: index of the pixel of each maximum. */
-HPMLI_FN void hpmli_max_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
-{
-    const hpml_node   *n = w->n;
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    int64_t  C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
-    int64_t  r0, r1, c0, c1;
-    int32_t *at   = (int32_t *)n->saved + image * size * C;
-    float   *from = (w->back ? x->grad : x->data) + image * pixels * C;
-    float   *to   = (w->back ? y->grad : y->data) + image * size * C;
-    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
-    for (int64_t o = 0; o < size; o++, at += C, to += C) {
-        for (int64_t c = 0; w->back && c < C; c++) from[at[c] * C + c] += to[c];
-        if (w->back) continue;
-        hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
-        hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
-        for (int64_t c = 0; c < C; c++) at[c] = (int32_t)(r0 * W + c0);
-        memcpy(to, from + (r0 * W + c0) * C, (size_t)C * sizeof(float));
-        for (int64_t r = r0; r < r1; r++)
-            for (int64_t p = r * W + c0; p < r * W + c1; p++)
-                for (int64_t c = 0; c < C; c++) {
-                    bool won = HPMLI_WINS(from[p * C + c], to[c]);
-                    at[c] = won ? (int32_t)p : at[c];
-                    to[c] = won ? from[p * C + c] : to[c];
-                }
-    }
-}
-
-HPMLI_FN void hpmli_avg_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
-{
-    const hpml_node   *n = w->n;
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    int64_t C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
-    int64_t r0, r1, c0, c1;
-    float  *from = (w->back ? x->grad : x->data) + image * pixels * C;
-    float  *to   = (w->back ? y->grad : y->data) + image * size * C;
-    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
-    for (int64_t o = 0; o < size; o++, to += C) {
-        hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
-        hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
-        float share = 1 / (float)((r1 - r0) * (c1 - c0));
-        for (int64_t r = r0; r < r1; r++) {
-            if (!w->back) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
-            for (int64_t p = r * W + c0; w->back && p < r * W + c1; p++) w->k->vaxpby(from + p * C, share, to, 1, C);
-        }
-        if (!w->back) w->k->vscale_add(to, to, share, 0, C);
-    }
-}
-
-HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *plane,
-                                hpmli_work_fn *image)
-{
-    bool nhwc = n->out->layout == HPML_NHWC;
-    hpmli_work_run(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
-}
-
-#define HPMLI_POOL_OP(name, f)                                                                                         \
-    HPMLI_OP(name, 0, hpmli_pooling_run(run, n, false, hpmli_##f##_plane, hpmli_##f##_image),                          \
-             hpmli_pooling_run(run, n, true, hpmli_##f##_plane, hpmli_##f##_image))
-HPMLI_POOL_OP(max_pool2d, max_pool)
-HPMLI_POOL_OP(avg_pool2d, avg_pool)
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In
-   training the statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2
-   = sum dy xhat:
-       dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
-   The mean is kept as the sum of two floats, x - mean is (x - first) - second: numbers that lie far from 0 and near to
-   each other lose no digits. The second float is what is left of the first pass's mean, found in the second pass.
-   One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
-   added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
-
-#define HPMLI_NORM_ROWS 32 /* rows of layernorm and rmsnorm that make a block, see below */
-
-/* What a channel or a row keeps: its mean is mean + rest, and 1 / sqrt(variance + eps). */
-typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
-
-HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
-{
-    const bool     batch = op == HPML_OP_BATCHNORM;
-    hpml_norm_desc d;
-    hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
-    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", d, desc)) return NULL;
-    if (batch && x->ndim == 4 && x->layout == HPML_NHWC)
-        return hpml_to_layout(hpmli_norm_record(hpml_to_layout(x, HPML_NCHW), desc, op), HPML_NHWC);
-    if (d.eps == 0) d.eps = 1e-5f;
-    if (d.momentum == 0) d.momentum = 0.1f;
-    if (!(d.eps > 0 && d.eps < 1e30f && d.momentum > 0 && d.momentum <= 1))
-        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "norm \"%s\": eps is %g, expected 0 or more; momentum is %g, "
-                          "expected 0 to 1", d.name ? d.name : "", (double)d.eps, (double)d.momentum);
-    if (batch && ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU)))
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
-                          "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
-    if (x->ndim < 2)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
-    const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
-    int64_t     cols = x->shape[batch ? 1 : x->ndim - 1], rows = hpml_tensor_count(x) / cols;
-    int64_t     blocks = (rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
-    if (!d.no_affine) src[1] = hpmli_layer_param(x->ctx, name, "weight", HPML_INIT_ONES, 0, 1, &cols);
-    if (!d.no_affine && op != HPML_OP_RMSNORM)
-        src[2] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &cols);
-    if (batch) src[3] = hpmli_layer_param(x->ctx, name, "running_mean", HPML_INIT_ZEROS, 0, 1, &cols);
-    if (batch) src[4] = hpmli_layer_param(x->ctx, name, "running_var", HPML_INIT_ONES, 0, 1, &cols);
-    for (int i = 3; i < 5 && src[i]; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
-    hpml_node *n = hpmli_node_create(op, name, batch ? 5 : 3, src, x->ndim, x->shape);
-    n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum;
-    n->attr.norm.act = batch ? d.activation : HPML_ACT_NONE;
-    n->saved_bytes   = (size_t)(batch ? cols : rows) * sizeof(hpmli_centre);
-    n->scratch_bytes = batch ? (size_t)(2 * cols + 1) * sizeof(double) : (size_t)(blocks * 2 * cols) * sizeof(float);
-    return n->out;
-}
-
-#define HPMLI_NORM(op, name)                                                                                           \
-    HPML_API hpml_tensor *hpml_##name(hpml_tensor *x, const hpml_norm_desc *desc)                                      \
-    {                                                                                                                  \
-        return hpmli_norm_record(x, desc, HPML_OP_##op);                                                               \
-    }
-HPMLI_NORM(BATCHNORM, batchnorm)
-HPMLI_NORM(LAYERNORM, layernorm)
-HPMLI_NORM(RMSNORM, rmsnorm)
-#undef HPMLI_NORM
-
-typedef struct hpmli_bn_job {
-    const hpml_run      *run;
-    const hpmli_kernels *k;
-    hpml_node           *n;
-    int64_t              B, C, P; /* P: pixels of a plane */
-    double              *sums;    /* (C, 2) of a channel, then N: of this rank, or of all */
-    bool                 backward, measure, apply;
-} hpmli_bn_job;
-
-/* Sum of x, and of (x - mean)^2, each from sums about a float near the mean. */
-HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
-{
-    const float *x = j->n->src[0]->data + c * j->P;
-    double       N = (double)(j->B * j->P), sum = 0, about[2] = { 0, 0 };
-    for (int64_t b = 0; b < j->B; b++) sum += j->k->vsum_wide(x + b * j->C * j->P, j->P);
-    float mean = (float)(N > 0 ? sum / N : 0);
-    for (int64_t b = 0; b < j->B; b++) j->k->vmoments(about, NULL, x + b * j->C * j->P, mean, j->P);
-    double square = N > 0 ? about[1] - about[0] * about[0] / N : 0;
-    j->sums[2 * c]     = (double)mean * N + about[0];
-    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays one */
-}
-
-HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
-{
-    const hpml_node *n     = j->n;
-    hpmli_centre    *saved = (hpmli_centre *)n->saved + c;
-    float           *running_mean = n->src[3]->data + c, *running_var = n->src[4]->data + c;
-    float            a, b, m = n->attr.norm.momentum;
-    double           N = j->sums[2 * j->C], square = j->sums[2 * c + 1];
-    double           mean = (double)*running_mean, var = (double)*running_var;
-    if (j->run->train) {
-        mean          = j->sums[2 * c] / N;
-        var           = square / N;
-        *running_mean = (1 - m) * *running_mean + m * (float)mean;
-        *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
-    }
-    saved->mean = (float)mean;
-    saved->rest = (float)(mean - (double)saved->mean);
-    saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
-    a = saved->rstd * (n->src[1] ? n->src[1]->data[c] : 1);
-    b = (n->src[2] ? n->src[2]->data[c] : 0) - saved->rest * a;
-    for (int64_t i = 0; i < j->B; i++) {
-        const float *x = n->src[0]->data + (i * j->C + c) * j->P;
-        float       *y = n->out->data + (i * j->C + c) * j->P;
-        j->k->vcentred(y, x, saved->mean, a, b, n->attr.norm.act == HPML_ACT_RELU, j->P);
-    }
-}
-
-/* s1 and s2, which are this rank's part of the gradients of beta and gamma. */
-HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
-{
-    const hpml_node *n = j->n;
-    hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
-    double           sums[2] = { 0, 0 }, s1, s2; /* of dy, and of dy (x - mean), without the mean's rest */
-    int64_t          step = j->C * j->P, first = c * j->P;
-    for (int64_t i = 0; i < j->B; i++) {
-        float *dy = n->out->grad + first + i * step;
-        if (n->attr.norm.act == HPML_ACT_RELU)
-            j->k->act_backward(HPML_ACT_RELU, 0, dy, dy, NULL, n->out->data + first + i * step, j->P, 0);
-        j->k->vmoments(sums, dy, n->src[0]->data + first + i * step, at.mean, j->P);
-    }
-    s1 = sums[0], s2 = (double)at.rstd * (sums[1] - (double)at.rest * s1);
-    if (n->src[1] && n->src[1]->grad) n->src[1]->grad[c] = (n->accumulate[1] ? n->src[1]->grad[c] : 0) + (float)s2;
-    if (n->src[2] && n->src[2]->grad) n->src[2]->grad[c] = (n->accumulate[2] ? n->src[2]->grad[c] : 0) + (float)s1;
-    j->sums[2 * c] = s1, j->sums[2 * c + 1] = s2;
-}
-
-HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
-{
-    const hpml_node *n = j->n;
-    hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
-    double           N = j->sums[2 * j->C], s1 = j->sums[2 * c], s2 = j->sums[2 * c + 1];
-    double           a = (double)at.rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
-    int64_t          step = j->C * j->P, first = c * j->P;
-    if (!n->src[0]->grad) return;
-    if (!j->run->train) s1 = s2 = 0; /* fixed statistics */
-    double slope = (double)at.rstd * s2; /* xhat s2 = (x - mean - rest) slope */
-    for (int64_t i = 0; i < j->B; i++)
-        j->k->vaxpbypc(n->src[0]->grad + first + i * step, (float)a, n->out->grad + first + i * step,
-                       (float)(-a * slope / N), n->src[0]->data + first + i * step, at.mean,
-                       (float)(a * ((double)at.rest * slope - s1) / N), j->P, n->accumulate[0]);
-}
-
-HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
-{
-    const hpmli_bn_job *j = (const hpmli_bn_job *)arg;
-    if (j->measure) j->backward ? hpmli_bn_back_measure(j, c) : hpmli_bn_measure(j, c);
-    if (j->apply) j->backward ? hpmli_bn_back_apply(j, c) : hpmli_bn_apply(j, c);
-}
-
-/* Squares about a rank's own mean do not add up; those about 0 do, and an f64 has the digits for it. */
-HPMLI_FN void hpmli_bn_recenter(const hpmli_bn_job *j, double sign)
-{
-    double *s = j->sums, N = s[2 * j->C];
-    for (int64_t c = 0; c < j->C && !j->backward && N > 0; c++, s += 2) s[1] = fmax(s[1] + sign * s[0] * s[0] / N, 0);
-}
-
-HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backward)
-{
-    const int64_t *y = n->out->shape; /* the dimensions that are not there are 1 */
-    bool           measure = run->train || backward, shared = run->sum && run->train;
-    hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
-                         backward, measure, !shared };
-    j.sums[2 * j.C]  = (double)(j.B * j.P);
-    hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
-    if (!shared) return HPML_OK;
-    hpmli_bn_recenter(&j, 1);
-    hpml_status status = run->sum(run->sum_user, j.sums, 2 * j.C + 1);
-    hpmli_bn_recenter(&j, -1);
-    j.measure = false, j.apply = true;
-    if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
-    return status;
-}
-
-HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
-         return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
-
-/* softmax(x)_i = exp(x_i - max) / sum, sum = sum of exp(x_j - max); its logarithm is (x_i - max) - log(sum), in this
-   order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
-   logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
-
-HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
-{
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim < 1)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
-    hpml_node *n = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.softmax.log = log;
-    return n->out;
-}
-
-HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
-HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
-HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
-{
-    const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
-    float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
-    float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
-    if (w->n->attr.softmax.log) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
-    else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
-}
-
-HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
-{
-    const float *y = w->n->out->data + row * w->cols, *dy = w->n->out->grad + row * w->cols;
-    float       *dx = w->n->src[0]->grad + row * w->cols, d[HPMLI_PIECE];
-    bool         log = w->n->attr.softmax.log;
-    float        s   = log ? w->k->vsum(dy, w->cols) : w->k->vdot(dy, y, w->cols);
-    HPMLI_PIECES(i, c, w->cols) {
-        if (log) {
-            w->k->act_forward(HPML_ACT_EXP, 0, d, y + i, c);
-            w->k->vaxpby(d, 1, dy + i, -s, c);
-        } else {
-            w->k->vscale_add(d, dy + i, 1, -s, c);
-            w->k->vmul(d, d, y + i, c);
-        }
-        w->k->vaxpby(dx + i, 1, d, w->n->accumulate[0] ? 1.0f : 0.0f, c);
-    }
-}
-
-HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, false, hpmli_softmax_row),
-         hpmli_rows_run(run, n, true, hpmli_softmax_back_row))
-
-/* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
-       dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
-   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block leaves
-   its part of dgamma and dbeta, and the parts are added in order. Sources: x, gamma, beta (NULL without). */
-
-HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
-{
-    const hpml_node *n = w->n;
-    const float     *x = n->src[0]->data + row * w->cols; /* (cols) */
-    float           *y = n->out->data + row * w->cols;
-    hpmli_centre    *saved = (hpmli_centre *)n->saved + row;
-    double           C = (double)w->cols, about[2] = { 0, 0 }, rest = 0, var;
-    saved->mean = n->op == HPML_OP_LAYERNORM ? (float)(w->k->vsum_wide(x, w->cols) / C) : 0;
-    w->k->vmoments(about, NULL, x, saved->mean, w->cols);
-    if (n->op == HPML_OP_LAYERNORM) rest = about[0] / C;
-    var = about[1] / C - rest * rest;
-    if (var < 0) var = 0; /* a NaN stays one */
-    saved->rest = (float)rest;
-    saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
-    w->k->vcentred(y, x, saved->mean, saved->rstd, -saved->rest * saved->rstd, false, w->cols);
-    if (n->src[1]) w->k->vmul(y, y, n->src[1]->data, w->cols);
-    if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
-}
-
-/* One row; part: dgamma (cols) and dbeta (cols) of its block. */
-HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
-{
-    const hpml_node *n     = w->n;
-    float           *part  = (float *)n->scratch + row / HPMLI_NORM_ROWS * 2 * w->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
-    const float     *gamma = n->src[1] ? n->src[1]->data : NULL;
-    const float     *x = n->src[0]->data + row * w->cols, *dy = n->out->grad + row * w->cols;
-    hpmli_centre     at  = ((const hpmli_centre *)n->saved)[row];
-    double           sum = 0, dot = 0;
-    if (row % HPMLI_NORM_ROWS == 0) w->k->vfill(part, 0, 2 * w->cols);
-    HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's share of dgamma, dbeta */
-        const float *gi = dy + i;
-        w->k->vcentred(h, x + i, at.mean, at.rstd, -at.rest * at.rstd, false, c); /* xhat */
-        if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
-        sum += (double)w->k->vsum(gi, c);
-        dot += (double)w->k->vdot(gi, h, c);
-        w->k->vmul(h, h, dy + i, c);
-        w->k->vadd(part + i, part + i, h, c);
-        w->k->vadd(part + w->cols + i, part + w->cols + i, dy + i, c);
-    }
-    if (!n->src[0]->grad) return;
-    sum = n->op == HPML_OP_LAYERNORM ? sum / (double)w->cols : 0;
-    dot = dot / (double)w->cols;
-    HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot (x - mean) + rstd (rest rstd dot - sum) */
-        const float *gi = dy + i;
-        if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
-        w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, at.rstd, gi, (float)(-dot) * at.rstd * at.rstd, x + i,
-                       at.mean, at.rstd * (float)(dot * (double)(at.rest * at.rstd) - sum), c, n->accumulate[0]);
-    }
-}
-
-HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
-{
-    int64_t cols = n->out->shape[n->out->ndim - 1], rows = hpml_tensor_count(n->out) / cols;
-    hpmli_work_run(run, n, true, rows, HPMLI_NORM_ROWS, hpmli_norm_back_row);
-    for (int s = 1; s < 3; s++) {
-        if (!n->src[s] || !n->src[s]->grad) continue;
-        if (!n->accumulate[s]) run->ctx->k->vfill(n->src[s]->grad, 0, cols);
-        for (int64_t b = 0; b * HPMLI_NORM_ROWS < rows; b++)
-            run->ctx->k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * cols, cols);
-    }
-}
-
-HPMLI_OP(layernorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
-HPMLI_OP(rmsnorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>dropout   dropout and embedding
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* The mask of element i is word i of the stream (step, node): it is computed in both passes and stored in neither. i
-   counts from the first sample of the global batch, so every rank that holds a sample draws the same mask for it. */
-
-HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
-{
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (!(p >= 0 && p < 1))
-        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": p is %g, expected 0 <= p < 1", x->name,
-                          (double)p);
-    hpml_node *n = hpmli_node_create(HPML_OP_DROPOUT, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.dropout.p = p;
-    return n->out;
-}
-
-HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread HPMLI_UNUSED)
-{
-    const hpml_run *run = w->run;
-    hpml_tensor    *x = w->n->src[0], *y = w->n->out;
-    const float    *from  = w->back ? y->grad : x->data;
-    float          *to    = w->back ? x->grad : y->data, p = w->n->attr.dropout.p, scale = 1 / (1 - p);
-    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (count / y->shape[0]);
-    int64_t         at = piece * HPMLI_PIECE, c = hpmli_min(count - at, HPMLI_PIECE);
-    uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->index ^ UINT64_C(0xd) << 60;
-    uint32_t        words[HPMLI_PIECE], least = (uint32_t)((double)p * 4294967296.0);
-    bool            add = w->back && w->n->accumulate[0];
-    if (!run->train || p == 0) {
-        if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
-        return;
-    }
-    w->k->random(HPMLI_WORDS, words, run->ctx->seed, stream, run->sample * (uint64_t)sample + (uint64_t)at, c);
-    for (int64_t i = 0; i < c; i++) {
-        float v = words[i] >= least ? from[at + i] * scale : 0;
-        to[at + i] = add ? to[at + i] + v : v;
-    }
-}
-
-HPMLI_WORK_OP(dropout, HPMLI_INPLACE, (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE,
-              HPMLI_GRAIN / HPMLI_PIECE, dropout_piece, dropout_piece)
-
-/* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
-HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
-                                     const hpml_embedding_desc *desc)
-{
-    hpml_embedding_desc d;
-    int64_t             shape[HPML_MAX_DIMS], table[2];
-    hpml_tensor        *src[2];
-    if (!hpmli_recordable(1, &tokens) || !HPMLI_TAKE(tokens->ctx, "embedding", d, desc)) return NULL;
-    if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
-        return hpmli_null(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d "
-                          "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_text(tokens), HPML_MAX_DIMS - 1,
-                          (long long)vocabulary, (long long)width);
-    const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
-    table[0] = vocabulary, table[1] = width;
-    src[0]   = tokens;
-    src[1]   = d.weight ? d.weight : hpmli_layer_param(tokens->ctx, name, "weight",
-                   d.init == HPML_INIT_DEFAULT ? HPML_INIT_NORMAL : d.init,
-                   d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table);
-    if (!hpmli_recordable(2, src)) return NULL;
-    if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width)
-        return hpmli_null(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld",
-                          name, hpmli_text(src[1]), (long long)vocabulary, (long long)width);
-    memcpy(shape, tokens->shape, sizeof shape);
-    shape[tokens->ndim] = width;
-    return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
-}
-
-HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
-{
-    const int32_t *token = (const int32_t *)(const void *)n->src[0]->data; /* (B, T) */
-    int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
-    for (int64_t i = 0; i < count; i++) {
-        if (token[i] < 0 || token[i] >= vocabulary)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
-                              n->out->name, (long long)(n->edge.index + i), token[i], (long long)vocabulary - 1);
-        memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
-    }
-    return HPML_OK;
-}
-
-HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
-{
-    const int32_t *token = (const int32_t *)(const void *)n->src[0]->data;
-    int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
-    float         *dw    = n->src[1]->grad;
-    if (dw && !n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
-    for (int64_t i = 0; dw && i < count; i++)
-        run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
-}
-
-HPMLI_OP(embedding, HPMLI_NEED_SRC(0), return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n))
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>sequence   multi-head attention; long short-term memory
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block
-   of S is ever in memory, (64, T) per thread; what is kept for backward is one number for each query, log sum exp(S).
-   Backward computes P again from it (Dao et al. 2022):
-       delta = rowsum(dO O),  dP = dO V^T,  dS = scale P (dP - delta),  dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
-   Blocks are done from the last to the first: with a causal mask the last one touches every key, so it writes dK and dV
-   and the others add. One task is one sample and head. */
-
-#define HPMLI_QUERIES 64
-
-HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc)
-{
-    hpml_attention_desc d;
-    if (!hpmli_recordable(1, &qkv) || !HPMLI_TAKE(qkv->ctx, "attention", d, desc)) return NULL;
-    const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
-    if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
-        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
-                          "a multiple of the heads", hpmli_text(qkv), d.heads);
-    hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
-    n->attr.attention.heads  = d.heads;
-    n->attr.attention.causal = !d.not_causal;
-    n->attr.attention.scale  = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
-    n->saved_bytes   = (size_t)(shape[0] * shape[1] * d.heads) * sizeof(float); /* (B, heads, T) log sum exp */
-    n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
-    return n->out;
-}
-
-/* Keys that a query may see. */
-HPMLI_FN int64_t hpmli_visible(const hpml_node *n, int64_t query)
-{
-    return n->attr.attention.causal ? query + 1 : n->out->shape[1];
-}
-
-/* c (+)= alpha a b, within a task. */
-HPMLI_FN void hpmli_head_product(const hpmli_work *w, int thread, float alpha, hpmli_mat a, hpmli_mat b, hpmli_mat c,
-                                 bool accumulate)
-{
-    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
-    d.alpha = alpha;
-    hpmli_gemm_serial(w->run->ctx, thread, &d);
-}
-
-HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread)
-{
-    const hpml_node *n = w->n;
-    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
-    int64_t   first = task / heads * T, col = task % heads * D;
-    hpmli_mat qkv = hpmli_values(n->src[0]), out = hpmli_values(n->out); /* (B T, 3C), (B T, C) */
-    float    *lse = (float *)n->saved + task * T;                         /* (T) */
-    for (int64_t q0 = 0; q0 < T; q0 += HPMLI_QUERIES) {
-        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
-        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
-        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D), o = hpmli_mat_at(out, first + q0, rows, col, D);
-        hpmli_mat s = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
-        hpmli_head_product(w, thread, n->attr.attention.scale, q, hpmli_transposed(k), s, false);
-        for (int64_t r = 0; r < rows; r++) {
-            float  *row = s.p + r * keys;
-            int64_t see = hpmli_visible(n, q0 + r);
-            float   max = w->k->vmax(row, see), sum = w->k->vexp_sum(row, row, max, see);
-            lse[q0 + r] = max + logf(sum);
-            w->k->vscale_add(row, row, 1 / sum, 0, see);
-            if (see < keys) w->k->vfill(row + see, 0, keys - see);
-        }
-        hpmli_head_product(w, thread, 1, s, v, o, false);
-    }
-}
-
-HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int thread)
-{
-    const hpml_node *n = w->n;
-    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
-    int64_t   first = task / heads * T, col = task % heads * D, last = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
-    hpmli_mat qkv = hpmli_values(n->src[0]), d_qkv = hpmli_grads(n->src[0]);
-    float    *lse = (float *)n->saved + task * T, scale = n->attr.attention.scale;
-    for (int64_t q0 = last; q0 >= 0; q0 -= HPMLI_QUERIES) {
-        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
-        bool      add  = q0 != last || n->accumulate[0];
-        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
-        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D);
-        hpmli_mat o = hpmli_mat_at(hpmli_values(n->out), first + q0, rows, col, D);
-        hpmli_mat d_o = hpmli_mat_at(hpmli_grads(n->out), first + q0, rows, col, D);
-        hpmli_mat dq = hpmli_mat_at(d_qkv, first + q0, rows, col, D), dk = hpmli_mat_at(d_qkv, first, keys, col + C, D);
-        hpmli_mat dv = hpmli_mat_at(d_qkv, first, keys, col + 2 * C, D);
-        hpmli_mat p = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
-        hpmli_mat ds = hpmli_matrix(p.p + HPMLI_QUERIES * T, rows, keys, keys);
-        hpmli_head_product(w, thread, scale, q, hpmli_transposed(k), p, false);
-        hpmli_head_product(w, thread, 1, d_o, hpmli_transposed(v), ds, false);
-        for (int64_t r = 0; r < rows; r++) {
-            float  *pr = p.p + r * keys, *dr = ds.p + r * keys;
-            int64_t see = hpmli_visible(n, q0 + r);
-            float   delta = w->k->vdot(d_o.p + r * C, o.p + r * C, D);
-            w->k->vexp_sum(pr, pr, lse[q0 + r], see);
-            w->k->vscale_add(dr, dr, scale, -delta * scale, see);
-            w->k->vmul(dr, dr, pr, see);
-            if (see < keys) w->k->vfill(pr + see, 0, keys - see), w->k->vfill(dr + see, 0, keys - see);
-        }
-        hpmli_head_product(w, thread, 1, ds, k, dq, n->accumulate[0]);
-        hpmli_head_product(w, thread, 1, hpmli_transposed(ds), q, dk, add);
-        hpmli_head_product(w, thread, 1, hpmli_transposed(p), d_o, dv, add);
-    }
-}
-
-HPMLI_WORK_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, n->out->shape[0] * n->attr.attention.heads, 1,
-              attention_head, attention_head_back)
-
-/* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
-   h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
-   one per step. Backward runs t down, turns the kept gates into da in place, and ends with one product for each
-   gradient. Sources: x, w_x, w_h, bias. Kept: gates (B, T, 4H), cells (B, T, H). */
-
-HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
-{
-    hpml_tensor *src[4];
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim != 3 || hidden < 1 || hidden > INT64_MAX / 4)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld",
-                          given ? given : "", hpmli_text(x), (long long)hidden);
-    const char *name = hpmli_layer_name(x->ctx, given, "lstm");
-    const int64_t shape[3] = { x->shape[0], x->shape[1], hidden };
-    const int64_t w_x[2] = { 4 * hidden, x->shape[2] }, w_h[2] = { 4 * hidden, hidden };
-    src[0] = x;
-    src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_x);
-    src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_h);
-    src[3] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, w_x);
-    hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
-    n->saved_bytes   = (size_t)(shape[0] * shape[1]) * 5 * (size_t)hidden * sizeof(float);
-    n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* dh, dc (B, H) */
-    return n->out;
-}
-
-typedef struct hpmli_lstm_job {
-    const hpmli_kernels *k;
-    hpml_node           *n;
-    int64_t              B, T, H, t;
-    float               *gates, *cells, *dh, *dc;
-} hpmli_lstm_job;
-
-HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
-{
-    int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2];
-    float  *gates = (float *)n->saved, *dh = (float *)n->scratch;
-    hpmli_lstm_job j = { run->ctx->k, n, B, T, H, 0, gates, gates + B * T * 4 * H, dh, dh + B * H };
-    return j;
-}
-
-HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
-{
-    const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
-    int64_t H  = j->H, at = b * j->T + j->t;
-    float  *a  = j->gates + at * 4 * H, *c = j->cells + at * H, *h = j->n->out->data + at * H;
-    j->k->act_forward(HPML_ACT_SIGMOID, 0, a, a, 2 * H);
-    j->k->act_forward(HPML_ACT_TANH, 0, a + 2 * H, a + 2 * H, H);
-    j->k->act_forward(HPML_ACT_SIGMOID, 0, a + 3 * H, a + 3 * H, H);
-    j->k->vmul(c, a, a + 2 * H, H);
-    if (j->t > 0) {
-        j->k->vmul(h, a + H, c - H, H);
-        j->k->vadd(c, c, h, H);
-    }
-    j->k->act_forward(HPML_ACT_TANH, 0, h, c, H);
-    j->k->vmul(h, h, a + 3 * H, H);
-}
-
-HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
-{
-    hpmli_lstm_job  j = hpmli_lstm_of(run, n);
-    int64_t         H = j.H;
-    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(n->src[0]), hpmli_transposed(hpmli_values(n->src[1])),
-                                      hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H), false);
-    d.bias_n = n->src[3]->data;
-    hpmli_gemm(run->ctx, &d);
-    for (j.t = 0; j.t < j.T; j.t++) {
-        if (j.t > 0) /* a_t += h_{t-1} W_h^T */
-            hpmli_product(run->ctx, hpmli_matrix(n->out->data + (j.t - 1) * H, j.B, H, j.T * H),
-                          hpmli_transposed(hpmli_values(n->src[2])),
-                          hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), true);
-        hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell, &j);
-    }
-}
-
-HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
-{
-    const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
-    int64_t      H = j->H, at = b * j->T + j->t;
-    float       *a = j->gates + at * 4 * H, *dc = j->dc + b * H;
-    const float *c = j->cells + at * H, *dy = j->n->out->grad + at * H, *dh = j->dh + b * H;
-    for (int64_t i = 0; i < H; i++) {
-        float in = a[i], forget = a[H + i], g = a[2 * H + i], out = a[3 * H + i], t = tanhf(c[i]);
-        float d  = dy[i] + (j->t < j->T - 1 ? dh[i] : 0);
-        float dcell = d * out * (1 - t * t) + (j->t < j->T - 1 ? dc[i] : 0);
-        a[i]         = dcell * g * in * (1 - in);
-        a[H + i]     = j->t > 0 ? dcell * c[i - H] * forget * (1 - forget) : 0;
-        a[2 * H + i] = dcell * in * (1 - g * g);
-        a[3 * H + i] = d * t * out * (1 - out);
-        dc[i]        = dcell * forget;
-    }
-}
-
-HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
-{
-    hpmli_lstm_job     j = hpmli_lstm_of(run, n);
-    const hpml_tensor *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *bias = n->src[3];
-    int64_t            H = j.H;
-    hpmli_mat          da = hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H);
-    for (j.t = j.T - 1; j.t >= 0; j.t--) {
-        hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell_back, &j);
-        if (j.t > 0) /* dh_{t-1} = da_t W_h */
-            hpmli_product(run->ctx, hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), hpmli_values(w_h),
-                          hpmli_matrix(j.dh, j.B, H, H), false);
-    }
-    if (x->grad) hpmli_product(run->ctx, da, hpmli_values(w_x), hpmli_grads(x), n->accumulate[0]);
-    if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
-    if (bias->grad) j.k->vsum_rows(bias->grad, da.p, da.rows, da.cols, n->accumulate[3]);
-    if (!w_h->grad) return;
-    if (!n->accumulate[2]) j.k->vfill(w_h->grad, 0, 4 * H * H);
-    for (int64_t b = 0; b < j.B && j.T > 1; b++) /* dW_h = sum over t >= 1 of da_t^T h_{t-1} */
-        hpmli_product(run->ctx, hpmli_transposed(hpmli_mat_at(da, b * j.T + 1, j.T - 1, 0, 4 * H)),
-                      hpmli_mat_at(hpmli_values(n->out), b * j.T, j.T - 1, 0, H), hpmli_grads(w_h), true);
-}
-
-HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>loss   cross-entropy, binary cross-entropy, squared and huber loss
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss
-   arrives in out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
-       loss = log(sum) - (1 - s) d_l - s mean(d),  dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V,
-       with d_i = x_i - max(x),  sum = sum of exp(d_i).
-   Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
-   all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
-
-HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
-                                        float delta)
-{
-    hpml_tensor *src[2] = { y, target };
-    if (!hpmli_recordable(2, src)) return NULL;
-    if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
-        return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
-                          kind, hpmli_text(y), hpmli_text(target));
-    if (!(delta >= 0))
-        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", kind, (double)delta);
-    hpml_node *n = hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
-    n->attr.huber.squared = squared, n->attr.huber.delta = delta;
-    return n->out;
-}
-
-HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
-{
-    hpml_cross_entropy_desc d;
-    hpml_tensor            *src[2] = { logits, labels };
-    if (!hpmli_recordable(2, src) || !HPMLI_TAKE(logits->ctx, "cross_entropy", d, desc)) return NULL;
-    bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
-    for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
-    if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
-        return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
-                          "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
-    hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
-    n->attr.cross_entropy.smoothing = d.label_smoothing;
-    n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
-    n->saved_bytes = (size_t)(3 * hpml_tensor_count(labels) + 1) * 4; /* max, 1 / sum, loss of rows; 1 / counted */
-    return n->out;
-}
-
-/* sum of exp(x - shift) without a place for the exponentials */
-HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
-{
-    float piece[HPMLI_PIECE], sum = 0;
-    HPMLI_PIECES(i, c, n) sum += k->vexp_sum(piece, x + i, shift, c);
-    return sum;
-}
-
-HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
-{
-    const hpml_node *n     = w->n;
-    const float     *x     = n->src[0]->data + row * w->cols; /* (V) */
-    int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
-    float           *max   = (float *)n->saved + row, *inverse = max + w->count, *loss = inverse + w->count;
-    float            s     = n->attr.cross_entropy.smoothing;
-    *loss = *max = *inverse = 0;
-    if (label == n->attr.cross_entropy.ignore) return;
-    *max      = w->k->vmax(x, w->cols);
-    float sum = hpmli_exp_sum(w->k, x, *max, w->cols);
-    *inverse  = 1 / sum;
-    *loss     = logf(sum) - (1 - s) * (x[label] - *max);
-    if (s == 0) return;
-    double about[2] = { 0, 0 }; /* sums of x - max, and of its squares */
-    w->k->vmoments(about, NULL, x, *max, w->cols);
-    *loss -= s * (float)(about[0] / (double)w->cols);
-}
-
-HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
-{
-    const hpml_tensor *x     = n->src[0];
-    const int32_t     *label = (const int32_t *)(const void *)n->src[1]->data;
-    int64_t            V = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / V, counted = 0;
-    const float       *loss = (const float *)n->saved + 2 * rows;
-    double             sum  = 0;
-    for (int64_t i = 0; i < rows; i++) {
-        if (label[i] == n->attr.cross_entropy.ignore) continue;
-        if (label[i] < 0 || label[i] >= V)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
-                              "%lld (or %d to be ignored)", (long long)(n->edge.index + i), label[i],
-                              (long long)V - 1, n->attr.cross_entropy.ignore);
-        counted++;
-    }
-    hpmli_rows_run(run, n, false, hpmli_cross_entropy_row);
-    for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
-    ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
-    n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
-    return HPML_OK;
-}
-
-HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
-{
-    const hpml_node *n     = w->n;
-    const float     *x     = n->src[0]->data + row * w->cols;
-    float           *dx    = n->src[0]->grad + row * w->cols, piece[HPMLI_PIECE];
-    int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
-    const float     *saved = (const float *)n->saved;
-    float            max   = saved[row], s = n->attr.cross_entropy.smoothing;
-    float            scale = saved[3 * w->count] * n->out->grad[0], share = scale * saved[w->count + row];
-    bool             add   = n->accumulate[0];
-    if (label == n->attr.cross_entropy.ignore) {
-        if (!add) w->k->vfill(dx, 0, w->cols);
-        return;
-    }
-    HPMLI_PIECES(i, c, w->cols) {
-        w->k->vexp_sum(piece, x + i, max, c);
-        if (add) w->k->vaxpby(dx + i, share, piece, 1, c);
-        else w->k->vscale_add(dx + i, piece, share, -scale * s / (float)w->cols, c);
-        if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)w->cols, c);
-    }
-    dx[label] -= scale * (1 - s);
-}
-
-HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n),
-         hpmli_rows_run(run, n, true, hpmli_cross_entropy_back_row))
-
-HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
-{
-    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target, false, 0);
-}
-
-HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
-{
-    return hpmli_loss_record(HPML_OP_HUBER, "mse", y, target, true, 0);
-}
-
-HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
-{
-    return hpmli_loss_record(HPML_OP_HUBER, "huber", y, target, false, delta);
-}
-
-/* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
-   delta, then delta (|d| - delta / 2). delta 0: |d|. */
-HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
-{
-    double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
-    if (n->op == HPML_OP_BCE) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
-    if (n->attr.huber.squared) return d * d;
-    if (delta == 0) return d;
-    return d <= delta ? d * d / 2 : delta * (d - delta / 2);
-}
-
-/* Its derivative by x. */
-HPMLI_FN float hpmli_pair_slope(const hpml_node *n, float x, float t)
-{
-    float d = x - t, delta = n->attr.huber.delta;
-    if (n->op == HPML_OP_BCE) return 1 / (1 + expf(-x)) - t;
-    if (n->attr.huber.squared) return 2 * d;
-    if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
-    return d > delta ? delta : d < -delta ? -delta : d;
-}
-
-HPMLI_FN void hpmli_pairs_pass(hpml_node *n)
-{
-    int64_t count = hpml_tensor_count(n->src[0]);
-    double  sum   = 0;
-    for (int64_t i = 0; i < count; i++) sum += hpmli_pair_loss(n, n->src[0]->data[i], n->src[1]->data[i]);
-    n->out->data[0] = (float)(sum / (double)count);
-}
-
-HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
-{
-    const float *x = n->src[0]->data, *t = n->src[1]->data;
-    int64_t      count = hpml_tensor_count(n->src[0]);
-    float        scale = n->out->grad[0] / (float)count;
-    if (n->op == HPML_OP_BCE && n->src[1]->grad)
-        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
-                          "parameters; only the logits get a gradient", n->src[1]->name);
-    for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
-        float *d = n->src[s]->grad, sign = s ? -scale : scale;
-        for (int64_t i = 0; d && i < count; i++)
-            d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_slope(n, x[i], t[i]);
-    }
-    return HPML_OK;
-}
-
-HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
-HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
-// ---------------------------------------------------------------------------------------------------------------------
-// >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients take 2 bytes a number; arithmetic, and
-   what is added up over a training, stay f32. The ops know nothing of halves. One wrapper stands in for all of them: it
-   gives an op f32 copies, in scratch memory, of the halves that the op reads, and rounds the op's results (to nearest,
-   ties to even) into their place. Most ops treat samples independently, so the wrapper cuts a batch into blocks of
-   samples whose copies stay in the cache; gradients of parameters are added up over the blocks in f32. An op that joins
-   samples (batchnorm, a sum over the batch) gets a copy of the whole batch, and a loss is the mean over the blocks,
-   weighted by the number of rows that count in each. Blocks do not depend on the number of threads, so results do not.
-
-   The weights of products (parameters of two or more dimensions) are rounded, too, in an f32 copy. In a model of few
-   samples and large layers the copy of the largest weight makes up most of the scratch memory. */
-
-#define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
-#define HPMLI_EDGE_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
-
-/* What each op's backward pass reads, see HPMLI_OP. */
-static unsigned (*const hpmli_needs[])(const hpml_node *) = {
-#define HPMLI_X(op, name) hpmli_##name##_needs,
-    HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-};
-
-enum { HPMLI_LOAD = 1, HPMLI_SAVE = 2, HPMLI_ROUND = 4 }; /* before the op; behind it; load what is f32, rounded */
-
-typedef struct hpmli_copy {
-    void    *stored; /* (n) halves; for HPMLI_ROUND f32 */
-    float   *plain;  /* (n) what the op reads or writes */
-    int64_t  n;
-    unsigned how;
-} hpmli_copy;
-
-/* An op and the block of samples that it is about to run on. */
-typedef struct hpmli_edge {
-    const hpml_ctx *ctx;
-    hpml_node       node;                /* the op as recorded, but with these tensors: */
-    hpml_tensor     t[HPML_MAX_SRC + 1]; /* of its sources, and at the end of its result */
-    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
-    int             count;               /* of copies */
-    unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: what is being done to them */
-    char           *at;                  /* where the f32 copies are; NULL while planning */
-    size_t          used;                /* bytes of it */
-    int64_t         first, samples;      /* of this block */
-    bool            last;                /* no block follows */
-} hpmli_edge;
-
-HPMLI_FN float *hpmli_edge_copy(hpmli_edge *e, void *stored, int64_t n, int64_t most, unsigned how)
-{
-    float     *plain = e->at ? (float *)(void *)(e->at + e->used) : NULL;
-    hpmli_copy c     = { stored, plain, n, how };
-    e->used += ((size_t)most * sizeof(float) + 63) / 64 * 64;
-    e->copy[e->count++] = c;
-    return plain;
-}
-
-/* t as the op gets it; value and grad: what this pass does with them. 0: nothing, but there are floats at the place, as
-   kernels may read what they do not use. What has no batch dimension is copied before the first block and behind the
-   last. */
-HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tensor *t, unsigned value, unsigned grad)
-{
-    int64_t  block = e->node.edge.samples, n = hpml_tensor_count(t), most = n;
-    unsigned once  = (e->first > 0 ? HPMLI_LOAD | HPMLI_ROUND : 0) | (e->last ? 0 : HPMLI_SAVE);
-    bool     half  = hpmli_is_half(t->dtype), has_grad = e->at ? t->grad != NULL : t->needs_grad;
-    *to = *t;
-    if (block > 0 && t->batch_rows > 0) {
-        int64_t each = n / t->shape[0] * t->batch_rows; /* numbers of a sample */
-        size_t  skip = (size_t)(e->first * each) * hpml_dtype_size(t->dtype);
-        if (t->data) to->data = (float *)(void *)((char *)t->data + skip);
-        if (t->grad) to->grad = (float *)(void *)((char *)t->grad + skip);
-        if (t->dtype == HPML_DTYPE_I32) e->node.edge.index = e->first * each;
-        to->shape[0] = e->samples * t->batch_rows;
-        n = e->samples * each, most = block * each, once = 0;
-    }
-    if (half || value & HPMLI_ROUND) to->data = hpmli_edge_copy(e, to->data, n, most, value & ~once);
-    if (half && has_grad) to->grad = hpmli_edge_copy(e, to->grad, n, most, grad & ~once);
-    if (half) to->dtype = HPML_DTYPE_F32; /* as its copies are: ops count bytes by it */
-}
-
-/* The op on samples [first, first + samples), its copies laid out from `at` on. */
-HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
-                              int64_t samples, bool last, char *at)
-{
-    unsigned needs   = back ? hpmli_needs[n->op](n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
-    bool     product = n->op == HPML_OP_LINEAR || n->op == HPML_OP_MATMUL || n->op == HPML_OP_CONV2D ||
-                       n->op == HPML_OP_LSTM;
-    memset(e, 0, sizeof *e);
-    e->node = *n;
-    memset(e->node.update, 0, sizeof e->node.update); /* steps are taken when the gradient of all blocks is there */
-    e->ctx = ctx, e->at = at, e->first = first, e->samples = samples, e->last = last;
-    for (int i = 0, same; i < n->src_count; i++) {
-        const hpml_tensor *s = n->src[i];
-        unsigned           value = 0, grad = back ? HPMLI_SAVE : 0;
-        if (!s) continue;
-        for (same = 0; n->src[same] != s; same++) {}
-        e->node.src[i] = &e->t[same]; /* one copy where an op reads a tensor twice */
-        if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
-        if (same < i) continue;
-        for (int k = i; k < n->src_count; k++)
-            if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
-        if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
-        if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write a part of it */
-        hpmli_edge_tensor(e, &e->t[i], s, value, grad);
-    }
-    hpml_tensor *y     = e->node.out = &e->t[HPML_MAX_SRC];
-    unsigned     value = back ? 0 : HPMLI_SAVE;
-    if (back && needs & HPMLI_NEED_OUT) value = HPMLI_LOAD;
-    hpmli_edge_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
-    if (n->op == HPML_OP_LINEAR && n->saved_bytes > 0) { /* the sum before the activation, stored as the result is */
-        hpml_tensor z = *n->out;
-        z.data = (float *)n->saved;
-        hpmli_edge_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
-        e->node.saved = e->t[3].data;
-    } else if (n->saved && first > 0)
-        e->node.saved = (char *)n->saved + (size_t)(first / n->edge.samples) * n->edge.saved;
-}
-
-HPMLI_FN int64_t hpmli_edge_tasks(const hpmli_edge *e, const hpmli_copy *c)
-{
-    bool wanted = c->how & (e->now == HPMLI_LOAD ? HPMLI_LOAD | HPMLI_ROUND : HPMLI_SAVE);
-    return wanted ? (c->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN : 0;
-}
-
-/* One task: loads or saves a piece of one of the copies. */
-HPMLI_FN void hpmli_edge_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_edge    *e = (const hpmli_edge *)arg;
-    const hpmli_copy    *c = e->copy;
-    const hpmli_kernels *k = e->ctx->k;
-    hpml_dtype           store = e->ctx->store;
-    uint16_t             piece[HPMLI_PIECE];
-    for (int64_t tasks; tasks = hpmli_edge_tasks(e, c), task >= tasks; c++) task -= tasks;
-    int64_t   at = task * HPMLI_GRAIN, n = hpmli_min(c->n - at, HPMLI_GRAIN);
-    uint16_t *half = (uint16_t *)c->stored + at;
-    if (e->now == HPMLI_SAVE) k->from_f32(store, half, c->plain + at, n);
-    else if (c->how & HPMLI_LOAD) k->to_f32(c->plain + at, store, half, n);
-    else
-        HPMLI_PIECES(i, count, n) {
-            k->from_f32(store, piece, (const float *)c->stored + at + i, count);
-            k->to_f32(c->plain + at + i, store, piece, count);
-        }
-}
-
-HPMLI_FN void hpmli_edge_move(hpmli_edge *e, hpml_ctx *ctx, unsigned now)
-{
-    int64_t tasks = 0;
-    e->now = now;
-    for (int i = 0; i < e->count; i++) tasks += hpmli_edge_tasks(e, &e->copy[i]);
-    if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_edge_task, e);
-}
-
-HPMLI_FN bool hpmli_is_mean(hpml_op op)
-{
-    return op == HPML_OP_CROSS_ENTROPY || op == HPML_OP_BCE || op == HPML_OP_HUBER;
-}
-
-/* The tensor whose samples are cut into blocks. */
-HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n->op) ? n->src[0] : n->out; }
-
-/* Number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is small. */
-HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
-{
-    const hpml_tensor *y = hpmli_edge_batch(n);
-    bool    product = n->op == HPML_OP_MATMUL;
-    bool    pairs   = product || n->op == HPML_OP_CONCAT || n->op == HPML_OP_ADD || n->op == HPML_OP_SUB ||
-                      n->op == HPML_OP_MUL || n->op == HPML_OP_DIV;
-    int64_t numbers = hpml_tensor_count(n->out), batch;
-    if (!y->batch_rows || n->mixes_batch || n->op == HPML_OP_BATCHNORM) return 0;
-    for (int i = 0; i < n->src_count; i++) {
-        const hpml_tensor *s = n->src[i];
-        bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
-        if (s && s->batch_rows) numbers += hpml_tensor_count(s);
-        else if (s && (rows_meet || hpmli_is_mean(n->op))) return 0; /* s has a row for each row of the batch */
-    }
-    batch = y->shape[0] / y->batch_rows;
-    int64_t rows  = hpml_tensor_count(y) / y->shape[y->ndim - 1] / batch, each = 2 * numbers / batch;
-    int64_t block = hpmli_max((HPMLI_EDGE_NUMBERS + each - 1) / each, (HPMLI_EDGE_ROWS + rows - 1) / rows);
-    return block < batch ? block : 0;
-}
-
-/* hpml_backend.plan, once for each node: sets the size of its blocks, the bytes of their copies and saved values. */
-HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
-{
-    const hpml_ctx *ctx = (const hpml_ctx *)device;
-    hpmli_edge      e;
-    if (ctx->store == HPML_DTYPE_F32 || n->op == HPML_OP_RESHAPE || n->edge.at > 0) return;
-    const hpml_tensor *y = hpmli_edge_batch(n);
-    int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = n->edge.samples = hpmli_edge_block(n);
-    size_t  most  = 0;
-    for (int back = 0; back < 2; back++) {
-        hpmli_edge_open(&e, ctx, n, back, 0, block, true, NULL);
-        if (e.used > most) most = e.used;
-    }
-    n->edge.at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
-    n->scratch_bytes = n->edge.at + most;
-    if (block == 0 || n->saved_bytes == 0 || n->op == HPML_OP_LINEAR) return;
-    n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64; /* a loss saves one number more */
-    n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
-}
-
-/* Numbers that the loss n is the mean of. */
-HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
-{
-    int64_t        count = hpml_tensor_count(n->src[n->op == HPML_OP_CROSS_ENTROPY]), ignored = 0;
-    const int32_t *label = (const int32_t *)(const void *)n->src[1]->data;
-    for (int64_t i = 0; n->op == HPML_OP_CROSS_ENTROPY && i < count; i++)
-        ignored += label[i] == n->attr.cross_entropy.ignore;
-    return (double)(count - ignored);
-}
-
-/* Both passes of all ops but reshape, which copies bytes of any type. */
-HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back)
-{
-    const hpml_op_impl *op = &hpml_backend_cpu()->ops[n->op];
-    const hpml_tensor  *y  = hpmli_edge_batch(n);
-    hpml_status         status = HPML_OK;
-    int64_t             block = n->edge.samples, batch = block > 0 ? y->shape[0] / y->batch_rows : 1;
-    bool                mean = block > 0 && hpmli_is_mean(n->op);
-    double              all = mean ? hpmli_edge_weight(n) : 1, sum = 0;
-    if (n->op == HPML_OP_RESHAPE) return back ? op->backward(run, n) : op->forward(run, n);
-    for (int64_t first = 0, count; first < batch && status == HPML_OK; first += count) {
-        hpmli_edge e;
-        hpml_run   part = *run;
-        float      dloss = 0;
-        count = block > 0 ? hpmli_min(block, batch - first) : batch;
-        hpmli_edge_open(&e, run->ctx, n, back, first, count, first + count == batch, (char *)n->scratch + n->edge.at);
-        part.sample += (uint64_t)first;
-        double share = mean && all > 0 ? hpmli_edge_weight(&e.node) / all : 1;
-        if (mean && back) dloss = (float)(share * (double)n->out->grad[0]), e.node.out->grad = &dloss;
-        hpmli_edge_move(&e, run->ctx, HPMLI_LOAD);
-        status = back ? op->backward(&part, &e.node) : op->forward(&part, &e.node);
-        if (status == HPML_OK) hpmli_edge_move(&e, run->ctx, HPMLI_SAVE);
-        if (mean && !back) sum += share * (double)n->out->data[0];
-    }
-    if (mean && !back) n->out->data[0] = (float)sum;
-    return status;
-}
-
-HPMLI_PASS(edge_forward) { return hpmli_edge_run(run, n, false); }
-HPMLI_PASS(edge_backward) { return hpmli_edge_run(run, n, true); }
-
-HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
-{
-    static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_X(op, name) { hpmli_edge_forward, hpmli_edge_backward },
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-    };
-    return ops;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>backend   the CPU backend: memory, the table of ops, optimizer steps
-// ---------------------------------------------------------------------------------------------------------------------
-
-HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
-{
-    *device = ctx;
-    if (ctx->store != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_dtype hpmli_cpu_store(void *device) { return ((const hpml_ctx *)device)->store; }
-
-HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
-
-/* Fresh memory is cleared by all threads, in pieces, as a first touch is slow: the system has to find each page. Asked
-   for all pages of a stretch at once it takes half the time. */
-#define HPMLI_CLEAR (UINT32_C(1) << 21)
-
-typedef struct hpmli_clear_job {
-    char  *p;
-    size_t bytes;
-} hpmli_clear_job;
-
-HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
-    size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
-    for (size_t n; at < end; at += n) { /* cleared while it is in the cache */
-        n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
-#ifdef MADV_POPULATE_WRITE
-        char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
-        if (n > 8192) madvise(page, n - 4096, MADV_POPULATE_WRITE);
-#endif
-        memset(j->p + at, 0, n);
-    }
-}
-
-HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
-{
-    hpml_ctx       *ctx = (hpml_ctx *)device;
-    hpmli_clear_job j   = { (char *)hpmli_alloc(ctx, bytes), bytes };
-    if (j.p) hpmli_parallel(ctx, (int64_t)((bytes + HPMLI_CLEAR - 1) / HPMLI_CLEAR), hpmli_clear_task, &j);
-    return j.p;
-}
-
-HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
-
-HPMLI_FN hpml_status hpmli_cpu_copy(void *device HPMLI_UNUSED, void *to, const void *from, size_t bytes)
-{
-    memcpy(to, from, bytes);
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_cpu_zero(void *device HPMLI_UNUSED, void *dst, size_t bytes)
-{
-    memset(dst, 0, bytes);
-    return HPML_OK;
-}
-
-typedef struct hpmli_sumsq_job {
-    const hpmli_kernels *k;
-    hpml_dtype           dtype;
-    const void          *x;
-    int64_t              n, piece;
-    double               part[HPMLI_SUM_TASKS];
-} hpmli_sumsq_job;
-
-HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    hpmli_sumsq_job *j = (hpmli_sumsq_job *)arg;
-    int64_t          i = task * j->piece, n = j->n - i < j->piece ? j->n - i : j->piece;
-    const char      *x = (const char *)j->x + (size_t)i * hpml_dtype_size(j->dtype);
-    float            piece[HPMLI_PIECE];
-    if (j->dtype == HPML_DTYPE_F32) {
-        j->part[task] = j->k->vdot_wide((const float *)(const void *)x, (const float *)(const void *)x, n);
-        return;
-    }
-    j->part[task] = 0;
-    HPMLI_PIECES(at, c, n) {
-        j->k->to_f32(piece, j->dtype, x + (size_t)at * hpml_dtype_size(j->dtype), c);
-        j->part[task] += j->k->vdot_wide(piece, piece, c);
-    }
-}
-
-HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, hpml_dtype dtype, const void *x,
-                                     int64_t n, double *out)
-{
-    hpmli_sumsq_job j;
-    j.k = ctx->k, j.dtype = dtype, j.x = x, j.n = n;
-    j.piece = hpmli_max((n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS, HPMLI_GRAIN);
-    int64_t tasks = (n + j.piece - 1) / j.piece;
-    hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
-    *out = 0;
-    for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
-    if (*out - *out == 0) return HPML_OK;
-    float piece[HPMLI_PIECE]; /* squares of finite floats that overflow as floats do not as doubles */
-    *out = 0;
-    HPMLI_PIECES(at, c, n) {
-        j.k->to_f32(piece, dtype, (const char *)x + (size_t)at * hpml_dtype_size(dtype), c);
-        for (int64_t i = 0; i < c; i++) *out += (double)piece[i] * (double)piece[i];
-    }
-    return HPML_OK;
-}
-
-HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
-{
-    double sum;
-    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
-    return sqrt(sum);
-}
-
-/* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. The rate
-   goes into the momentum, so that a change of either takes hold from this step on. */
-HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
-{
-    double w = hpmli_l2_norm(ctx, u->w, u->n);
-    double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
-    if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
-    if (u->bad && g - g != 0) u->lr = 0; /* what is not finite has no direction */
-    u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
-}
-
-/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r, a step of plain SGD. */
-HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, hpml_update u)
-{
-    double w = hpmli_l2_norm(ctx, u.w, u.n), r = hpmli_l2_norm(ctx, u.g, u.n);
-    u.opt = HPML_OPT_SGD, u.m = NULL, u.grad_scale = 1, u.weight_decay = 0;
-    u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
-    hpmli_update_by(ctx, &u, NULL);
-}
-
-HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
-{
-    for (int i = 0; i < count; i++) {
-        hpml_update u    = updates[i];
-        float       norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
-        if (norm > u.clip) u.grad_scale *= u.clip / norm;
-        if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
-        hpmli_update_by(ctx, &u, NULL);
-        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
-    }
-    return HPML_OK;
-}
-
-HPML_API const hpml_backend *hpml_backend_cpu(void)
-{
-    static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_X(op, name) { hpmli_##name##_forward, hpmli_##name##_backward },
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-    };
-    static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
-        hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        hpmli_cpu_store, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
-    return &cpu;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>place   a place in memory for each array of a plan: first fit
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A slot is an array with a life: the times at which it is needed. Largest first, each goes to the lowest address where
-   its bytes are free during its life: simple, and close to the best for chains. Two ways lead to the same address:
-   - a list of all slots placed before, in the order of their addresses: for n slots n^2 / 2 short steps;
-   - a binary tree over the times (a segment tree). At each node are two lists of address ranges in use, in which what
-     touches is one range: `whole`, of slots alive at all times of the node, and `part`, of slots alive at some. A life
-     is cut into at most two nodes a level; what can be in its way is their `part` and the `whole` of all nodes above.
-     Slots of one size stand in few ranges, so this takes about n log n steps for each size; networks have few sizes. */
-
-typedef struct hpmli_slot {
-    size_t   bytes, offset; /* before it has one: its number */
-    int      from, to;   /* alive, both included */
-    void   **place;      /* where the address goes once there is memory */
-} hpmli_slot;
-
-HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
-{
-    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
-    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
-    return x->offset < y->offset ? -1 : x->offset > y->offset;
-}
-
-/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
-HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
-{
-    size_t at = 0;
-    for (int i = 0; i < count; i++) {
-        const hpmli_slot *p = placed[i];
-        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
-        if (at + s->bytes <= p->offset) break;
-        at = p->offset + p->bytes;
-    }
-    return at;
-}
-
-HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
-{
-    hpmli_slot **placed = hpmli_new(ctx, hpmli_slot *, count);
-    for (int i = 0; placed && i < count; i++) {
-        int at = i;
-        slots[i].offset = hpmli_slot_fit(placed, i, &slots[i]);
-        for (; at > 0 && placed[at - 1]->offset > slots[i].offset; at--) placed[at] = placed[at - 1];
-        placed[at] = &slots[i];
-    }
-    hpmli_free(ctx, placed);
-    return placed != NULL;
-}
-
-typedef struct hpmli_range {
-    size_t from, to; /* addresses, `to` not included */
-    int    next;     /* number of the next range of its list, which is higher and does not touch; 0: none */
-} hpmli_range;
-
-typedef struct hpmli_times {
-    hpml_ctx    *ctx;
-    hpmli_range *ranges; /* (count of capacity) of all lists; number 0 is none */
-    int64_t      capacity;
-    int          count, spare;     /* spare: list of those no longer used */
-    int         *whole, *part;     /* (2 * times) first range by node; node 1 is the root, 2i and 2i + 1 are below i */
-    int          path[4 * 32 + 4]; /* (path_count) nodes that the life at hand is cut into, and those above */
-    bool         inside[4 * 32 + 4];
-    int          path_count;
-} hpmli_times;
-
-/* Walks from `node`, which stands for the times first to last, down to the nodes that lie inside the life of s. */
-HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
-{
-    int  middle = first + (last - first) / 2;
-    bool inside = s->from <= first && last <= s->to;
-    m->inside[m->path_count] = inside;
-    m->path[m->path_count++] = node;
-    if (!inside && s->from <= middle) hpmli_times_path(m, 2 * node, first, middle, s);
-    if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
-}
-
-/* The lowest offset at which `bytes` fit between the ranges of all lists on the path. */
-HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
-{
-    int    list[sizeof m->path / sizeof *m->path], count = 0;
-    size_t at = 0, before;
-    for (int k = 0; k < m->path_count; k++) {
-        int first = m->inside[k] ? m->part[m->path[k]] : m->whole[m->path[k]];
-        if (first) list[count++] = first;
-    }
-    do { /* until the offset is free in every list */
-        before = at;
-        for (int k = 0; k < count; k++)
-            for (const hpmli_range *r; r = &m->ranges[list[k]], list[k] && r->from < at + bytes; list[k] = r->next)
-                if (at < r->to) at = r->to;
-    } while (at != before);
-    return at;
-}
-
-/* Adds a range to the list that begins at *head, and joins it with those that it touches or overlaps. */
-HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
-{
-    int before = 0, at = *head;
-    for (; at && m->ranges[at].to < from; at = m->ranges[at].next) before = at;
-    while (at && m->ranges[at].from <= to) {
-        hpmli_range *r    = &m->ranges[at];
-        int          next = r->next;
-        if (r->from < from) from = r->from;
-        if (r->to > to) to = r->to;
-        r->next  = m->spare;
-        m->spare = at;
-        at       = next;
-    }
-    int added = m->spare;
-    if (added) m->spare = m->ranges[added].next;
-    else if (hpmli_grow(m->ctx, &m->ranges, m->count, &m->capacity, sizeof *m->ranges)) added = m->count++;
-    else return false;
-    hpmli_range range = { from, to, at };
-    m->ranges[added] = range;
-    if (before) m->ranges[before].next = added;
-    else *head = added;
-    return true;
-}
-
-HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
-{
-    hpmli_times m = HPMLI_ZEROED;
-    m.ctx = ctx, m.count = 1;
-    m.whole = hpmli_new(ctx, int, 4 * (int64_t)times);
-    m.part  = hpmli_new(ctx, int, 4 * (int64_t)times);
-    bool good = m.whole && m.part && hpmli_grow(ctx, &m.ranges, 0, &m.capacity, sizeof *m.ranges);
-    for (int i = 0; i < count && good; i++) {
-        hpmli_slot *s = &slots[i];
-        m.path_count = 0;
-        hpmli_times_path(&m, 1, 0, times - 1, s);
-        s->offset = hpmli_times_fit(&m, s->bytes);
-        for (int k = 0; k < m.path_count && good; k++) {
-            good = hpmli_times_add(&m, &m.part[m.path[k]], s->offset, s->offset + s->bytes);
-            if (m.inside[k]) good = good && hpmli_times_add(&m, &m.whole[m.path[k]], s->offset, s->offset + s->bytes);
-        }
-    }
-    hpmli_free(ctx, m.ranges);
-    hpmli_free(ctx, m.part);
-    hpmli_free(ctx, m.whole);
-    return good;
-}
-
-/* Sorts the slots, gives each its offset, and sets *bytes to what all need, by the faster of the two ways: the tree,
-   where there are at least 1000 slots for each size (measured with random graphs). */
-HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
-{
-    int sizes = 1, times = 1;
-    if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
-    for (int i = 0; i < count; i++) {
-        if (i > 0 && slots[i].bytes != slots[i - 1].bytes) sizes++;
-        if (slots[i].to >= times) times = slots[i].to + 1;
-    }
-    bool good = count / 1000 < sizes ? hpmli_place_list(ctx, slots, count) : hpmli_place_tree(ctx, slots, count, times);
-    for (int i = 0; i < count && good; i++)
-        if (slots[i].offset + slots[i].bytes > *bytes) *bytes = slots[i].offset + slots[i].bytes;
-    return good;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
-   is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
-   function. Two arrays may share memory when their lives do not overlap: see >>place. All this happens once; a step
-   allocates nothing.
-
-   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
-   may work in place on a source that no other op reads. A node's out_root and grad_root follow such links. */
-
-typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
-    int  last;                 /* time until which the value lives */
-    int  grad_first, grad_last;
-    int  readers;              /* nodes that read the value */
-    bool kept, grad_written;
-} hpmli_use;
-
-struct hpml_graph {
-    hpml_ctx      *ctx;
-    hpml_node    **nodes;      /* (count) in order */
-    int            count;
-    hpml_tensor  **leaves;     /* (leaf_count) inputs and constants */
-    int            leaf_count;
-    hpml_tensor   *loss;
-    int            output_count;
-    hpmli_slot    *slots;      /* (slot_count) */
-    int            slot_count;
-    hpml_memory    memory;
-    char          *arena;      /* activations, their gradients and scratch, on the device */
-    float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
-    int64_t        grad_count; /* floats */
-    size_t         scratch_bytes;
-    int            param_count; /* of the context, when this was made */
-    int           *param_last;  /* (param_count) node whose backward finishes the gradient; -1: none */
-    int64_t        batch, batch_now;
-    bool           batchable;
-    bool           train;      /* of the last forward pass ... */
-    uint64_t       step;       /* ... and its step */
-    int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
-    const char   **back_names; /* (count) for the timeline */
-    hpml_profile_row *profile; /* (count), NULL: off */
-    const hpml_hooks *hooks;   /* the trainer's, if it has one */
-    hpml_trainer  *trainer;
-    bool           last;       /* batch of an update: gradients are final, and hooks are told */
-    hpml_update   *updates;    /* (param_count) steps to be taken during the backward pass, or NULL */
-    bool           idle;       /* see hpml_run */
-};
-
-/* Whether t is among the inputs found. t->leaf may be from another graph, so the input with that index is compared. */
-HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
-{
-    return t->leaf < g->leaf_count && g->leaves[t->leaf] == t;
-}
-
-/* Marks what t depends on, at its place in the order of recording, which is an order of running. */
-HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
-{
-    if (!t || t->param) return;
-    if (t->node) {
-        found[t->node->index] = t->node;
-        return;
-    }
-    if (hpmli_graph_leaf(g, t)) return;
-    HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
-    t->leaf = g->leaf_count;
-    g->leaves[g->leaf_count++] = t;
-}
-
-/* From the last op recorded to the first: whoever reads a result stands behind it. */
-HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
-{
-    hpml_ctx   *ctx   = g->ctx;
-    hpml_node **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
-    g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
-    if (!found || !g->leaves) return false;
-    for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
-    for (int i = ctx->node_count - 1; i >= 0; i--)
-        for (int s = 0; found[i] && s < found[i]->src_count; s++) hpmli_graph_mark(g, found, found[i]->src[s]);
-    for (int i = 0; i < ctx->node_count; i++)
-        if (found[i]) g->nodes[g->count++] = found[i];
-    return true;
-}
-
-HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
-
-/* uses: by the index of the node that makes t, and behind them of the inputs; NULL: a parameter. */
-HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
-{
-    if (t && t->node) return &uses[t->node->index];
-    return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->leaf] : NULL;
-}
-
-/* Lives of the values. */
-HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
-{
-    int N = g->count;
-    for (int i = 0; i < N; i++) {
-        hpml_node *n      = g->nodes[i];
-        bool       back   = g->loss && n->out->needs_grad;
-        unsigned   needs  = hpmli_needs[n->op](n);
-        hpmli_use *u      = &uses[n->index];
-        n->out_root = n->out;
-        u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
-        if (u->kept) u->last = 2 * N;
-        for (int j = 0; j < n->src_count; j++) {
-            hpmli_use *s = hpmli_use_of(g, uses, n->src[j]);
-            int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->with != NULL);
-            if (s && s->last < at) s->last = at;
-            if (s) s->readers++;
-        }
-    }
-    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later */
-        hpml_node   *n = g->nodes[i];
-        hpml_tensor *x = n->src[0];
-        if (!x->node) continue;
-        const hpmli_use *u = &uses[x->node->index];
-        bool inplace = (hpmli_needs[n->op](n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
-                       x->node->out_root == x && x->dtype == n->out->dtype;
-        if (inplace || n->op == HPML_OP_RESHAPE) n->out_root = x->node->out_root;
-    }
-    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
-        hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->out_root->node->index];
-        if (r->last < u->last) r->last = u->last;
-    }
-}
-
-/* Lives of the gradients; who writes first and who adds, in the order of the backward pass: what nobody has written
-   when its own op's turn comes does not lead to the loss. */
-HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
-{
-    int N = g->count;
-    for (int i = 0; i < N; i++) {
-        hpml_node *n = g->nodes[i];
-        hpmli_use *u = &uses[n->index];
-        n->grad_root  = n->op == HPML_OP_RESHAPE && n->src[0]->node ? n->src[0]->node->grad_root : n->out;
-        u->grad_first = 2 * N, u->grad_last = 2 * N - 1 - i;
-    }
-    for (int i = N - 1; i >= 0; i--) {
-        hpml_node *n = g->nodes[i];
-        if (!n->out->needs_grad || (n->out != g->loss && !uses[n->grad_root->node->index].grad_written)) continue;
-        for (int j = 0; j < n->src_count; j++) {
-            hpml_tensor *s = n->src[j];
-            hpmli_use   *u = hpmli_use_of(g, uses, s), *r;
-            n->accumulate[j] = false;
-            if (!s || !s->needs_grad) continue;
-            if (hpmli_trainable(s)) {
-                n->accumulate[j] = g->param_last[s->param->index] >= 0;
-                g->param_last[s->param->index] = i;
-            }
-            if (!u) continue;
-            r = s->node ? &uses[s->node->grad_root->node->index] : u;
-            n->accumulate[j] = r->grad_written && !(s->node && n->op == HPML_OP_RESHAPE);
-            r->grad_written  = true;
-            if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
-            if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
-        }
-    }
-}
-
-HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
-{
-    hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
-    HPML_ASSERT(g->slot_count < 3 * g->count + 2 * g->leaf_count);
-    g->slots[g->slot_count++] = s;
-    g->memory.unshared += s.bytes;
-}
-
-HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
-{
-    int N = g->count;
-    for (int i = 0; i < N; i++) {
-        hpml_node *n    = g->nodes[i];
-        hpmli_use *u    = &uses[n->index];
-        bool       back = g->loss && n->out->needs_grad;
-        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: others write beside it, see hpmli_told */
-        if (n->out_root == n->out)
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), from, u->last, (void **)(void *)&n->out->data);
-        if (back && n->grad_root == n->out && (n->out == g->loss || u->grad_written))
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : u->grad_first, u->grad_last,
-                           (void **)(void *)&n->out->grad);
-        if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
-        if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
-    }
-    for (int i = 0; i < g->leaf_count; i++) {
-        hpml_tensor *t = g->leaves[i];
-        if (!t->data) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->data);
-        if (g->loss && t->needs_grad) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->grad);
-    }
-}
-
-/* The batch is that of the inputs; all must agree. */
-HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
-{
-    g->batchable = true;
-    for (int i = 0; i < g->leaf_count; i++) {
-        const hpml_tensor *t = g->leaves[i];
-        if (!t->batch_rows) continue;
-        if (g->batch == 0) g->batch = t->shape[0];
-        if (g->batch != t->shape[0])
-            return hpmli_false(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be "
-                               "the same", (long long)g->batch, (long long)t->shape[0]);
-    }
-    for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->mixes_batch) g->batchable = false;
-    if (g->batch == 0) g->batch = 1;
-    g->batch_now = g->batch;
-    return true;
-}
-
-HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
-{
-    hpml_ctx  *ctx  = g->ctx;
-    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + g->leaf_count + 1);
-    g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
-    g->param_count = ctx->param_count;
-    g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
-    for (int i = 0; i < g->count && ctx->backend->plan; i++) ctx->backend->plan(ctx->device, g->nodes[i]);
-    g->back_names = hpmli_new(ctx, const char *, g->count + 1);
-    if (!uses || !g->slots || !g->param_last || !g->back_names) return false;
-    for (int i = 0; i < g->count; i++) {
-        char text[160];
-        snprintf(text, sizeof text, "%s backward", g->nodes[i]->out->name);
-        g->back_names[i] = hpmli_strdup(ctx, text);
-        if (!g->back_names[i]) return false;
-    }
-    for (int i = 0; i < ctx->param_count; i++) g->param_last[i] = -1;
-    for (int i = 0; i < g->output_count; i++)
-        if (outputs[i]->node) uses[outputs[i]->node->index].kept = true;
-    if (g->loss && g->loss->node) uses[g->loss->node->index].kept = true;
-    hpmli_plan_values(g, uses);
-    if (g->loss) hpmli_plan_grads(g, uses);
-    hpmli_plan_slots(g, uses);
-    for (int i = 0; i < g->param_count; i++) {
-        g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
-        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(ctx->params[i]) + 15) / 16 * 16;
-    }
-    g->memory.gradients = (size_t)g->grad_count * sizeof(float);
-    hpmli_free(ctx, uses);
-    if (!hpmli_slots_place(ctx, g->slots, g->slot_count, &g->memory.activations)) return false;
-    g->memory.scratch = g->scratch_bytes;
-    g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
-    return true;
-}
-
-/* Its ops may be planned again, by another graph. */
-HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
-{
-    for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = g->nodes[i]->grad_root = NULL;
-}
-
-HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
-{
-    static const hpml_hooks none = HPMLI_ZEROED;
-    hpml_graph_desc d;
-    hpml_tensor    *targets[HPML_MAX_SRC + 1];
-    int             count = 0;
-    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "graph", d, desc)) return NULL;
-    if (d.output_count < 0 || d.output_count > HPML_MAX_SRC || (d.output_count == 0 && !d.loss) ||
-        (d.output_count > 0 && !d.outputs) || (d.loss && hpml_tensor_count(d.loss) != 1))
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
-                          "one number", HPML_MAX_SRC);
-    for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
-    if (d.loss) targets[count++] = d.loss;
-    if (!hpmli_recordable(count, targets)) return NULL;
-    if (d.loss && d.loss->dtype != HPML_DTYPE_F32)
-        return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected f32: a scalar, as losses and hpml_mean "
-                          "over HPML_ALL_DIMS give it", hpmli_text(d.loss));
-    if (targets[0]->ctx != ctx)
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
-    hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
-    if (!g) return NULL;
-    g->ctx = ctx, g->hooks = &none, g->loss = d.loss, g->output_count = d.output_count;
-    if (!hpmli_graph_collect(g, targets, count)) return NULL;
-    for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->out_root)
-            return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
-                              "that you want as outputs of one graph, or record what leads to this one again",
-                              g->nodes[i]->out->name);
-    if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
-    hpmli_graph_leave(g);
-    return NULL;
-}
-
-HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
-{
-    if (out) memset(out, 0, sizeof *out);
-    if (g && out) *out = g->memory;
-}
-
-HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
-
-/* Gives each parameter its place in this graph's array of gradients; another graph may have had them in its own. */
-HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
-{
-    int64_t at = 0;
-    if (!g->loss || g->ctx->grads_of == g) return;
-    g->ctx->grads_of = g;
-    for (int i = 0; i < g->ctx->param_count; i++) {
-        hpml_tensor *p    = g->ctx->params[i];
-        bool         mine = i < g->param_count && g->param_last[i] >= 0;
-        p->grad = mine ? g->grads + at : NULL;
-        if (mine) at += (hpml_tensor_count(p) + 15) / 16 * 16;
-    }
-}
-
-HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
-{
-    if (!g) return HPML_ERR_ARGUMENT;
-    hpml_ctx *ctx = g->ctx;
-    if (hpmli_failed(ctx)) return ctx->status;
-    if (g->arena) return HPML_OK;
-    if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
-    g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
-    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-    if (ctx->status != HPML_OK) return ctx->status;
-    for (int i = 0; i < g->slot_count; i++) /* an input may have memory from another graph: it keeps its data */
-        if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
-    hpmli_graph_place_grads(g);
-    for (int i = 0; i < g->count; i++) {
-        hpml_node *n = g->nodes[i];
-        n->out->data = n->out_root->data;
-        if (n->grad_root) n->out->grad = n->grad_root->grad;
-        n->scratch = g->arena + g->memory.activations;
-    }
-    return HPML_OK;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>run   running a graph forward and backward
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* All shapes follow the batch. Before each pass, as another graph may have the same inputs. */
-HPMLI_FN void hpmli_graph_rows(hpml_graph *g)
-{
-    for (int i = 0; i < g->leaf_count + g->count; i++) {
-        hpml_tensor *t = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
-        if (t->batch_rows) t->shape[0] = t->batch_rows * g->batch_now;
-    }
-}
-
-/* All samples of a batch again, after an error as well. */
-HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
-{
-    g->batch_now = g->batch;
-    hpmli_graph_rows(g);
-}
-
-HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
-{
-    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
-    if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
-        return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
-                          g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
-    g->batch_now = samples;
-    hpmli_graph_rows(g);
-    return HPML_OK;
-}
-
-/* What the backward pass of n writes first, and a batch that is short or empty may leave as it was: gradients of what
-   has no batch dimension. */
-HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
-{
-    for (int s = 0; s < n->src_count; s++) {
-        const hpml_tensor *t = n->src[s];
-        if (t && t->grad && !t->batch_rows && !n->accumulate[s] && t->grad != n->out->grad)
-            g->ctx->backend->zero(g->ctx->device, t->grad, hpmli_tensor_bytes(t));
-    }
-}
-
-/* One op, timed when somebody looks. */
-HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
-{
-    hpml_node          *n    = g->nodes[i];
-    const hpml_hooks   *h    = g->hooks;
-    const hpml_backend *b    = g->ctx->backend;
-    const hpml_op_impl *impl = &g->ctx->ops[n->op];
-    bool                look = g->profile || g->ctx->trace;
-    const char         *name = backward ? g->back_names[i] : n->out->name;
-    double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
-    hpml_status         status = HPML_OK;
-    if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
-    if (look && b->look) b->look(g->ctx->device, NULL, NULL);
-    for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
-        if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
-    bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
-    if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
-    if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
-    for (int s = 0; backward && s < n->src_count; n->update[s++] = NULL)
-        if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
-            status = b->update(g->ctx->device, g->ctx, n->update[s], 1), n->update[s]->n = 0;
-    if (!look) return status;
-    if (b->look) b->look(g->ctx->device, name, seconds);
-    else if (b->sync) b->sync(g->ctx->device);
-    end = hpml_now();
-    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, since, hpmli_trace_time(g->ctx, end)); /* look: of launching it */
-    if (seconds && !b->look) *seconds += end - start;
-    if (g->profile && !backward) g->profile[i].calls++;
-    return status;
-}
-
-HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
-{
-    const hpml_graph *g = (const hpml_graph *)graph;
-    return g->hooks->sum(g->hooks->user, g->trainer, values, n);
-}
-
-HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
-{
-    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
-                     g->hooks->sum ? hpmli_run_sum : NULL, g };
-    return run;
-}
-
-HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
-{
-    hpml_node *n = g->nodes[i];
-    bool       before[HPML_MAX_SRC];
-    if (!n->out->needs_grad || !n->out->grad) return HPML_OK;
-    for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
-        before[s] = n->accumulate[s];
-        if (!n->src[s] || !hpmli_trainable(n->src[s])) continue;
-        int param = n->src[s]->param->index;
-        if (accumulate) n->accumulate[s] = true;
-        if (g->updates && g->param_last[param] == i) n->update[s] = &g->updates[param];
-    }
-    hpml_status status = hpmli_run_node(g, run, i, true);
-    memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
-    return status;
-}
-
-/* The hook of each gradient that is final behind node i. */
-HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
-{
-    hpml_node  *n      = g->nodes[i];
-    hpml_status status = HPML_OK;
-    for (int s = 0; n->out->needs_grad && n->out->grad && s < n->src_count && status == HPML_OK; s++)
-        if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
-            status = g->hooks->grad(g->hooks->user, g->trainer, n->src[s]->param->index);
-    return status;
-}
-
-/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. Only
-   gradients are waited for, by their hooks: then it is up to eight pieces, and behind each the hooks of all of it. */
-HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
-{
-    const hpml_backend *b     = g->ctx->backend;
-    const hpml_hooks   *h     = g->hooks;
-    bool                whole = b->begin && !(g->profile || g->ctx->trace || h->need || h->sum || g->idle);
-    bool                hooks = backward && h->grad && g->last, done, again;
-    int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
-    hpml_status         status = HPML_OK;
-    hpml_pass           pass; /* compared byte by byte */
-    memset(&pass, 0, sizeof pass);
-    pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
-    pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
-    hpmli_graph_rows(g);
-    for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
-        to = last - from < piece ? last + 1 : from + piece, pass.from = from, pass.to = to;
-        do {
-            done = again = false;
-            if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
-            for (int i = from; i < to && !done && status == HPML_OK; i++)
-                status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
-            if (whole && !done) status = b->end(g->ctx->device, run, status, &again);
-        } while (again);
-        for (int i = from; i < to && hooks && status == HPML_OK; i++) status = hpmli_run_hooks(g, last - i);
-    }
-    return status;
-}
-
-HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
-{
-    hpml_status status = hpml_graph_alloc(g);
-    if (status != HPML_OK) return status;
-    hpml_run run = hpmli_run_of(g, train, step, 1);
-    g->train = train, g->step = step;
-    return hpmli_graph_pass(g, &run, false, false);
-}
-
-HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
-{
-    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
-    if (!g->loss || !g->arena || !g->loss->grad)
-        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
-                          "forward pass before");
-    hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
-    hpmli_graph_place_grads(g);
-    g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
-    return hpmli_graph_pass(g, &run, true, accumulate);
-}
-
-/* Loss with element `at` of t moved by `by`. */
-HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
-{
-    float was, now, loss = 0;
-    g->ctx->backend->read(g->ctx->device, &was, t->data + at, sizeof was);
-    now = was + by;
-    g->ctx->backend->write(g->ctx->device, t->data + at, &now, sizeof now);
-    hpml_graph_forward(g, g->train, g->step);
-    g->ctx->backend->read(g->ctx->device, &loss, g->loss->data, sizeof loss);
-    g->ctx->backend->write(g->ctx->device, t->data + at, &was, sizeof was);
-    return (double)loss;
-}
-
-HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
-{
-    double worst = 0;
-    if (!g) return -1;
-    if (hpmli_store(g->ctx) != HPML_DTYPE_F32) {
-        hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "check_grad: results are stored as %s, whose rounding hides the "
-                   "differences that are compared; record the model on a context that stores f32",
-                   hpml_dtype_name(hpmli_store(g->ctx)));
-        return -1;
-    }
-    if (eps == 0) eps = 1e-2f;
-    if (!(eps > 0) || samples < 1) {
-        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples: expected more than 0 of both (eps 0: "
-                   "1e-2)", (double)eps, samples);
-        return -1;
-    }
-    if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
-    for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
-        hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
-        int64_t      n = hpml_tensor_count(t);
-        hpml_rng     rng   = { g->ctx->seed, 77, 0 };
-        double       scale = 0;
-        if (!t->grad || !t->needs_grad) continue;
-        float *grad = hpmli_new(g->ctx, float, n);
-        if (!grad) return -1;
-        g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
-        for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
-        scale = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
-        for (int64_t i = 0; i < samples && i < n; i++) {
-            int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
-            double  near_ = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
-            double  far   = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
-            double  slope = (8 * near_ - far) / (12 * (double)eps); /* error of order eps^4 */
-            double  error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
-            if (!(error <= worst)) worst = error;
-        }
-        hpmli_free(g->ctx, grad);
-    }
-    hpml_graph_forward(g, true, 0);
-    return worst;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>trainer   the trainer: settings, creation, one step
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer.
-   The hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
-
-typedef struct hpmli_named { /* an array that checkpoints hold */
-    const char         *name;
-    float              *values; /* on the device */
-    int64_t             count;
-    struct hpmli_named *next;
-} hpmli_named;
-
-/* What a step tells: the loss, hits and rows that count, the gradients' sum of squares. */
-typedef struct hpmli_told { float loss, none; int64_t counts[2]; double sumsq; } hpmli_told;
-
-struct hpml_trainer {
-    hpml_ctx         *ctx;
-    hpml_trainer_desc d;       /* resolved */
-    hpml_graph       *graph;
-    hpml_tensor      *target, *loss;
-    float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
-    hpml_update      *updates; /* (param_count) */
-    int32_t          *bad;     /* (param_count) what its last step found, see hpml_update.bad */
-    float            *host_out; /* host: a batch of the output */
-    int32_t          *host_y;  /* host: a batch of labels */
-    hpmli_named      *states;
-    hpml_hooks        hooks;
-    int               rank, ranks;
-    int64_t           global_batch, grain;
-    int64_t           fed;     /* samples in the inputs */
-    const int32_t    *labels;  /* host: of the step that is running, when its accuracy is wanted */
-    int64_t           correct, counted;
-    int64_t           step, epoch, epoch_step;
-    int32_t           micro;   /* batches since the last update */
-    int64_t           first, gathered; /* samples of the first of them, and of all; share: */
-    float             share, loss_scale; /* gathered / (accumulate first), 1 unless one is short */
-    const float      *more;    /* hpml_trainer_update_sum: NULL outside */
-    float             more_scale;
-    hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
-    int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
-    bool              looks, looked, seen; /* the update wants the gradients' norm; has it; the host has it, too */
-    bool              whole, overflowed;   /* no hook comes between backward pass and update; an infinity was there */
-};
-
-HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
-{
-    if (!s) return lr;
-    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
-    double span = (double)(s->total_steps - s->warmup_steps);
-    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
-    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
-        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
-    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
-    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
-    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
-}
-
-HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
-{
-    if (rule == HPML_LR_AS_GIVEN) return lr;
-    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
-}
-
-HPMLI_FN float hpmli_or(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
-{
-    return value == 0 ? otherwise : value == HPML_ZERO ? 0 : value;
-}
-
-HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
-{
-    hpml_opt opt   = desc->optimizer;
-    bool     plain = opt == HPML_OPT_SGD || opt == HPML_OPT_LARS || opt == HPML_OPT_ADAGRAD;
-    float    eps   = opt == HPML_OPT_ADAGRAD ? 1e-10f : opt == HPML_OPT_LAMB ? 1e-6f : 1e-8f;
-    *out            = *desc;
-    out->lr         = hpmli_or(desc->lr, plain ? 0.01f : 0.001f);
-    out->momentum   = hpmli_or(desc->momentum, opt == HPML_OPT_LARS ? 0.9f : 0);
-    out->beta1      = hpmli_or(desc->beta1, 0.9f);
-    out->beta2      = hpmli_or(desc->beta2, opt == HPML_OPT_RMSPROP ? 0.99f : 0.999f);
-    out->eps        = hpmli_or(desc->eps, eps);
-    out->trust      = hpmli_or(desc->trust, 0.001f);
-    out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
-}
-
-/* How many state arrays the optimizer keeps for each number: bit 0 is m, bit 1 is v. */
-HPMLI_FN int hpmli_opt_states(const hpml_trainer_desc *d)
-{
-    static const int states[] = { 0, 2, 2, 3, 3, 0, 3 }; /* by hpml_opt; of the first three some have a momentum */
-    return states[d->optimizer] | (d->optimizer != HPML_OPT_ADAGRAD && d->momentum != 0);
-}
-
-/* Its number in checkpoints. LARS has another one than in older files: the layers' rates are in its momentum now. */
-HPMLI_FN int64_t hpmli_opt_saved(hpml_opt opt) { return (int64_t)opt + (opt == HPML_OPT_LARS ? 100 : 0); }
-
-/* The loss node and the input for its targets, recorded when the desc does not give them. */
-HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
-{
-    const hpml_trainer_desc *d      = &t->d;
-    bool                     labels = d->loss == HPML_LOSS_CROSS_ENTROPY;
-    hpml_cross_entropy_desc  ce = HPMLI_ZEROED;
-    if (d->loss_tensor || d->target) {
-        t->loss   = d->loss_tensor;
-        t->target = d->target;
-        if (t->loss && t->target) return true;
-        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together (no target: input)");
-    }
-    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->d.output->ndim - (labels ? 1 : 0),
-                           t->d.output->shape);
-    if (!t->target) return false;
-    t->target->name = "target";
-    if (t->d.output->batch_rows) t->target->batch_rows = t->d.output->batch_rows;
-    ce.label_smoothing = d->label_smoothing;
-    switch (d->loss) {
-    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->d.output, t->target, &ce); break;
-    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(t->d.output, t->target); break;
-    case HPML_LOSS_MSE: t->loss = hpml_mse(t->d.output, t->target); break;
-    case HPML_LOSS_HUBER: t->loss = hpml_huber(t->d.output, t->target, d->huber_delta); break;
-    }
-    return t->loss != NULL;
-}
-
-HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
-{
-    if (hpmli_failed(ctx)) return false;
-    if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
-    if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-    bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
-    const struct { const char *name; double value, most; } in[] = {
-        { "lr", (double)d->lr, 1e30 }, { "momentum", (double)d->momentum, 1 }, { "trust", (double)d->trust, 1e30 },
-        { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
-        { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
-        { "beta1", (double)d->beta1, 0.999999 }, { "beta2", (double)d->beta2, 0.999999 },
-        { "label_smoothing", (double)d->label_smoothing, 1 }, { "optimizer", (double)d->optimizer, HPML_OPT_LAMB },
-        { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
-        { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
-        { ends ? "schedule.warmup_steps, part of total_steps," : "schedule.warmup_steps",
-          (double)d->schedule.warmup_steps, ends ? (double)d->schedule.total_steps : 1e15 },
-        { "schedule.gamma", (double)d->schedule.gamma, 1e30 }, { "lr_base_batch", (double)d->lr_base_batch, 1e15 },
-        { "lr_rule", (double)d->lr_rule, 2 }, { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
-    for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
-        if (!(in[i].value >= 0 && in[i].value <= in[i].most))
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
-                               in[i].most);
-    if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
-    if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
-    return true;
-}
-
-HPMLI_FN void hpmli_trainer_drop(void *object)
-{
-    hpml_trainer *t = (hpml_trainer *)object;
-    if (t->hooks.free) t->hooks.free(t->hooks.user);
-}
-
-/* True when the loss depends on what the trainer feeds and trains. */
-HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
-{
-    const hpml_tensor *missing[2] = { t->d.input, t->target };
-    for (int i = 0; i < 2 * t->graph->leaf_count; i++)
-        if (t->graph->leaves[i / 2] == missing[i % 2] && missing[i % 2]->batch_rows) missing[i % 2] = NULL;
-    for (int i = 0; i < 2; i++)
-        if (missing[i])
-            hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: .%s is %s, expected an input that the loss depends on",
-                       i ? "target" : "input", hpmli_text(missing[i]));
-    if (t->graph->grad_count == 0)
-        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
-    if (hpmli_failed(t->ctx)) hpmli_graph_leave(t->graph);
-    return !hpmli_failed(t->ctx);
-}
-
-/* Everything but memory: what hpml_trainer_memory and hpml_trainer_create share. */
-HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
-{
-    hpml_graph_desc gd = HPMLI_ZEROED;
-    if (!hpmli_trainer_check(ctx, desc)) return NULL;
-    hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop);
-    if (!t) return NULL;
-    t->ctx   = ctx;
-    t->ranks = 1, t->share = 1;
-    hpml_trainer_desc_resolve(desc, &t->d);
-    bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
-    t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
-    t->scale_steps = dynamic ? 0 : -1, t->looks = dynamic || t->d.clip_norm > 0;
-    if (!hpmli_trainer_loss(t)) return NULL;
-    gd.output_count = 1, gd.outputs = &t->d.output, gd.loss = t->loss;
-    t->graph = hpml_graph_create(ctx, &gd);
-    if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
-    t->graph->trainer = t, t->graph->hooks = &t->hooks;
-    int states                 = hpmli_opt_states(&t->d);
-    t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
-    t->graph->memory.total += t->graph->memory.optimizer;
-    return t;
-}
-
-HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out)
-{
-    if (ctx && !out) return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer memory: nowhere to write it to");
-    hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
-    if (out) memset(out, 0, sizeof *out);
-    if (!t) return hpml_ctx_status(ctx);
-    *out = t->graph->memory;
-    hpmli_graph_leave(t->graph);
-    return HPML_OK;
-}
-
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpmli_trainer_drop(t);
-    memset(&t->hooks, 0, sizeof t->hooks);
-    if (hooks) t->hooks = *hooks;
-    hpmli_graph_place_grads(t->graph);
-    return HPML_OK;
-}
-
-HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
-{
-    return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
-}
-
-/* Host memory for a batch of the output, allocated on first use; an f32 output on the CPU is in host memory already. */
-HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
-{
-    if (t->ctx->backend == hpml_backend_cpu() && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
-    if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->d.output));
-    return t->host_out;
-}
-
-HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
-{
-    hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
-    if (!t) return NULL;
-    hpml_graph *g      = t->graph;
-    int         states = hpmli_opt_states(&t->d);
-    if (hpml_graph_alloc(g) == HPML_OK) {
-        if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, int32_t, ctx->param_count);
-        if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
-    }
-    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) { /* the arrays of state lie as the gradients */
-        hpml_tensor *p = ctx->params[i];
-        hpml_update *u = &t->updates[i];
-        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
-        u->eps = t->d.eps, u->nesterov = t->d.nesterov;
-        if (!p->grad) continue;
-        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
-        u->m = t->m ? t->m + (p->grad - g->grads) : NULL;
-        u->v = t->v ? t->v + (p->grad - g->grads) : NULL;
-    }
-    if (ctx->status == HPML_OK) return t;
-    if (!g->arena) hpmli_graph_leave(g);
-    return NULL;
-}
-
-HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
-HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t) { return t ? &t->d : NULL; }
-HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->step : 0; }
-
-HPML_API float hpml_trainer_lr(const hpml_trainer *t)
-{
-    if (!t) return 0;
-    double batch = (double)(t->global_batch > 0 ? t->global_batch : t->graph->batch * t->ranks) * t->d.accumulate;
-    double factor = t->d.lr_base_batch > 0 ? batch / (double)t->d.lr_base_batch : 1;
-    return hpml_schedule_lr(&t->d.schedule, hpml_lr_scale(t->d.lr_rule, t->d.lr, factor), t->step);
-}
-
-HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld",
-                          rank, ranks, (long long)global_batch, (long long)grain);
-    t->rank = rank, t->ranks = ranks, t->global_batch = global_batch, t->grain = grain;
-    return HPML_OK;
-}
-
-HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
-{
-    hpmli_named **at, *s;
-    size_t        length = name ? strlen(name) + 1 : 0;
-    if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
-    for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
-    s = *at;
-    if (s) *at = s->next;
-    hpmli_free(t->ctx, s); /* which was called so */
-    s = values ? (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
-    if (!s) return t->ctx->status;
-    s->name = (const char *)memcpy(s + 1, name, length), s->values = values, s->count = count, s->next = t->states;
-    t->states = s;
-    return HPML_OK;
-}
-
-/* Puts samples into an input. */
-HPMLI_FN void hpmli_put(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
-{
-    int64_t n = hpml_tensor_count(to) / to->shape[0] * to->batch_rows * samples;
-    t->ctx->backend->write(t->ctx->device, to->data, from, (size_t)n * hpml_dtype_size(to->dtype));
-}
-
-/* Sets the batch and fills inputs. A graph that cannot run fewer rows gets the rest as labels that do not count. */
-HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const void *y, int64_t samples)
-{
-    hpml_graph *g    = t->graph;
-    int64_t     rows = samples;
-    if (!x) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: no data, x is NULL");
-    if (samples < 1 || samples > g->batch)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: a batch of %lld samples, expected 1 to %lld, the first "
-                          "dimension of input \"%s\"; record a larger one, or cut the batch", (long long)samples,
-                          (long long)g->batch, t->d.input->name);
-    if (!g->batchable && samples < g->batch) {
-        if (t->d.loss != HPML_LOSS_CROSS_ENTROPY || t->d.loss_tensor)
-            return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: this graph mixes samples and takes full batches "
-                              "of %lld only; set drop_last in the loader", (long long)g->batch);
-        rows = g->batch;
-    }
-    if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
-    hpmli_put(t, t->d.input, x, samples);
-    if (!y) return HPML_OK;
-    for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; rows > samples && i < n; i++)
-        t->host_y[i] = i < real ? ((const int32_t *)y)[i] : HPML_IGNORE;
-    hpmli_put(t, t->target, rows > samples ? t->host_y : y, rows);
-    return HPML_OK;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step, and the names of what is not finite in it
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
-HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
-{
-    const hpml_backend *b   = t->ctx->backend;
-    const hpml_tensor  *out = t->d.output;
-    int64_t             classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out), best;
-    bool                there = labels && b->correct && !confusion; /* where the outputs are */
-    if (there)
-        b->correct(t->ctx->device, t->ctx, out->dtype, out->data, (const int32_t *)(const void *)t->target->data,
-                   n / classes, classes, t->at->counts);
-    b->read(t->ctx->device, &t->told, t->at, sizeof t->told);
-    t->seen = t->looked;
-    const float *y = labels && !there ? hpmli_trainer_host_out(t) : NULL;
-    if (y && y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
-    if (y) t->told.counts[0] = t->told.counts[1] = 0;
-    for (int64_t r = 0; y && r < n / classes; r++, y += classes) {
-        if (labels[r] < 0 || labels[r] >= classes) continue;
-        best = 0;
-        for (int64_t c = 1; c < classes; c++)
-            if (y[c] > y[best]) best = c;
-        t->told.counts[0] += best == labels[r], t->told.counts[1] += 1;
-        if (confusion) confusion[labels[r] * classes + best]++;
-    }
-}
-
-/* Moves the inputs, and what is a reshape of an input, by `first` samples. */
-HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
-{
-    hpml_graph *g = t->graph;
-    if (first == 0) return;
-    g->first_sample += first;
-    g->shift += first;
-    for (int i = 0; i < g->leaf_count + g->count; i++) {
-        hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
-        hpml_tensor *root = x->node ? x->node->out_root : x;
-        if (root->node || !root->batch_rows) continue;
-        int64_t sample = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
-        x->data = (float *)(void *)((char *)x->data + first * sample);
-    }
-}
-
-/* What the steps of all parameters have found; see hpml_update.bad. */
-HPMLI_FN int32_t hpmli_trainer_bad(const hpml_trainer *t)
-{
-    int32_t bad = 0;
-    for (int i = 0; i < t->graph->param_count; i++) bad |= t->bad[i];
-    return bad;
-}
-
-HPMLI_FN double hpmli_plain_nan(double value) { return value == value ? value : fabs(value); } /* "nan", not "-nan" */
-
-/* The first of n floats that is NaN or infinite; n where there is none. */
-HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
-{
-    int64_t i = 0;
-    while (i < n && x[i] - x[i] == 0) i++;
-    return i;
-}
-
-/* True when one of the numbers x of tensor y is not finite. Where the backend's sum of squares is not finite, which may
-   be an overflow, each number is looked at. */
-HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
-{
-    int64_t     count = hpml_tensor_count(y), c;
-    size_t      size  = hpml_dtype_size(y->dtype);
-    hpml_tensor piece = *y;
-    float       host[HPMLI_PIECE];
-    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->at->sumsq);
-    hpmli_trainer_tell(t, NULL, NULL);
-    if (t->told.sumsq - t->told.sumsq == 0) return false;
-    for (int64_t i = 0; i < count; i += c) {
-        c = hpmli_min(count - i, HPMLI_PIECE);
-        piece.data = (float *)(void *)((char *)(uintptr_t)x + (size_t)i * size);
-        hpmli_read_floats(t->ctx, &piece, c, host);
-        if (hpmli_first_nonfinite(host, c) < c) return true;
-    }
-    return false;
-}
-
-/* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
-HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
-                          const float *x, bool known)
-{
-    if (!known && (!x || !hpmli_nonfinite(t, y, x))) return false;
-    hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
-               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what,
-               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_trainer_bad(t) ? ""
-               : ". The rest of this step is in the parameters: go on from a checkpoint");
-    return true;
-}
-
-/* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
-HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, double value)
-{
-    hpml_ctx           *ctx = t->ctx;
-    hpml_graph         *g   = t->graph;
-    hpml_tensor *const *p   = ctx->params;
-    hpml_run            run = hpmli_run_of(g, true, g->step, 1);
-    run.sum = NULL; /* the others are elsewhere */
-    for (int i = 0; i < ctx->param_count; i++)
-        if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
-    for (int i = -g->leaf_count; i < g->count; i++) {
-        const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
-        if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
-        const char *where = i < 0 ? "the data of" : "the result of";
-        if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->data, false)) return ctx->status;
-    }
-    for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
-    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
-                      hpmli_plain_nan(value));
-}
-
-HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* reports non-finite gradients and parameters */
-{
-    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_trainer_bad(t) : 0;
-    bool    grad = bad & HPML_BAD_GRADIENT;
-    for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_blame(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
-                        grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
-                        t->bad[i] & (grad ? HPML_BAD_GRADIENT : HPML_BAD_STEP)))
-            break;
-    return t->ctx->status;
-}
-
-/* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
-HPMLI_FN void hpmli_trainer_look(hpml_trainer *t)
-{
-    if (!t->looked && t->looks)
-        t->ctx->backend->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
-                               &t->at->sumsq);
-    t->looked = t->looks;
-}
-
-/* The host looks at it, too. */
-HPMLI_FN hpml_status hpmli_trainer_see(hpml_trainer *t)
-{
-    if (!t->seen) hpmli_trainer_tell(t, NULL, NULL);
-    double sum = t->told.sumsq;
-    t->overflowed = t->scale_steps >= 0 && sum - sum != 0 && t->loss_scale > 1;
-    if (t->d.no_finite_check || t->overflowed || sum - sum == 0) return t->ctx->status;
-    return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
-}
-
-#define HPMLI_SCALE_MOST 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
-
-/* Halves a dynamic loss scale after an overflow and doubles it after 2,000 updates without one. */
-HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
-{
-    if (t->scale_steps < 0) return;
-    t->scale_steps = t->overflowed ? 0 : t->scale_steps + 1;
-    if (t->overflowed) t->loss_scale /= 2;
-    if (t->scale_steps < 2000) return;
-    t->scale_steps = 0;
-    if (t->loss_scale < HPMLI_SCALE_MOST) t->loss_scale *= 2;
-}
-
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
-                                            bool accumulate, float *loss)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpml_graph *g = t->graph;
-    bool        part = samples > 0 && (first != 0 || samples != t->fed);
-    if (first < 0 || samples < 0 || first + samples > t->fed)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
-                          (long long)first, (long long)(first + samples), (long long)t->fed);
-    if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
-    hpmli_trainer_shift(t, first);
-    g->idle = samples == 0, g->last = t->micro + 1 == t->d.accumulate;
-    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
-    if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
-        hpmli_trainer_tell(t, NULL, NULL);
-        if (t->told.loss - t->told.loss != 0) status = hpmli_name_nonfinite(t, "the loss", (double)t->told.loss);
-    }
-    if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
-    g->idle = false;
-    if (status == HPML_OK && t->whole) hpmli_trainer_look(t); /* so that the host waits once */
-    if (status == HPML_OK && samples > 0 && (loss || t->labels)) {
-        hpmli_trainer_tell(t, t->labels ? t->labels + first * hpml_tensor_count(t->target) / g->batch_now : NULL, NULL);
-        if (t->labels) t->correct += t->told.counts[0], t->counted += t->told.counts[1];
-    }
-    if (status == HPML_OK && loss) *loss = samples > 0 ? t->told.loss : 0;
-    hpmli_trainer_shift(t, -first);
-    return status;
-}
-
-/* The steps of parameters, ready to be taken. */
-HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_count)
-{
-    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
-    for (int i = first_param; i < first_param + param_count; i++) {
-        const hpml_param *p = t->ctx->params[i]->param;
-        hpml_update      *u = &t->updates[i];
-        u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
-        u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
-        u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
-        u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
-        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = 0;
-        u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
-        u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
-        u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
-    }
-}
-
-HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpml_ctx *ctx = t->ctx;
-    if (hpmli_failed(ctx)) return ctx->status;
-    if (first_param < 0 || param_count < 0)
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
-                          "more of both", param_count, first_param);
-    hpmli_trainer_look(t);
-    bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
-    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
-    if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
-    if (param_count <= 0) return ctx->status;
-    double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
-    hpmli_trainer_updates(t, first_param, param_count);
-    ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
-    if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
-    return hpmli_trainer_updated(t);
-}
-
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (t->looks || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
-        t->ctx->backend != hpml_backend_cpu())
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
-                          "a dynamic loss scale, LARS and LAMB");
-    t->more = more, t->more_scale = scale;
-    hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
-    return t->more = NULL, status;
-}
-
-/* What a batch's gradients are multiplied by, to add up to `share` times the mean over all samples of the update. */
-HPMLI_FN float hpmli_trainer_weigh(hpml_trainer *t, int64_t samples)
-{
-    if (t->hooks.run || t->d.accumulate == 1) return t->share = 1;
-    if (t->micro == 0) t->first = samples, t->gathered = 0;
-    t->gathered += samples;
-    t->share = (float)((double)t->gathered / ((double)t->first * t->d.accumulate));
-    return (float)((double)samples / (double)t->first) / (float)t->d.accumulate;
-}
-
-HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
-                                       hpml_step_info *info)
-{
-    float  loss  = 0, lr, scale, weight;
-    double start = hpml_now();
-    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
-    if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
-        hpml_status fed = hpmli_trainer_feed(t, x, y, samples);
-        if (fed != HPML_OK) return fed;
-    }
-    t->fed     = samples;
-    t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
-    t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
-    hpmli_trace_step(t->ctx, t->step);
-    const int64_t number = t->step;
-    const double  since  = hpmli_trace_time(t->ctx, start);
-    weight = hpmli_trainer_weigh(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
-    /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
-       the op that makes its gradient final: it is still in the cache. */
-    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
-    bool early = t->whole && !t->looks && !t->ctx->backend->sync && !t->ctx->backend->begin;
-    if (early) hpmli_trainer_updates(t, 0, t->graph->param_count), t->graph->updates = t->updates;
-    hpml_status status =
-        t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                     : hpml_trainer_run_local(t, 0, samples, weight, t->micro > 0,
-                                              info || !t->d.no_finite_check ? &loss : NULL);
-    t->graph->updates = NULL, t->whole = false;
-    if (status != HPML_OK) return status;
-    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
-    if (++t->micro == t->d.accumulate) {
-        status = early             ? hpmli_trainer_updated(t)
-                 : t->hooks.update ? t->hooks.update(t->hooks.user, t)
-                                   : hpml_trainer_update_local(t, 0, t->graph->param_count);
-        t->micro = 0;
-        t->step += status == HPML_OK && !t->overflowed;
-        hpmli_trainer_rescale(t);
-    }
-    bool known = t->hooks.run || info || !t->d.no_finite_check; /* what the loss is */
-    if (t->ctx->trace) hpmli_trace_stepped(t->ctx, number, since, known ? loss : (float)NAN);
-    if (!info || status != HPML_OK) return status;
-    memset(info, 0, sizeof *info);
-    info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
-    info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
-    if (t->looked && !t->seen) hpmli_trainer_tell(t, NULL, NULL);
-    info->grad_norm = t->looked ? (float)sqrt(t->told.sumsq) / scale : -1;
-    info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
-    return HPML_OK;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>fit   passes over data, evaluation, prediction
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A loader over `data` that fits the trainer. */
-HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
-                                           bool evaluate)
-{
-    hpml_loader_desc d = HPMLI_ZEROED;
-    const hpml_tensor *x = t->d.input, *y = t->target;
-    if (hpmli_failed(t->ctx) || !data) return NULL;
-    hpmli_graph_whole(t->graph);
-    int64_t have  = hpmli_cropped(data), need = hpml_tensor_count(x) / t->graph->batch;
-    int64_t learn = hpml_tensor_count(y) / t->graph->batch;
-    if (have != need || x->dtype != (data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32) ||
-        (data->y && (data->y_size != learn || data->y_dtype != y->dtype)))
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of %s "
-                          "to learn, the model takes %lld of %s and %lld of %s", (long long)have,
-                          hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
-                          (long long)need, hpml_dtype_name(x->dtype), (long long)learn, hpml_dtype_name(y->dtype));
-    if (given) d = *given;
-    if (x->layout == HPML_NHWC && (d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0 || data->x_crop > 0 ||
-                                   memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0))
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
-                          "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
-                          "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x),
-                          hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
-    if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
-    if (d.batch > t->graph->batch)
-        return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",
-                          d.batch, (long long)t->graph->batch);
-    if (evaluate) d.in_order = true;
-    else if (d.ranks == 0)
-        d.rank = t->rank, d.ranks = t->ranks, d.global_batch = t->global_batch, d.grain = t->grain;
-    return hpml_loader_create(t->ctx, data, &d);
-}
-
-static uint64_t hpmli_loader_mark(const hpml_loader *l); /* see >>loader */
-
-HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start,
-                                     int64_t *samples, int64_t *steps)
-{
-    hpml_batch     b;
-    hpml_step_info info;
-    hpml_loader_seek(l, t->epoch, t->epoch_step);
-    while (hpml_loader_next(l, &b)) {
-        hpml_status status;
-        int64_t     before = t->step;
-        bool        last   = b.index + 1 == hpml_loader_steps(l);
-        t->graph->first_sample = b.first;
-        status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
-        if (status != HPML_OK) return status;
-        t->epoch += last;
-        t->epoch_step = last ? 0 : b.index + 1;
-        *samples += b.samples;
-        *steps += t->step - before;
-        if (d->on_step) {
-            info.epoch_step = b.index + 1, info.epoch_steps = hpml_loader_steps(l);
-            info.seconds = hpml_now() - start, info.samples_per_second = (double)*samples / info.seconds;
-            if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
-        }
-        if (d->max_steps > 0 && *steps >= d->max_steps && !last) return HPML_ERR_STOPPED;
-    }
-    return t->ctx->status;
-}
-
-HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
-{
-    hpml_fit_desc d;
-    hpml_status   status  = HPML_OK;
-    int64_t       samples = 0, steps = 0;
-    double        start = hpml_now();
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (!HPMLI_TAKE(t->ctx, "fit", d, desc)) return t->ctx->status;
-    if (d.epochs < 0 || d.max_steps < 0)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "fit: %d epochs, max_steps %lld: expected 0 or more", d.epochs,
-                          (long long)d.max_steps);
-    hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
-    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (t->hooks.data && (!d.loader || d.loader->ranks == 0)) {
-        const int64_t passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
-        status = t->hooks.data(t->hooks.user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
-    }
-    for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
-        if (d.max_steps > 0 && steps >= d.max_steps) break; /* they ended with a pass */
-        status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
-    }
-    hpml_loader_free(l);
-    hpmli_graph_whole(t->graph);
-    if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
-    /* reports non-finite values that a device found in the last step */
-    if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
-    return status;
-}
-
-/* Names the sample whose loss is not finite, of a batch that begins with sample `first`, by running one at a time. */
-HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_t samples)
-{
-    hpml_graph *g    = t->graph;
-    double      loss = (double)t->told.loss;
-    bool        found = false;
-    for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
-        if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
-        hpmli_trainer_shift(t, i);
-        hpml_status status = hpml_graph_forward(g, false, 0);
-        hpmli_trainer_shift(t, -i);
-        if (status != HPML_OK) return status;
-        hpmli_trainer_tell(t, NULL, NULL);
-        found = t->told.loss - t->told.loss != 0;
-        if (found) loss = (double)t->told.loss, first += i, samples = 1;
-    }
-    return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "evaluate: the loss of sample %lld%s is %g: look at the data, and "
-                      "whether training has left the parameters finite", (long long)first,
-                      samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
-}
-
-HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
-{
-    hpml_batch b;
-    int64_t    correct = 0, counted = 0, *confusion;
-    double     start = hpml_now();
-    if (!t || !out) return HPML_ERR_ARGUMENT;
-    hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
-    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
-    confusion = out->confusion;
-    memset(out, 0, sizeof *out);
-    out->confusion = confusion;
-    while (hpml_loader_next(l, &b)) {
-        if (!b.y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
-        if (hpmli_failed(t->ctx) || hpmli_trainer_feed(t, b.x, b.y, b.samples) != HPML_OK ||
-            hpml_graph_forward(t->graph, false, 0) != HPML_OK)
-            break;
-        hpmli_trainer_tell(t, hpmli_classifies(t) ? (const int32_t *)b.y : NULL, confusion);
-        if (!t->d.no_finite_check && t->told.loss - t->told.loss != 0) {
-            hpmli_evaluate_blame(t, out->samples, b.samples);
-            break;
-        }
-        out->loss += (double)t->told.loss * (double)b.samples;
-        out->samples += b.samples;
-        if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
-    }
-    hpml_loader_free(l);
-    hpmli_graph_whole(t->graph);
-    if (out->samples > 0) out->loss /= (double)out->samples;
-    out->accuracy = counted > 0 ? (double)correct / (double)counted : -1;
-    out->seconds  = hpml_now() - start;
-    return t->ctx->status;
-}
-
-HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
-{
-    if (!t || !out || !x) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
-    if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
-    hpml_graph *g = t->graph;
-    hpmli_graph_whole(g);
-    int64_t each = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
-    int64_t row  = hpml_tensor_count(t->d.output) / g->batch;
-    for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
-        int64_t n = samples - i < g->batch ? samples - i : g->batch;
-        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
-        hpmli_put(t, t->d.input, (const char *)x + i * each, n);
-        for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
-            hpml_run run = hpmli_run_of(g, false, 0, 1);
-            if (g->nodes[p]->out == t->loss) continue;
-            if (hpmli_run_node(g, &run, p, false) != HPML_OK) break;
-        }
-        if (t->ctx->status != HPML_OK) break;
-        hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
-        int64_t at = t->d.no_finite_check ? n * row : hpmli_first_nonfinite(out + i * row, n * row);
-        if (at < n * row)
-            hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the data, and "
-                       "whether training has left the parameters finite", (long long)(at % row),
-                       (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
-    }
-    hpmli_graph_whole(g);
-    return t->ctx->status;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>files   reading files, writing files that appear whole
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* No file is trusted. What a reader copies is read and not mapped, because a mapped file that another program cuts
-   short kills this process (SIGBUS). A file that is written goes to a temporary name in the same folder, is synced,
-   renamed, and the folder is synced: at any moment the name holds the old content or the new one. */
-
-#if HPMLI_POSIX
-#if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these */
-int     fchmod(int fd, mode_t mode);
-FILE   *fdopen(int fd, const char *mode);
-int     fileno(FILE *f);
-int     fsync(int fd);
-int     ftruncate(int fd, off_t size);
-ssize_t readlink(const char *path, char *target, size_t room);
-#endif
-#if defined(O_NOFOLLOW)
-#define HPMLI_NOFOLLOW O_NOFOLLOW
-#elif defined(__O_NOFOLLOW) /* glibc's under -std=c99 */
-#define HPMLI_NOFOLLOW __O_NOFOLLOW
-#else
-#define HPMLI_NOFOLLOW O_EXCL /* refuses links too, and any file that is already there */
-#endif
-#endif
-
-typedef struct hpmli_file {
-    hpml_ctx            *ctx;
-    const char          *path;
-    FILE                *in;    /* NULL: closed */
-    const unsigned char *bytes; /* (size), once the file is mapped or read as a whole */
-    size_t               size;  /* of the file, in bytes */
-    bool                 mapped;
-#ifdef HPML_USE_ZLIB
-    gzFile               gz;    /* reads a gzipped file; NULL: the file is plain */
-#endif
-} hpmli_file;
-
-HPMLI_FN void hpmli_file_close(hpmli_file *f)
-{
-    if (f->in) fclose(f->in);
-    f->in = NULL;
-#ifdef HPML_USE_ZLIB
-    if (f->gz) gzclose(f->gz);
-    f->gz = NULL;
-#endif
-    if (!f->bytes) return;
-#if HPMLI_POSIX
-    if (f->mapped) munmap((void *)(uintptr_t)f->bytes, f->size);
-    else
-#endif
-        hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
-    f->bytes = NULL;
-}
-
-/* Destructor of objects that begin with a file. */
-HPMLI_FN void hpmli_file_drop(void *object) { hpmli_file_close((hpmli_file *)object); }
-
-/* Opens a regular file that is not empty; pipes, devices and folders are refused without waiting for them. */
-HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
-{
-    memset(f, 0, sizeof *f);
-    f->ctx = ctx, f->path = path;
-    if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
-#if HPMLI_POSIX
-    struct stat st;
-    const char *wrong = NULL;
-    int         fd    = open(path, O_RDONLY | O_NONBLOCK);
-    if (fd < 0 || fstat(fd, &st) != 0) wrong = strerror(errno);
-    else if (S_ISDIR(st.st_mode)) wrong = "it is a folder, expected a file";
-    else if (!S_ISREG(st.st_mode)) wrong = "it is a pipe or a device, expected a regular file";
-    else if (!(f->in = fdopen(fd, "rb"))) wrong = strerror(errno);
-    if (wrong) hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, wrong);
-    if (wrong && fd >= 0) close(fd);
-    if (wrong) return false;
-    f->size = (size_t)st.st_size;
-#else
-    f->in  = fopen(path, "rb");
-    long n = f->in && fseek(f->in, 0, SEEK_END) == 0 ? ftell(f->in) : -1;
-    if (n < 0 || fseek(f->in, 0, SEEK_SET) != 0) {
-        hpmli_file_close(f);
-        return hpmli_false(ctx, HPML_ERR_OPEN, "\"%s\": cannot open", path);
-    }
-    f->size = (size_t)n;
-#endif
-    if (f->size > 0) return true;
-    hpmli_file_close(f);
-    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
-}
-
-/* Reads the next bytes, unpacked where they are gzipped; returns how many: fewer than asked for at the end. */
-HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
-{
-    size_t got = 0;
-#ifdef HPML_USE_ZLIB
-    for (int n = 1; f->gz && got < size && n > 0; got += n > 0 ? (size_t)n : 0)
-        n = gzread(f->gz, (char *)to + got, (unsigned)hpmli_min((int64_t)(size - got), 1 << 30));
-    if (f->gz) return got;
-#endif
-    got = fread(to, 1, size, f->in);
-    if (ferror(f->in)) hpmli_fail(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: %s", f->path, strerror(errno));
-    return got;
-}
-
-/* Reads the next `size` bytes; with fewer there is an error. */
-HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size)
-{
-    return hpmli_file_next(f, to, size) == size ||
-           hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
-}
-
-/* Opens a file and reads all of it, or maps it: then it must not become shorter while it is open. */
-HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
-{
-    if (!hpmli_file_open(ctx, f, path)) return false;
-    bool good = false;
-#if HPMLI_POSIX
-    void *p = map ? mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fileno(f->in), 0) : MAP_FAILED;
-    if (map && p == MAP_FAILED) hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
-    f->mapped = good = p != MAP_FAILED;
-    if (f->mapped) f->bytes = (const unsigned char *)p;
-#else
-    map = false;
-#endif
-    if (!map) {
-        f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
-        good     = f->bytes && hpmli_file_read(f, (void *)(uintptr_t)f->bytes, f->size);
-    }
-    if (good) {
-        fclose(f->in);
-        f->in = NULL;
-    } else hpmli_file_close(f);
-    return good;
-}
-
-typedef struct hpmli_writer {
-    hpml_ctx *ctx;
-    FILE     *f;
-    char     *path, *temporary; /* path: what the caller's name leads to */
-    uint64_t  size, synced;     /* bytes written, and those of them that are on the disk */
-    int       error;            /* errno of the first failure; 0: none */
-    int       fd;               /* POSIX: the temporary file; holds its lock until the file has its name; -1: none */
-    bool      direct;           /* into a device or a pipe: no temporary file */
-} hpmli_writer;
-
-#if HPMLI_POSIX
-/* Follows the symbolic links that end a path, so that a save replaces the file and not a link to it. */
-HPMLI_FN bool hpmli_follow(char *path, size_t room)
-{
-    char target[4096];
-    for (int links = 0; links < 40; links++) {
-        ssize_t n = readlink(path, target, sizeof target);
-        if (n < 0) return true; /* no link */
-        char  *name = strrchr(path, '/');
-        size_t kept = name && target[0] != '/' ? (size_t)(name + 1 - path) : 0;
-        if (kept + (size_t)n >= room) break;
-        memcpy(path + kept, target, (size_t)n);
-        path[kept + (size_t)n] = 0;
-    }
-    errno = ELOOP;
-    return false;
-}
-
-/* Whether the file open as w->fd may be overwritten: locked, owned by this user, no link, still under its temporary
-   name. */
-HPMLI_FN bool hpmli_temporary_ours(const hpmli_writer *w)
-{
-    struct stat mine, there;
-    if (flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || stat(w->temporary, &there) != 0)
-        return false;
-    return S_ISREG(mine.st_mode) && mine.st_nlink == 1 && mine.st_uid == geteuid() && mine.st_ino == there.st_ino &&
-           mine.st_dev == there.st_dev;
-}
-
-/* Empties the temporary file, gives it the mode of the file that it will replace (NULL: there is none), and opens a
-   stream on it. */
-HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
-{
-    struct stat mine;
-    bool        good = fstat(w->fd, &mine) == 0 && ftruncate(w->fd, 0) == 0;
-    if (good && old && (mine.st_mode & 07777) != (old->st_mode & 07777))
-        good = fchmod(w->fd, old->st_mode & 07777) == 0;
-    int copy = good ? dup(w->fd) : -1;
-    w->f = copy >= 0 ? fdopen(copy, "wb") : NULL;
-    if (w->f) return true;
-    w->error = errno;
-    if (copy >= 0) close(copy);
-    remove(w->temporary);
-    close(w->fd);
-    return false;
-}
-
-/* Opens "path.tmp", so that a save reuses what a killed one has left there. Where another writer has it, or it is a
-   link, or not ours, or there are no locks, a numbered name is made that nothing else has. */
-HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t room)
-{
-    struct stat old;
-    bool        exists = stat(w->path, &old) == 0;
-    for (int n = 0; n < 100; n++) {
-        if (n == 0) snprintf(w->temporary, room, "%s.tmp", w->path);
-        else snprintf(w->temporary, room, "%s.tmp%ld-%d", w->path, (long)getpid(), n);
-        int flags = O_RDWR | O_CREAT | O_NONBLOCK | HPMLI_NOFOLLOW;
-        w->fd = open(w->temporary, n == 0 ? flags : flags | O_EXCL, exists ? 0600 : 0666);
-        if (w->fd < 0 && n > 0 && errno != EEXIST) break;
-        if (w->fd < 0) continue;
-        if (n > 0 || hpmli_temporary_ours(w)) return hpmli_temporary_take(w, exists ? &old : NULL);
-        close(w->fd);
-    }
-    w->error = errno;
-    return false;
-}
-
-/* Syncs the folder, so that a crash of the machine does not take the new name away. */
-HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
-{
-    char *folder = w->temporary, *end = strrchr(folder, '/'); /* unused now, because the file has been renamed */
-    if (end) end[end == folder] = 0;
-    else strcpy(folder, ".");
-    int fd = open(folder, O_RDONLY);
-    if (fd < 0) w->error = errno == EACCES ? 0 : errno; /* a folder that may be written to but not read */
-    else if (fsync(fd) != 0 && errno != EINVAL) w->error = errno; /* EINVAL: a file system that cannot sync folders */
-    if (fd >= 0) close(fd);
-    return w->error == 0;
-}
-#endif
-
-/* seeks: the start of the file is written last, which a pipe does not allow. */
-HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path, bool seeks)
-{
-    size_t room = 4096 + 48; /* bytes: the longest path that systems accept, and a number */
-    memset(w, 0, sizeof *w);
-    w->ctx = ctx, w->fd = -1;
-    if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
-    if (strlen(path) >= 4096)
-        return hpmli_false(ctx, HPML_ERR_WRITE, "\"%.64s...\": cannot write: %s", path, strerror(ENAMETOOLONG));
-    w->temporary = (char *)hpmli_alloc(ctx, 2 * room); /* and the path behind it */
-    if (!w->temporary) return false;
-    w->path = strcpy(w->temporary + room, path);
-#if HPMLI_POSIX
-    struct stat there;
-    w->direct = stat(path, &there) == 0 && !S_ISREG(there.st_mode);
-    if (w->direct && seeks) w->error = ESPIPE;
-    else if (w->direct) w->f = fopen(path, "wb");
-    else if (hpmli_follow(w->path, 4096)) hpmli_temporary_open(w, room);
-#else
-    snprintf(w->temporary, room, "%s.tmp", w->path);
-    w->f = fopen(w->temporary, "wb");
-#endif
-    if (w->f) return true;
-    hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, w->direct && seeks
-               ? "it is a pipe, a device or a folder, and this kind of file is completed at its start; save to a file"
-               : strerror(w->error ? w->error : errno));
-    hpmli_free(ctx, w->temporary);
-    return false;
-}
-
-HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
-{
-    if (size > 0 && !w->error && fwrite(bytes, 1, size, w->f) != size) w->error = errno ? errno : EIO;
-    w->size += size;
-}
-
-/* Rewinds: the next writes replace the start of the file. */
-HPMLI_FN void hpmli_write_start(hpmli_writer *w)
-{
-    if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
-}
-
-/* Writes large data. A progress callback is called each time that 64 MB more are on the disk, so that the sync at the
-   end is short. */
-HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
-{
-    const size_t         piece    = (size_t)64 << 20;
-    const hpml_progress *progress = &w->ctx->progress;
-    for (size_t n; size > 0; data += n, size -= n) {
-        n = size < piece ? size : piece;
-        hpmli_write(w, data, n);
-        if (!progress->fn || w->size - w->synced < piece) continue;
-        w->synced = w->size;
-#if HPMLI_POSIX
-        if (!w->direct && !w->error && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->error = errno;
-#endif
-        progress->fn(progress->user, w->size);
-    }
-}
-
-/* The file appears now, or an error says why not; with `keep` false nothing appears. */
-HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
-{
-    bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
-    bool here = false; /* the file is under its final name */
-#if HPMLI_POSIX
-    if (good && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
-#endif
-    if (!good && !w->error) w->error = errno ? errno : EIO;
-    if (fclose(w->f) != 0 && good) good = false, w->error = errno;
-    w->f = NULL;
-    if (good && !w->direct) good = here = rename(w->temporary, w->path) == 0;
-    if (!good && !w->error) w->error = errno;
-    if (!here && !w->direct) remove(w->temporary);
-#if HPMLI_POSIX
-    if (here) good = hpmli_folder_sync(w);
-    if (w->fd >= 0) close(w->fd);
-#endif
-    if (keep && !good)
-        hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot %s: %s", w->path, here ? "sync its folder" : "write",
-                   strerror(w->error));
-    hpmli_free(w->ctx, w->temporary);
-    return good || !keep ? HPML_OK : HPML_ERR_WRITE;
-}
-
-HPMLI_FN uint64_t hpmli_little(const unsigned char *p, int bytes)
-{
-    uint64_t x = 0;
-    for (int i = bytes - 1; i >= 0; i--) x = x << 8 | p[i];
-    return x;
-}
-
-HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
-{
-    unsigned char p[8];
-    for (int i = 0; i < bytes; i++) p[i] = (unsigned char)(x >> 8 * i);
-    hpmli_write(w, p, (size_t)bytes);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>json   UTF-8, decimal numbers, JSON
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Bytes of the UTF-8 character that a text begins with, 1 to 4; 0: it begins with none. */
-HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
-{
-    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length; a longer form than needed is none */
-    const unsigned char  *p = (const unsigned char *)text;
-    size_t                n = 2;
-    if (size > 0 && p[0] < 0x80) return 1;
-    if (size == 0 || p[0] < 0xc0 || p[0] > 0xf4) return 0;
-    if (p[0] >= 0xe0) n++;
-    if (p[0] >= 0xf0) n++;
-    if (n > size) return 0;
-    uint32_t code = p[0] & (0x7fu >> n);
-    for (size_t i = 1; i < n; i++) {
-        if (p[i] >> 6 != 2) return 0;
-        code = code << 6 | (p[i] & 0x3fu);
-    }
-    bool good = code >= least[n] && code <= 0x10ffff && code >> 11 != 0x1b; /* and no UTF-16 surrogate */
-    return good ? n : 0;
-}
-
-/* Whether all of a text is UTF-8. */
-HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
-{
-    for (size_t n; size > 0; text += n, size -= n)
-        if ((n = hpmli_utf8(text, size)) == 0) return false;
-    return true;
-}
-
-#define HPMLI_F32_END 3.4028235677973366e38 /* from here on numbers round to an infinite f32 */
-
-/* big = by big + add, in 32-bit words, the lowest first. */
-HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t by, uint32_t add)
-{
-    uint64_t carry = add;
-    for (int i = 0; i < words; i++) {
-        carry += (uint64_t)big[i] * by;
-        big[i] = (uint32_t)carry;
-        carry >>= 32;
-    }
-}
-
-/* Sign of digits 10^exponent - x, exactly: both become whole numbers. Digits after the 200th only tell whether there is
-   more, because the middle of two floats has no more than 113 of them. */
-HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
-{
-    enum { WORDS = 64 };
-    uint32_t big[2][WORDS] = { { 0 } };
-    int      digits = 0, two;
-    bool     more = false;
-    uint64_t mantissa = (uint64_t)ldexp(frexp(x, &two), 53);
-    two -= 53;
-    for (; p < end; p++) {
-        if (*p == '.') continue;
-        if (digits >= 200) exponent++, more = more || *p != '0';
-        else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
-        digits += digits > 0 || *p != '0';
-    }
-    big[1][0] = (uint32_t)mantissa, big[1][1] = (uint32_t)(mantissa >> 32);
-    for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
-    for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
-    for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
-    for (; two > 0; two--) hpmli_big_scale(big[1], WORDS, 2, 0);
-    for (int i = WORDS - 1; i >= 0; i--)
-        if (big[0][i] != big[1][i]) return big[0][i] > big[1][i] ? 1 : -1;
-    return more;
-}
-
-/* w 10^exponent, wrong by less than 2^-50 of it in what f32 holds. */
-HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
-{
-    static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
-                                   1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22 }; /* all of them exact */
-    double  d    = (double)w;
-    int64_t left = hpmli_min(exponent < 0 ? -exponent : exponent, 400);
-    for (int64_t step; left > 0; left -= step) {
-        step = hpmli_min(left, 22);
-        if (exponent < 0) d /= tens[step];
-        else d *= tens[step];
-    }
-    return d;
-}
-
-/* A decimal number, whatever the locale; *out as f32 is the float that is nearest to it, infinite beyond all of them.
-   Returns the end, or NULL when there is none. */
-HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
-{
-    const double slack = 1.0 / ((int64_t)1 << 50);
-    uint64_t     w = 0; /* the first 19 digits */
-    int64_t      exponent = 0, given = 0, behind = 0;
-    int          digits = 0;
-    bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
-    if (p < end && (*p == '-' || *p == '+')) p++;
-    const char *start = p;
-    for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
-        if (*p == '.') { point = true; continue; }
-        any = true, behind += point;
-        if (digits < 19) w = 10 * w + (uint64_t)(*p - '0'), exponent -= point;
-        else exponent += !point, cut = cut || *p != '0';
-        digits += digits > 0 || *p != '0';
-    }
-    if (!any) return NULL;
-    const char *stop = p;
-    if (p < end && (*p == 'e' || *p == 'E')) {
-        p++;
-        if (p < end && (*p == '-' || *p == '+')) below = *p++ == '-';
-        if (p >= end || *p < '0' || *p > '9') return NULL;
-        for (; p < end && *p >= '0' && *p <= '9'; p++)
-            if (given < INT64_C(1) << 50) given = given * 10 + (*p - '0');
-        if (below) given = -given;
-    }
-    double d = hpmli_decimal_near(w, exponent + given);
-    bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
-    float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
-    if (least < most) { /* near the middle of two floats */
-        double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
-        int    side   = hpmli_decimal_compare(start, stop, given - behind, middle);
-        d = side < 0 ? (double)least : middle;
-        if (side > 0) d = (double)most;
-    }
-    *out = negative ? -d : d;
-    return p;
-}
-
-/* JSON, in memory of our own, in which strings are unescaped in place. Strict as safetensors' own reader is, but for a
-   tuple of Python, (2, 3,), which is read as well, and for strings with a NUL, which C cannot hold. */
-
-typedef struct hpmli_json {
-    char *p, *end;
-    bool  bad;
-} hpmli_json;
-
-HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next */
-{
-    while (j->p < j->end && (*j->p == ' ' || *j->p == '\n' || *j->p == '\t' || *j->p == '\r')) j->p++;
-    if (j->p >= j->end || *j->p != c) return false;
-    j->p++;
-    return true;
-}
-
-HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
-
-HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* takes true, false or null if it comes next */
-{
-    size_t n = strlen(word);
-    hpmli_json_is(j, ' '); /* skips blanks */
-    if ((size_t)(j->end - j->p) < n || memcmp(j->p, word, n) != 0) return false;
-    j->p += n;
-    return true;
-}
-
-/* Takes backslash uXXXX; false: there is none. */
-HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
-{
-    char hex[5] = { 0 };
-    if (j->end - j->p < 6 || j->p[0] != '\\' || j->p[1] != 'u') return false;
-    memcpy(hex, j->p + 2, 4);
-    *unit = (uint32_t)strtoul(hex, NULL, 16);
-    j->p += 6;
-    return strspn(hex, "0123456789abcdefABCDEF") == 4;
-}
-
-/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on a pair of them does. 0 would end the
-   text. */
-HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
-{
-    uint32_t code, low = 0;
-    int      more = 0;
-    if (!hpmli_json_unit(j, &code) || code == 0 || code >> 10 == 0x37) return false;
-    if (code >> 10 == 0x36) {
-        if (!hpmli_json_unit(j, &low) || low >> 10 != 0x37) return false;
-        code = 0x10000 + ((code & 0x3ff) << 10) + (low & 0x3ff);
-    }
-    j->p--; /* at the last digit */
-    for (uint32_t most = 0x80; code >= most && more < 3; more++) most = more == 0 ? 0x800 : 0x10000;
-    *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
-    while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
-    return true;
-}
-
-HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
-{
-    char *start, *to;
-    hpmli_json_want(j, '"');
-    for (start = to = j->p; !j->bad && j->p < j->end && *j->p != '"'; j->p++) {
-        if (*j->p == '\\') {
-            static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f";
-            const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
-            if (at) j->p++, *to++ = is[at - of];
-            else if (!hpmli_json_unicode(j, &to)) j->bad = true;
-        } else if ((unsigned char)*j->p < 32) j->bad = true;
-        else *to++ = *j->p;
-    }
-    if (j->p >= j->end) j->bad = true;
-    if (j->bad) return "";
-    j->p++;
-    *to = 0; /* at the latest in the place of the closing quote */
-    return start;
-}
-
-/* How many decimal digits come next. */
-HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
-{
-    const char *start = p;
-    while (p < end && *p >= '0' && *p <= '9') p++;
-    return p - start;
-}
-
-/* A whole number that is not negative. */
-HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
-{
-    uint64_t v = 0;
-    hpmli_json_is(j, ' '); /* skips blanks */
-    int64_t digits = hpmli_json_digits(j->p, j->end);
-    j->bad = j->bad || digits == 0 || (digits > 1 && *j->p == '0');
-    for (; digits > 0 && !j->bad; digits--) {
-        uint64_t digit = (uint64_t)(*j->p++ - '0');
-        if (v > (UINT64_MAX - digit) / 10) j->bad = true;
-        else v = v * 10 + digit;
-    }
-    return j->bad ? 0 : v;
-}
-
-/* Before element n of a list: takes the bracket or the comma in front of it; false at the end, and when it is bad. */
-HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
-{
-    if (n == 0) hpmli_json_want(j, open);
-    if (j->bad || hpmli_json_is(j, close)) return false;
-    if (n > 0) hpmli_json_want(j, ',');
-    return !j->bad && !(close == ')' && hpmli_json_is(j, close));
-}
-
-/* Upper bound of the number of elements of the list or object that comes next, which is not consumed. */
-HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
-{
-    int64_t count = 1;
-    int     depth = 0;
-    bool    text  = false;
-    for (; j.p < j.end; j.p++) {
-        if (*j.p == '"') text = !text;
-        else if (text) j.p += *j.p == '\\';
-        else if (*j.p == '{' || *j.p == '[') depth++;
-        else if ((*j.p == '}' || *j.p == ']') && --depth == 0) break;
-        else count += *j.p == ',' && depth == 1;
-    }
-    return count;
-}
-
-/* An array of numbers, of which it takes the first `room`; returns how many there are. *product: of all, when it is
-   wanted; more than 64 bits are bad. */
-HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int room, uint64_t *product)
-{
-    int n = 0;
-    for (; hpmli_json_next(j, n, open, close); n++) {
-        uint64_t number = hpmli_json_number(j);
-        if (n < room) out[n] = number > INT64_MAX ? INT64_MAX : (int64_t)number;
-        if (!product) continue;
-        if (number > 0 && *product > UINT64_MAX / number) j->bad = true;
-        *product *= number;
-    }
-    return n;
-}
-
-/* Leaves out a number of any kind, as JSON writes them: 1.5e-7, but not .5, 5., 05 or +5. */
-HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
-{
-    double      v   = 0;
-    const char *end = hpmli_parse_number(j->p, j->end, &v), *p = j->p;
-    if (!end || fabs(v) > DBL_MAX || *p == '+') { j->bad = true; return; }
-    if (*p == '-') p++;
-    int64_t digits = hpmli_json_digits(p, end);
-    j->bad = j->bad || digits == 0 || (digits > 1 && *p == '0');
-    p += digits;
-    if (p < end && *p == '.' && hpmli_json_digits(p + 1, end) == 0) j->bad = true;
-    j->p += end - j->p;
-}
-
-/* Leaves out a value of any kind, with brackets up to `depth` deep. */
-HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
-{
-    hpmli_json_is(j, ' '); /* skips blanks */
-    char first = 0;
-    if (j->p < j->end) first = *j->p;
-    bool object = first == '{', list = first == '[';
-    if ((object || list) && depth == 0) j->bad = true;
-    for (int n = 0; (object && hpmli_json_next(j, n, '{', '}')) || (list && hpmli_json_next(j, n, '[', ']')); n++) {
-        if (object) hpmli_json_text(j);
-        if (object) hpmli_json_want(j, ':');
-        hpmli_json_skip(j, depth - 1);
-    }
-    if (object || list || j->bad) return;
-    if (first == '"') hpmli_json_text(j);
-    else if (!hpmli_json_word(j, "true") && !hpmli_json_word(j, "false") && !hpmli_json_word(j, "null"))
-        hpmli_json_skip_number(j);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>dataset   datasets; images as data: IDX, CIFAR
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A dataset and its arrays, in one block. A slice is a bare hpml_dataset. */
-typedef struct hpmli_samples {
-    hpml_dataset  d;
-    char         *x;
-    int32_t      *y;               /* labels, or targets in f32 */
-    unsigned char vocabulary[256]; /* of text: the byte of each token */
-    int           vocabulary_size;
-} hpmli_samples;
-
-HPML_API void hpml_dataset_free(hpml_dataset *d) { if (d) hpmli_free(d->ctx, d); }
-
-/* The end of every reader. After an error it lets go of what it has; labels say how many classes there are. */
-HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
-{
-    bool    bad    = s && s->d.ctx->status != HPML_OK;
-    int64_t labels = s && s->d.y_dtype == HPML_DTYPE_I32 && s->d.classes == 0 && s->y ? s->d.count * s->d.y_size : 0;
-    for (int64_t i = 0; i < labels && !bad; i++)
-        if (s->y[i] >= s->d.classes && s->y[i] < INT32_MAX) s->d.classes = s->y[i] + 1;
-    if (bad) hpml_dataset_free(&s->d);
-    return s && !bad ? &s->d : NULL;
-}
-
-/* Room for samples, sizes checked; NULL and an error when there is none. */
-HPMLI_FN hpmli_samples *hpmli_samples_new(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
-                                          const int64_t *x_shape, hpml_dtype y_dtype, int64_t y_size)
-{
-    const size_t head = (sizeof(hpmli_samples) + 63) / 64 * 64; /* the arrays begin at multiples of 64 bytes */
-    int64_t      each = hpmli_shape_count(x_ndim, x_shape);
-    size_t       xs, ys;
-    if (each < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)each, &xs) ||
-        !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul(4, (size_t)y_size, &ys) ||
-        !hpmli_mul((size_t)count, ys, &ys) || xs > SIZE_MAX / 4 || ys > SIZE_MAX / 8)
-        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
-    xs = (xs + 63) / 64 * 64;
-    hpmli_samples *s = (hpmli_samples *)hpmli_alloc(ctx, head + xs + ys);
-    if (!s) return NULL;
-    memset(s, 0, sizeof *s);
-    hpml_dataset *d = &s->d;
-    d->ctx = ctx, d->owner = s, d->x_scale = 1.0f / 255.0f;
-    d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y_size;
-    for (int i = 0; i < HPML_MAX_DIMS; i++) d->x_shape[i] = i < x_ndim ? x_shape[i] : 1;
-    d->x = s->x = (char *)s + head;
-    if (ys > 0) d->y = s->y = (int32_t *)(void *)(s->x + xs);
-    return s;
-}
-
-HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
-                                           const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
-                                           const void *y)
-{
-    if (hpmli_failed(ctx)) return NULL;
-    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || (x_ndim > 0 && !x_shape) ||
-        hpmli_shape_count(x_ndim, x_shape) < 0 ||
-        y_size < 0 || (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
-        (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32))
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, "
-                          "f32 or i32, y i32 or f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
-    hpmli_samples *s = hpmli_samples_new(ctx, count, x_dtype, x_ndim, x_shape, y_dtype, y ? y_size : 0);
-    if (s) memcpy(s->x, x, (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
-    if (s && s->y) memcpy(s->y, y, (size_t)(count * y_size) * 4);
-    return hpmli_dataset_done(s);
-}
-
-/* Where x and y of a sample begin. */
-HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i)
-{
-    int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
-    return (const char *)d->x + (size_t)(i * step) * hpml_dtype_size(d->x_dtype);
-}
-
-HPMLI_FN const char *hpmli_sample_y(const hpml_dataset *d, int64_t i)
-{
-    return (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4;
-}
-
-HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count)
-{
-    hpml_dataset *s;
-    if (!d || hpmli_failed(d->ctx)) return NULL;
-    if (first < 0 || count < 1 || first > d->count - count)
-        return hpmli_null(d->ctx, HPML_ERR_SHAPE, "dataset slice: %lld samples from %lld on of %lld",
-                          (long long)count, (long long)first, (long long)d->count);
-    s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
-    if (!s) return NULL;
-    *s = *d, s->owner = NULL, s->count = count;
-    s->x = hpmli_sample_x(d, first);
-    if (d->y) s->y = hpmli_sample_y(d, first);
-    return s;
-}
-
-#ifdef HPML_USE_ZLIB
-/* Unpacks `want` bytes that stand behind a header. Memory grows with what comes, because the header may lie. */
-HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
-{
-    size_t room = 0, got = 0;
-    bool   more = true;
-    char   extra;
-    while (more && got == room && room < want) {
-        room = room == 0 ? (size_t)1 << 20 : 2 * room;
-        if (room > want) room = want;
-        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, room);
-        if (!p) return false;
-        if (got > 0) memcpy(p, f->bytes, got);
-        hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
-        f->bytes = p;
-        size_t n = hpmli_file_next(f, p + got, room - got);
-        more = n > 0, got += n;
-    }
-    more = hpmli_file_next(f, &extra, 1) == 1; /* which reads the checksum behind the data as well */
-    int wrong;
-    gzerror(f->gz, &wrong);
-    if (wrong < 0) return hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", f->path);
-    return (got == want && !more) ||
-           hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %s%zu",
-                       f->path, want, more ? "more than " : "", got);
-}
-#endif
-
-/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes; may be gzipped. Reads the
-   header, and of a gzipped file the data as well: *want bytes. */
-HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes, size_t *want)
-{
-    unsigned char head[16];
-    size_t        length = 4 + 4 * (size_t)dims;
-    if (!hpmli_file_open(ctx, f, path)) return false;
-    size_t got  = hpmli_file_next(f, head, length);
-    bool   gzip = got >= 2 && head[0] == 0x1f && head[1] == 0x8b;
-#ifdef HPML_USE_ZLIB
-    if (gzip && !(f->gz = gzopen(path, "rb")))
-        return hpmli_false(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, strerror(errno));
-    if (gzip) got = hpmli_file_next(f, head, length);
-#else
-    if (gzip)
-        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with "
-                           "-DHPML_USE_ZLIB -lz", path);
-#endif
-    if (got < length || head[0] || head[1] || head[2] != 8 || head[3] != dims)
-        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": not an IDX file of bytes with %d dimensions: it should start "
-                           "with 00 00 08 %02x", path, dims, (unsigned)dims);
-    *want = 1;
-    for (int i = 0; i < dims; i++) {
-        const unsigned char *p = head + 4 + 4 * i;
-        sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
-        if (sizes[i] == 0 || !hpmli_mul(*want, (size_t)sizes[i], want))
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": dimension %d of %d is %lld, expected %s", path, i + 1,
-                               dims, (long long)sizes[i], sizes[i] ? "no more than any file holds" : "1 or more");
-    }
-#ifdef HPML_USE_ZLIB
-    if (gzip) return hpmli_idx_unzip(f, *want);
-#endif
-    return f->size - length == *want ||
-           hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,
-                       *want, f->size - length);
-}
-
-/* The data behind the header. */
-HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want)
-{
-    if (f->bytes) memcpy(to, f->bytes, want);
-    return f->bytes || hpmli_file_read(f, to, want);
-}
-
-HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
-{
-    hpmli_file     fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
-    int64_t        shape[3] = { 0 }, images_count, count = 0; /* images, height, width; labels */
-    size_t         xs, ys;
-    hpmli_samples *s = NULL;
-    if (hpmli_failed(ctx)) return NULL;
-    if (hpmli_idx_open(ctx, &fx, images, 3, shape, &xs) && hpmli_idx_open(ctx, &fy, labels, 1, &count, &ys)) {
-        images_count = shape[0], shape[0] = 1; /* channels */
-        if (images_count == count) s = hpmli_samples_new(ctx, count, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
-        else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
-                        (long long)images_count, labels, (long long)count);
-    }
-    if (s && hpmli_idx_read(&fx, s->x, xs)) {
-        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y, made wider in place */
-        hpmli_idx_read(&fy, bytes, ys);
-        for (int64_t i = 0; i < count; i++) s->y[i] = bytes[i];
-    }
-    hpmli_file_close(&fx);
-    hpmli_file_close(&fy);
-    return hpmli_dataset_done(s);
-}
-
-/* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
-HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
-{
-    const int64_t  shape[3] = { 3, 32, 32 };
-    int64_t        records  = 0, at = 0;
-    hpmli_samples *s = NULL;
-    hpmli_file     f;
-    unsigned char  label = 0;
-    if (hpmli_failed(ctx)) return NULL;
-    if (!paths || count < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "cifar10: no file names given");
-    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
-        if (f.size % 3073 != 0)
-            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x 32 "
-                       "pixels)", paths[i], f.size);
-        records += (int64_t)(f.size / 3073);
-        hpmli_file_close(&f);
-    }
-    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, records, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
-    for (int i = 0; s && i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
-        for (size_t r = 0; r < f.size / 3073 && at < records && ctx->status == HPML_OK; r++, at++) {
-            if (hpmli_file_read(&f, &label, 1)) hpmli_file_read(&f, s->x + at * 3072, 3072);
-            s->y[at] = label;
-            if (label > 9)
-                hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
-                           label);
-        }
-        hpmli_file_close(&f);
-    }
-    if (ctx->status == HPML_OK && at < records)
-        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
-    if (s) s->d.classes = 10;
-    return hpmli_dataset_done(s);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>csv   numbers and text as data: CSV, characters
-// ---------------------------------------------------------------------------------------------------------------------
-
-typedef struct hpmli_csv {
-    hpml_ctx   *ctx;
-    const char *path, *p, *end;
-    const char *names;            /* the header line; NULL: there is none */
-    int64_t     line, columns;    /* lines begun; fields of each */
-    int64_t     label, room;      /* column of the label, or -1; samples that there is memory for */
-    char        separator;
-} hpmli_csv;
-
-/* Reads a field into [*text, *stop), without blanks and quotes around it. True: another field follows on the line. */
-HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop)
-{
-    const char *p = c->p;
-    while (p < c->end && (*p == ' ' || (*p == '\t' && c->separator != '\t'))) p++;
-    bool quoted = p < c->end && *p == '"', open = quoted;
-    *text = p;
-    if (quoted) p++;
-    for (; p < c->end && *p != '\n' && (open || *p != c->separator); p++)
-        if (quoted && *p == '"') open = !open;
-    bool another = p < c->end && *p == c->separator;
-    c->p = p < c->end ? p + 1 : p;
-    while (p > *text && (p[-1] == ' ' || p[-1] == '\r' || p[-1] == '\t')) p--;
-    if (quoted && p - *text > 1 && p[-1] == '"') ++*text, p--;
-    *stop = p;
-    return another;
-}
-
-/* Counts the columns. The first line is a header if no field of it is a number, because a row of data taken for a
-   header would be lost. */
-HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
-{
-    static const char none[][4] = { "nan", "inf" }; /* count as numbers here, although as data they are errors */
-    const char *start = c->p, *text, *stop;
-    bool        more = true, numbers = false, words = false;
-    double      v;
-    for (; more; c->columns++) {
-        more = hpmli_csv_field(c, &text, &stop);
-        int64_t size = stop - text;
-        bool    number = hpmli_parse_number(text, stop, &v) == stop && size > 0;
-        for (int i = 0; i < 2 && size >= 3; i++)
-            number = number || ((stop[-3] | 32) == none[i][0] && (stop[-2] | 32) == none[i][1] &&
-                                (stop[-1] | 32) == none[i][2] && (size == 3 || (size == 4 && *text == '-')));
-        numbers = numbers || number, words = words || (size > 0 && !number);
-    }
-    if (words && !numbers) c->names = start;
-    else c->p = start, c->line--;
-}
-
-HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t column, const char *text, const char *stop,
-                             const char *expected)
-{
-    hpmli_csv   head = *c;
-    const char *name = "", *end = name;
-    bool        more = c->names != NULL;
-    head.p = c->names;
-    for (int64_t i = 0; more && i <= column; i++) more = hpmli_csv_field(&head, &name, &end);
-    hpmli_fail(c->ctx, status, "\"%s\" line %lld, column %lld%s%.*s%s: \"%.*s\" is not %s", c->path,
-               (long long)c->line, (long long)column + 1, end > name ? " \"" : "", (int)hpmli_min(end - name, 64), name,
-               end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
-}
-
-/* Parses a line into a sample. */
-HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
-{
-    const char *text, *stop;
-    int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
-    bool        more = true, fits = s && s->d.count < c->room; /* what does not fit is no whole row, see below */
-    bool        first = !c->names && (!s || s->d.count == 0);  /* the line may be meant as a header */
-    for (; more; column++) {
-        double v = 0;
-        more = hpmli_csv_field(c, &text, &stop);
-        if (hpmli_parse_number(text, stop, &v) != stop || stop == text)
-            hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, first ? "a number; a header has none in any field"
-                           : "a number");
-        else if (fabs(v) >= HPMLI_F32_END)
-            hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, "within what f32 holds");
-        else if (column == c->label && s && s->d.y_dtype == HPML_DTYPE_I32 &&
-                 (v < 0 || v >= INT32_MAX || v != floor(v)))
-            hpmli_csv_fail(c, HPML_ERR_LABEL, column, text, stop, "a whole number from 0, as labels are");
-        if (c->ctx->status != HPML_OK) return;
-        if (!fits || column >= c->columns) continue;
-        if (column != c->label) ((float *)(void *)s->x)[at++] = (float)v;
-        else if (s->d.y_dtype == HPML_DTYPE_F32) ((float *)(void *)s->y)[s->d.count] = (float)v;
-        else s->y[s->d.count] = (int32_t)v;
-    }
-    if (column != c->columns || !fits)
-        hpmli_fail(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %lld fields, expected %lld as on the first line",
-                   c->path, (long long)c->line, (long long)column, (long long)c->columns);
-    else s->d.count++;
-}
-
-/* Memory for as many samples as the rest can hold: each takes a line, and two bytes a field. NULL without an error: not
-   even one. */
-HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
-{
-    int64_t columns = c->columns, lines = 1;
-    c->label = given < 0 ? columns + given : given;
-    if (given == HPML_NO_LABEL) c->label = -1;
-    else if (c->label < 0 || c->label >= columns || columns < 2)
-        return hpmli_null(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld", c->path,
-                          (long long)columns, (long long)given);
-    for (const char *p = c->p; p < c->end; p++) lines += *p == '\n';
-    c->room = hpmli_min(lines, (c->end - c->p + 1) / (2 * columns));
-    columns -= c->label >= 0;
-    if (c->room == 0) return NULL;
-    hpmli_samples *s = hpmli_samples_new(c->ctx, c->room, HPML_DTYPE_F32, 1, &columns, y_dtype, c->label >= 0);
-    if (s) s->d.count = 0;
-    return s;
-}
-
-HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
-{
-    hpmli_file     f;
-    hpmli_csv      c = HPMLI_ZEROED;
-    hpmli_samples *s = NULL;
-    bool           begun = false;
-    if (hpmli_failed(ctx) || !hpmli_file_whole(ctx, &f, path, false)) return NULL;
-    c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
-    if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
-    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
-        if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
-    while (c.p < c.end && ctx->status == HPML_OK) {
-        if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
-        c.line++;
-        if (c.columns == 0) { hpmli_csv_first(&c); continue; }
-        if (!begun) s = hpmli_csv_samples(&c, label_column, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
-        begun = true;
-        if (ctx->status == HPML_OK) hpmli_csv_row(&c, s);
-    }
-    if (!begun && ctx->status == HPML_OK)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no line of numbers, separated by , ; or tabs", path);
-    hpmli_file_close(&f);
-    return hpmli_dataset_done(s);
-}
-
-HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
-                                              bool bytes)
-{
-    hpmli_samples *s = NULL;
-    hpmli_file     f;
-    int32_t        of[256], *token;
-    size_t         total = 0, at = 0;
-    bool           used[256] = { false };
-    if (hpmli_failed(ctx)) return NULL;
-    if (!paths || count < 1 || context < 1)
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
-                          (long long)context);
-    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
-        total += f.size;
-        hpmli_file_close(&f);
-    }
-    if (ctx->status == HPML_OK && (int64_t)total <= context)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld", total,
-                   (long long)context);
-    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, (int64_t)total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
-    if (!s) return NULL;
-    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x, made wider in place */
-    for (int i = 0; i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
-        if (f.size > total - at) f.size = total - at; /* it grew */
-        if (hpmli_file_read(&f, text + at, f.size)) at += f.size;
-        hpmli_file_close(&f);
-    }
-    if (ctx->status == HPML_OK && at < total)
-        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
-    for (size_t i = 0; i < at; i++) used[text[i]] = true;
-    for (int c = 0; c < 256; c++) {
-        of[c] = s->vocabulary_size;
-        if (used[c] || bytes) s->vocabulary[s->vocabulary_size++] = (unsigned char)c;
-    }
-    token  = (int32_t *)(void *)s->x;
-    s->d.y = token + 1;
-    for (size_t i = 0; i < at; i++) token[i] = of[text[i]];
-    s->d.count -= context, s->d.x_ndim = 1, s->d.classes = s->vocabulary_size;
-    s->d.x_shape[0] = s->d.y_size = context, s->d.x_step = s->d.y_step = 1; /* one begins at every place */
-    return hpmli_dataset_done(s);
-}
-
-HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size)
-{
-    const hpmli_samples *s = d ? (const hpmli_samples *)d->owner : NULL;
-    if (size) *size = s ? s->vocabulary_size : 0;
-    return s && s->vocabulary_size > 0 ? s->vocabulary : NULL;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>npy   numpy arrays and packed records
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* .npy: \x93NUMPY, version 1 0 (2 0, 3 0), length of the header u16 (u32), a Python dict as text, the data. */
-
-/* What comes after 'key': in the dict; "" when it is not there. */
-HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
-{
-    char *p = strstr(header, key);
-    return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
-}
-
-/* Makes f8 and i8 values f4 and i4, in place; false and an error where one does not fit. */
-HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++) {
-        double  v;
-        int64_t w = (int64_t)hpmli_little((const unsigned char *)data + 8 * i, 8);
-        memcpy(&v, &w, 8);
-        float   x = (float)v;
-        int32_t n = (int32_t)w;
-        if (dtype == HPML_DTYPE_F32 && fabs(v) >= HPMLI_F32_END && v - v == 0)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %g, more than f32 holds; scale the array",
-                               path, (long long)i, v);
-        if (dtype == HPML_DTYPE_I32 && n != w)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %lld, more than i32 holds; save it as "
-                               "float32, or make the numbers smaller", path, (long long)i, (long long)w);
-        memcpy(data + 4 * i, dtype == HPML_DTYPE_F32 ? (void *)&x : (void *)&n, 4);
-    }
-    return true;
-}
-
-/* Reads the header, to `header`, zeroed; returns the bytes in front of the data, 0 when there is none to read. */
-HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t room)
-{
-    unsigned char start[12] = { 0 };
-    bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
-    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length; versions 2 and 3 have more */
-    good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
-    size_t length = (size_t)hpmli_little(start + 8, (int)field);
-    good = good && length > 0 && length < room && hpmli_file_next(f, header, length) == length;
-    return good ? 8 + field + length : 0;
-}
-
-HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
-{
-    static const struct { const char *code; hpml_dtype dtype; size_t size; } kinds[] = {
-        { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 },
-        { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
-    hpmli_file   f;
-    char         header[1024] = "", *data = NULL;
-    size_t       known = sizeof kinds / sizeof kinds[0], kind = known;
-    int64_t      shape[HPML_MAX_DIMS], count;
-    int          ndim = 0;
-    hpml_tensor *t = NULL;
-    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    size_t front = hpmli_npy_header(&f, header, sizeof header);
-    for (size_t i = 0; i < known; i++)
-        if (strncmp(hpmli_npy_key(header, "'descr'"), kinds[i].code, 5) == 0) kind = i;
-    hpmli_json j = { hpmli_npy_key(header, "'shape'"), header + strlen(header), false };
-    ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS, NULL);
-    count = j.bad || ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(ndim, shape);
-    if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
-        front == 0 || f.size - front != (size_t)count * kinds[kind].size)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a .npy file (version 1, 2 or 3) of <f4, <f2, <i4, |u1, <f8 "
-                   "or <i8 in C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s",
-                   path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
-    else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
-    if (data && hpmli_file_read(&f, data, (size_t)count * kinds[kind].size) &&
-        (kinds[kind].size < 8 || hpmli_npy_narrow(ctx, path, kinds[kind].dtype, data, count)))
-        hpml_tensor_set(t, data, count);
-    hpmli_free(ctx, data);
-    hpmli_file_close(&f);
-    if (t && ctx->status != HPML_OK) {
-        hpml_tensor_free(t);
-        return NULL;
-    }
-    return t;
-}
-
-HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
-{
-    const char  *code = t ? hpmli_dtypes[t->dtype].numpy : NULL;
-    char         header[256];
-    int          n;
-    hpmli_writer w;
-    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (!code || !t->data || !hpmli_contiguous(t))
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
-                          "contiguous with memory", path);
-    hpmli_table text = hpmli_table_of(header, sizeof header);
-    hpmli_table_add(&text, "{'descr': '%s', 'fortran_order': False, 'shape': (", code);
-    for (int i = 0; i < t->ndim; i++)
-        hpmli_table_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
-    hpmli_table_add(&text, "), }");
-    n = text.used;
-    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
-    header[n++] = '\n';
-    void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
-    if (!host || hpmli_transfer(t, "save", NULL, host, hpml_tensor_count(t), false) != HPML_OK ||
-        !hpmli_writer_open(t->ctx, &w, path, false)) {
-        hpmli_free(t->ctx, host);
-        return t->ctx->status;
-    }
-    hpmli_write(&w, "\x93NUMPY\1\0", 8);
-    hpmli_write_little(&w, (uint64_t)n, 2);
-    hpmli_write(&w, header, (size_t)n);
-    hpmli_write(&w, host, hpmli_tensor_bytes(t));
-    hpmli_free(t->ctx, host);
-    return hpmli_writer_close(&w, true);
-}
-
-struct hpml_record_writer {
-    hpmli_writer w;
-    uint64_t    *offsets; /* (count) */
-    int64_t      count, capacity;
-};
-
-/* One that was not finished leaves no file. */
-HPMLI_FN void hpmli_record_writer_drop(void *object)
-{
-    hpml_record_writer *w = (hpml_record_writer *)object;
-    if (w->w.f) hpmli_writer_close(&w->w, false);
-    hpmli_free(w->w.ctx, w->offsets);
-}
-
-HPMLI_FN void hpmli_record_head(hpml_record_writer *w, uint64_t index)
-{
-    hpmli_write(&w->w, "HPMLREC1", 8);
-    hpmli_write_little(&w->w, (uint64_t)w->count, 8);
-    hpmli_write_little(&w->w, index, 8);
-}
-
-HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
-{
-    if (hpmli_failed(ctx)) return NULL;
-    hpml_record_writer *w = (hpml_record_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_record_writer_drop);
-    if (!w || !hpmli_writer_open(ctx, &w->w, path, true)) {
-        hpmli_free(ctx, w);
-        return NULL;
-    }
-    hpmli_record_head(w, 0);
-    return w;
-}
-
-HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size)
-{
-    if (!w || hpmli_failed(w->w.ctx)) return w ? w->w.ctx->status : HPML_ERR_ARGUMENT;
-    if (!hpmli_grow(w->w.ctx, &w->offsets, w->count, &w->capacity, sizeof *w->offsets)) return w->w.ctx->status;
-    w->offsets[w->count++] = w->w.size;
-    hpmli_write(&w->w, bytes, size);
-    return HPML_OK;
-}
-
-HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
-{
-    if (!w) return HPML_ERR_ARGUMENT;
-    hpml_ctx *ctx   = w->w.ctx;
-    uint64_t  index = w->w.size;
-    for (int64_t i = 0; i < w->count; i++) hpmli_write_little(&w->w, w->offsets[i], 8);
-    hpmli_write_little(&w->w, index, 8);
-    hpmli_write_start(&w->w);
-    hpmli_record_head(w, index);
-    hpml_status status = hpmli_writer_close(&w->w, ctx->status == HPML_OK);
-    hpmli_free(ctx, w);
-    return ctx->status != HPML_OK ? ctx->status : status;
-}
-
-HPML_API void hpml_record_abandon(hpml_record_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
-
-struct hpml_record_file {
-    hpmli_file           file;
-    int64_t              count;
-    const unsigned char *index; /* (count + 1) u64 */
-};
-
-HPMLI_FN hpml_record_file *hpmli_record_open(hpml_ctx *ctx, const char *path, bool map)
-{
-    uint64_t count = 0, index = 0, last = 24;
-    if (hpmli_failed(ctx)) return NULL;
-    hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
-    if (!f || !hpmli_file_whole(ctx, &f->file, path, map)) {
-        hpmli_free(ctx, f);
-        return NULL;
-    }
-    const hpmli_file *in = &f->file;
-    if (in->size >= 32) count = hpmli_little(in->bytes + 8, 8), index = hpmli_little(in->bytes + 16, 8);
-    bool good = index >= 24 && index <= in->size && memcmp(in->bytes, "HPMLREC1", 8) == 0 && count < in->size / 8 &&
-                in->size - index == (count + 1) * 8;
-    for (uint64_t i = 0; good && i <= count; i++) {
-        uint64_t at = hpmli_little(in->bytes + index + 8 * i, 8);
-        good = at >= last && at <= index && (i < count || at == index);
-        last = at;
-    }
-    if (!good) {
-        hpmli_free(ctx, f);
-        return hpmli_null(ctx, HPML_ERR_FORMAT, "\"%s\": not a record file, or damaged", path);
-    }
-    f->count = (int64_t)count, f->index = in->bytes + index;
-    return f;
-}
-
-HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
-{
-    return hpmli_record_open(ctx, path, true);
-}
-
-HPML_API int64_t hpml_record_count(const hpml_record_file *f) { return f ? f->count : 0; }
-
-HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_t *size)
-{
-    if (size) *size = 0;
-    if (!f || i < 0 || i >= f->count) return NULL;
-    uint64_t at = hpmli_little(f->index + 8 * i, 8);
-    if (size) *size = (size_t)(hpmli_little(f->index + 8 * (i + 1), 8) - at);
-    return f->file.bytes + at;
-}
-
-HPML_API void hpml_record_close(hpml_record_file *f) { if (f) hpmli_free(f->file.ctx, f); }
-
-/* Record 0: ten i64: x dtype, x dimensions, five sizes, y dtype, y size, classes; then x and y of each sample. */
-HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
-{
-    int64_t head[10];
-    if (!d || hpmli_failed(d->ctx)) return d ? d->ctx->status : HPML_ERR_ARGUMENT;
-    size_t xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
-    size_t ys = (size_t)d->y_size * 4;
-    head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
-    for (int i = 0; i < HPML_MAX_DIMS; i++) head[2 + i] = i < d->x_ndim ? d->x_shape[i] : 1;
-    hpml_record_writer *w = hpml_record_create(d->ctx, path);
-    if (!w) return d->ctx->status;
-    hpml_record_add(w, head, sizeof head);
-    for (int64_t i = 0; i < d->count; i++) {
-        hpml_record_add(w, hpmli_sample_x(d, i), xs);
-        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* a record goes on until the next begins */
-    }
-    return hpml_record_finish(w);
-}
-
-HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path)
-{
-    hpml_record_file *f = hpmli_record_open(ctx, path, false);
-    hpmli_samples    *s = NULL;
-    size_t            size = 0;
-    const void       *first = hpml_record_get(f, 0, &size);
-    int64_t           h[10] = { 0 }, count = hpml_record_count(f) - 1;
-    bool              good = size == sizeof h;
-    if (!f) return NULL;
-    if (good) memcpy(h, first, sizeof h);
-    good = good && (h[0] == HPML_DTYPE_U8 || h[0] == HPML_DTYPE_F32 || h[0] == HPML_DTYPE_I32) && h[1] >= 0 &&
-           h[1] < HPML_MAX_DIMS && hpmli_shape_count((int)h[1], h + 2) > 0 && h[8] >= 0 && h[8] < INT32_MAX &&
-           (h[7] == HPML_DTYPE_I32 || h[7] == HPML_DTYPE_F32) && h[9] >= 0 && h[9] <= INT32_MAX && count > 0;
-    size_t xs = good ? (size_t)hpmli_shape_count((int)h[1], h + 2) * hpml_dtype_size((hpml_dtype)h[0]) : 0;
-    size_t ys = good ? (size_t)h[8] * 4 : 0;
-    for (int64_t i = 0; good && i < count; i++) { /* before memory is taken: the header may promise anything */
-        hpml_record_get(f, i + 1, &size);
-        good = size == xs + ys;
-    }
-    if (good) s = hpmli_samples_new(ctx, count, (hpml_dtype)h[0], (int)h[1], h + 2, (hpml_dtype)h[7], h[8]);
-    else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
-    for (int64_t i = 0; s && i < count; i++) {
-        const char *p = (const char *)hpml_record_get(f, i + 1, &size);
-        memcpy(s->x + (size_t)i * xs, p, xs);
-        if (ys) memcpy((char *)s->y + (size_t)i * ys, p + xs, ys);
-    }
-    if (s) s->d.classes = (int)h[9];
-    hpml_record_close(f);
-    return hpmli_dataset_done(s);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>loader   batches: shuffled, sharded, augmented, made ahead
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Global batch g of an epoch holds positions [g G, (g + 1) G) of the shuffle, whatever the number of ranks; rank r
-   takes the r-th share. So the order of the data depends on seed and epoch only, and all ranks make equally many steps.
-   A thread of the loader's own makes the next batch while the current one is used. */
-
-struct hpml_loader {
-    hpml_ctx            *ctx;
-    const hpmli_kernels *k;
-    hpml_dataset        *data;
-    hpml_loader_desc     d;
-    int64_t              steps, crop, whole, each; /* whole, each: numbers of a sample, and of what it becomes */
-    float               *image;                /* one sample before augmentation */
-    float               *x[2];                 /* batch n of all epochs, one behind the other, is in x[n % 2], */
-    char                *y[2];                 /* y[n % 2] */
-    hpml_batch           batch[2];
-    int64_t              made, taken, done;    /* the next batch to make, to hand out, and that may still be in use */
-    bool                 ended;                /* the end of an epoch is to be told before the next batch */
-#ifndef HPML_NO_THREADS
-    bool                 threaded, stop;
-    pthread_t            thread;
-    pthread_mutex_t      mutex;                /* of made, done and stop, while the thread runs */
-    pthread_cond_t       changed;
-#endif
-};
-
-/* Copies a sample with crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
-HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
-{
-    const hpml_augment *a     = &l->d.augment;
-    const int64_t      *shape = l->data->x_shape;
-    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->whole / (H * W), dx, dy, cx, cy;
-    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of what comes out */
-    uint32_t word[4];
-    l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
-    dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
-    dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
-    if (l->crop > 0 && l->d.in_order) dx = (W - w) / 2, dy = (H - h) / 2;
-    bool flip = a->flip && (word[2] & 1);
-    cx   = (int64_t)(word[2] >> 1) % w - a->cutout / 2;
-    cy   = (int64_t)word[3] % h - a->cutout / 2;
-    for (int64_t c = 0; c < C; c++)
-        for (int64_t i = 0; i < h; i++)
-            for (int64_t j = 0; j < w; j++) {
-                int64_t si = i + dy, sj = (flip ? w - 1 - j : j) + dx;
-                bool    out = si < 0 || si >= H || sj < 0 || sj >= W;
-                bool    cut = i >= cy && i < cy + a->cutout && j >= cx && j < cx + a->cutout;
-                to[(c * h + i) * w + j] = out || cut ? 0 : from[(c * H + si) * W + sj];
-            }
-}
-
-/* Sample number `sample` becomes sample `at` of a batch. */
-HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t at, int64_t sample, uint64_t epoch)
-{
-    const hpml_dataset *d = l->data;
-    const char *from    = hpmli_sample_x(d, sample);
-    bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
-    float      *to      = x + at * l->each, *plain = augment ? l->image : to;
-    hpmli_convert(l->k, d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype, plain, d->x_dtype, from, l->whole);
-    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(plain, plain, d->x_scale, d->x_shift, l->whole);
-    if (augment) hpmli_augment(l, to, l->image, epoch, sample);
-    if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
-}
-
-/* Where rank r's share of a global batch of `size` samples begins. */
-HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t rank)
-{
-    int64_t grains = d->grain > 0 ? (d->global_batch + d->grain - 1) / d->grain : 0;
-    int64_t at     = d->grain > 0 ? grains * rank / d->ranks * d->grain : size * rank / d->ranks;
-    return at < size ? at : size;
-}
-
-/* A hash of what says which samples make a batch, and of the targets of 64 samples from all over the data: equal for
-   the same data on several ranks, but not for two slices of it. */
-static uint64_t hpmli_loader_mark(const hpml_loader *l)
-{
-    const hpml_dataset *d    = l->data;
-    const int64_t       of[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
-                                 l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
-    const int64_t       size = d->y ? d->y_size * 4 : 0;
-    uint64_t            mark = hpmli_hash(HPMLI_HASH, of, sizeof of);
-    for (int64_t i = 0; i < 64 && size > 0; i++) {
-        int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
-        mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
-    }
-    return mark;
-}
-
-/* Makes the next batch. */
-HPMLI_FN void hpmli_load_batch(hpml_loader *l)
-{
-    int     slot  = (int)(l->made % 2);
-    int64_t epoch = l->made / l->steps, index = l->made % l->steps, start = index * l->d.global_batch;
-    int64_t left  = l->d.samples_per_epoch - start, size = left < l->d.global_batch ? left : l->d.global_batch;
-    int64_t first = hpmli_share(&l->d, size, l->d.rank), end = hpmli_share(&l->d, size, l->d.rank + 1);
-    double  begin = hpml_now();
-    for (int64_t i = first; i < end; i++) { /* more samples than there are: the shuffle of the next round */
-        int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
-        if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
-        hpmli_load_sample(l, l->x[slot], l->y[slot], i - first, at, (uint64_t)epoch);
-    }
-    hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
-    l->batch[slot] = b;
-    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual one is not this thread's to read */
-    if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
-}
-
-#ifndef HPML_NO_THREADS
-HPMLI_FN void *hpmli_loader_main(void *arg)
-{
-    hpml_loader *l = (hpml_loader *)arg;
-    pthread_mutex_lock(&l->mutex);
-    while (!l->stop) {
-        if (l->made - l->done >= 2) { pthread_cond_wait(&l->changed, &l->mutex); continue; }
-        pthread_mutex_unlock(&l->mutex);
-        hpmli_load_batch(l);
-        pthread_mutex_lock(&l->mutex);
-        l->made++;
-        pthread_cond_broadcast(&l->changed);
-    }
-    pthread_mutex_unlock(&l->mutex);
-    return NULL;
-}
-
-HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
-{
-    if (l->threaded && !hpmli_forked(l->ctx)) {
-        pthread_mutex_lock(&l->mutex);
-        l->stop = true;
-        pthread_cond_broadcast(&l->changed);
-        pthread_mutex_unlock(&l->mutex);
-        pthread_join(l->thread, NULL);
-        pthread_mutex_destroy(&l->mutex);
-        pthread_cond_destroy(&l->changed);
-    }
-    l->threaded = l->stop = false;
-}
-
-/* Waits for the next batch of the thread, which it starts; false when there is none. */
-HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
-{
-    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* no thread of the parent's is here, and none is started */
-        hpmli_loader_stop(l);
-        l->d.no_prefetch = true;
-        l->made          = l->taken; /* a batch that the parent's thread had begun is made again */
-    }
-    if (!l->d.no_prefetch && !l->threaded) {
-        pthread_mutex_init(&l->mutex, NULL);
-        pthread_cond_init(&l->changed, NULL);
-        l->threaded      = pthread_create(&l->thread, NULL, hpmli_loader_main, l) == 0;
-        l->d.no_prefetch = !l->threaded;
-    }
-    if (l->d.no_prefetch) return false;
-    pthread_mutex_lock(&l->mutex);
-    l->done = l->taken;
-    pthread_cond_broadcast(&l->changed);
-    while (l->made == l->taken) pthread_cond_wait(&l->changed, &l->mutex);
-    pthread_mutex_unlock(&l->mutex);
-    return true;
-}
-#else
-HPMLI_FN void hpmli_loader_stop(hpml_loader *l) { (void)l; }
-HPMLI_FN bool hpmli_loader_wait(hpml_loader *l) { return (void)l, false; }
-#endif
-
-HPMLI_FN void hpmli_loader_drop(void *object)
-{
-    hpml_loader *l = (hpml_loader *)object;
-    hpmli_loader_stop(l);
-    for (int i = 0; i < 2; i++) hpmli_free(l->ctx, l->x[i]), hpmli_free(l->ctx, l->y[i]);
-    hpmli_free(l->ctx, l->image);
-}
-
-HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
-{
-    bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0 || data->x_crop != 0;
-    const int64_t *side = data->x_shape + (data->x_ndim < 2 ? 0 : data->x_ndim - 2); /* height, width */
-    if (d->ranks == 0) d->ranks = 1;
-    if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
-    if (d->seed == 0) d->seed = ctx->seed;
-    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 ||
-        d->augment.shift < 0 || d->augment.cutout < 0)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
-                           "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
-    int64_t grain = d->grain > 0 ? d->grain : 1;
-    int64_t most  = ((d->global_batch + grain - 1) / grain + d->ranks - 1) / d->ranks * grain;
-    if (d->global_batch < 1 || d->grain < 0 || most > d->batch)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of "
-                           "%d up to %lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain,
-                           d->ranks, (long long)most, d->batch);
-    if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
-        return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
-                           "dimensions", data->x_ndim);
-    if (data->x_crop < 0 || (data->x_crop > 0 && (data->x_crop > side[0] || data->x_crop > side[1])))
-        return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: x_crop %d of images of %lldx%lld, expected 0 or at most the "
-                           "shorter side", data->x_crop, (long long)side[0], (long long)side[1]);
-    if (d->samples_per_epoch == 0) d->samples_per_epoch = data->count;
-    return !d->drop_last || d->samples_per_epoch >= d->global_batch ||
-           hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
-                       "set", (long long)d->samples_per_epoch, (long long)d->global_batch);
-}
-
-HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, const hpml_loader_desc *desc)
-{
-    hpml_loader_desc d;
-    if (hpmli_failed(ctx) || !data) return NULL;
-    if (!HPMLI_TAKE(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
-    hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
-    if (!l) return NULL;
-    l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
-    l->whole   = hpmli_shape_count(data->x_ndim, data->x_shape), l->each = hpmli_cropped(data), l->crop = data->x_crop;
-    l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
-    l->image   = hpmli_new(ctx, float, l->whole);
-    for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
-        l->x[i] = (float *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * sizeof(float));
-        l->y[i] = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
-    }
-    if (ctx->status == HPML_OK) return l;
-    hpml_loader_free(l);
-    return NULL;
-}
-
-HPML_API int64_t hpml_loader_steps(const hpml_loader *l) { return l ? l->steps : 0; }
-
-HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index)
-{
-    if (!l) return HPML_ERR_ARGUMENT;
-    if (epoch < 0 || epoch > INT64_MAX / l->steps - 2 || index < 0 || index > l->steps)
-        return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch,
-                          (long long)index, (long long)l->steps);
-    int64_t to = epoch * l->steps + index;
-    if (to != l->taken) hpmli_loader_stop(l), l->made = l->taken = l->done = to;
-    l->ended = index == l->steps;
-    return HPML_OK;
-}
-
-HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
-{
-    if (!l || l->ctx->status != HPML_OK) return false;
-    if (l->ended) return l->ended = false;
-    if (!hpmli_loader_wait(l)) {
-        hpmli_load_batch(l);
-        l->made++;
-    }
-    *out = l->batch[l->taken++ % 2];
-    l->ended = l->taken % l->steps == 0;
-    return true;
-}
-
-HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>safetensors   safetensors files
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
-   "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
-
-#define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
-#define HPMLI_SAFE_META   "__metadata__"
-
-struct hpml_safetensors {
-    hpmli_file       file;
-    char            *text;                 /* copy of a mapped header; names point into it, else into the file */
-    hpml_safetensor *entries;              /* (count), by name */
-    hpml_meta       *meta;                 /* (meta_count), by key */
-    int              count, meta_count;
-};
-
-HPML_API void hpml_safetensors_close(hpml_safetensors *f)
-{
-    if (!f) return;
-    hpml_ctx *ctx = f->file.ctx;
-    hpmli_free(ctx, f->text);
-    hpmli_free(ctx, f->entries);
-    hpmli_free(ctx, f->meta);
-    hpmli_free(ctx, f);
-}
-
-/* Entries and metadata begin with their name. Of two with one name the later in the text comes last. */
-HPMLI_FN int hpmli_name_order(const void *a, const void *b)
-{
-    const char *x = *(const char *const *)a, *y = *(const char *const *)b;
-    int         order = strcmp(x, y);
-    if (order != 0 || x == y) return order;
-    return x < y ? -1 : 1;
-}
-
-HPMLI_FN int hpmli_name_find(const void *name, const void *b)
-{
-    return strcmp((const char *)name, *(const char *const *)b);
-}
-
-/* Sorts by name; of several with one name the last stays. Returns how many are left; *twice: a name of several. */
-HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **twice)
-{
-    char *p = (char *)things, *to = p;
-    if (count > 0) qsort(things, (size_t)count, size, hpmli_name_order);
-    for (int i = 0; i < count; i++, p += size) {
-        const char *name = *(const char *const *)(const void *)p;
-        if (i + 1 < count && hpmli_name_find(name, p + size) == 0) {
-            *twice = name;
-            continue;
-        }
-        memmove(to, p, size);
-        to += size;
-    }
-    return (int)((size_t)(to - (char *)things) / size);
-}
-
-HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
-{
-    int64_t     room = hpmli_json_length(*j);
-    const char *twice;
-    if (hpmli_json_word(j, "null")) return true;
-    f->meta = hpmli_new(f->file.ctx, hpml_meta, room);
-    if (!f->meta) return false;
-    for (int n = 0; hpmli_json_next(j, n, '{', '}') && n < room; n++) {
-        f->meta[f->meta_count].key = hpmli_json_text(j);
-        hpmli_json_want(j, ':');
-        f->meta[f->meta_count++].value = hpmli_json_text(j);
-    }
-    f->meta_count = hpmli_name_sort(f->meta, f->meta_count, sizeof *f->meta, &twice);
-    return !j->bad;
-}
-
-/* The types of the format and their bits; those of hpml_dtype come first, in its order. */
-static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
-    { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
-    { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
-    { "F6_E2M3", 6 }, { "F6_E3M2", 6 }, { "F8_E5M2", 8 }, { "F8_E4M3", 8 }, { "F8_E8M0", 8 }, { "F8_E4M3FNUZ", 8 },
-    { "F8_E5M2FNUZ", 8 } };
-#define HPMLI_SAFE_TYPES ((int)(sizeof hpmli_safe_types / sizeof hpmli_safe_types[0]))
-
-/* ndim of an entry to be left out, because hpml cannot hold it; of a wrong one, unless a later one has its name. */
-enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
-
-/* One entry, an object or the list of its values. */
-HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
-{
-    static const char *const keys[] = { "dtype", "shape", "data_offsets" };
-    hpml_safetensor *e;
-    int64_t          at[2]   = { 1, 0 };
-    uint64_t         numbers = 1;
-    int              seen[4] = { 0 }, ndim = 0, offsets = 0, type = HPMLI_SAFE_TYPES, n = 0;
-    hpmli_json       ahead   = *j;
-    bool             list    = hpmli_json_is(&ahead, '[');
-    e = &f->entries[f->count++], e->name = name;
-    for (; hpmli_json_next(j, n, list ? '[' : '{', list ? ']' : '}'); n++) {
-        int key = n;
-        if (!list) {
-            const char *text = hpmli_json_text(j);
-            hpmli_json_want(j, ':');
-            for (key = 0; key < 3 && strcmp(text, keys[key]) != 0; key++) {}
-        }
-        if (key > 3 || (key < 3 && seen[key]++)) j->bad = true;
-        if (key == 0) {
-            const char *text = hpmli_json_text(j);
-            for (type = 0; type < HPMLI_SAFE_TYPES && strcmp(text, hpmli_safe_types[type].name) != 0; type++) {}
-        } else if (key == 1) ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS, &numbers);
-        else if (key == 2) offsets = hpmli_json_numbers(j, '[', ']', at, 2, NULL);
-        else hpmli_json_skip(j, 125); /* 128 deep with the brackets around it, as in the reference */
-    }
-    if (j->bad || !seen[0] || !seen[1] || offsets != 2 || type == HPMLI_SAFE_TYPES || (list && n != 3)) return false;
-    for (int i = ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
-    e->dtype = (hpml_dtype)(type < HPMLI_DTYPES ? type : 0);
-    e->ndim  = ndim;
-    uint64_t bits = hpmli_safe_types[type].bits;
-    bool fits = at[0] <= at[1] && (uint64_t)at[1] <= size;
-    e->bytes = fits ? (size_t)(at[1] - at[0]) : 0;
-    e->data  = f->file.bytes + (f->file.size - size) + (fits ? at[0] : 0);
-    if (numbers == 0 || type >= HPMLI_DTYPES || ndim > HPML_MAX_DIMS) e->ndim = HPMLI_SAFE_FOREIGN;
-    if (!fits || numbers > UINT64_MAX / bits || numbers * bits % 8 != 0 || numbers * bits / 8 != e->bytes)
-        e->ndim = HPMLI_SAFE_WRONG;
-    return true;
-}
-
-HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
-{
-    const hpml_safetensor *x = (const hpml_safetensor *)a, *y = (const hpml_safetensor *)b;
-    if (x->data == y->data) return x->bytes < y->bytes ? -1 : x->bytes > y->bytes;
-    return (const char *)x->data < (const char *)y->data ? -1 : 1;
-}
-
-HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
-{
-    uint64_t    length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
-    bool        meta = false;
-    int         kept = 0;
-    const char *twice;
-    hpmli_json  j;
-    if (length < 2 || length > HPMLI_SAFE_HEADER || length > f->file.size - 8) return false;
-    size_t data_bytes = f->file.size - 8 - (size_t)length;
-    j.p = (char *)(uintptr_t)(f->file.bytes + 8);
-    if (f->file.mapped) {
-        f->text = (char *)hpmli_alloc(f->file.ctx, (size_t)length);
-        if (!f->text) return false;
-        j.p = (char *)memcpy(f->text, j.p, (size_t)length);
-    }
-    j.end = j.p + length, j.bad = !hpmli_utf8_all(j.p, (size_t)length);
-    int64_t room = hpmli_json_length(j);
-    if (j.bad || room > (int64_t)length / 24 + 1) return false; /* entries are longer */
-    f->entries = hpmli_new(f->file.ctx, hpml_safetensor, room);
-    if (!f->entries) return false;
-    for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < room; n++) {
-        const char *name = hpmli_json_text(&j);
-        bool        is_meta = strcmp(name, HPMLI_SAFE_META) == 0;
-        hpmli_json_want(&j, ':');
-        if (j.bad || (is_meta && meta)) return false;
-        if (!(is_meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
-        meta = meta || is_meta;
-    }
-    hpmli_json_is(&j, ' '); /* skips blanks */
-    if (j.bad || j.p != j.end) return false;
-    f->count = hpmli_name_sort(f->entries, f->count, sizeof *f->entries, &twice);
-    if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
-    const unsigned char *next = f->file.bytes + 8 + length;
-    for (int i = 0; i < f->count; i++) { /* no holes, no overlaps */
-        if (f->entries[i].ndim == HPMLI_SAFE_WRONG || (const unsigned char *)f->entries[i].data != next) return false;
-        next += f->entries[i].bytes;
-        if (f->entries[i].ndim >= 0) f->entries[kept++] = f->entries[i];
-    }
-    f->count = hpmli_name_sort(f->entries, kept, sizeof *f->entries, &twice);
-    return next == f->file.bytes + f->file.size;
-}
-
-HPMLI_FN hpml_safetensors *hpmli_safe_open(hpml_ctx *ctx, const char *path, bool map)
-{
-    if (hpmli_failed(ctx)) return NULL;
-    hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
-    if (f && hpmli_file_whole(ctx, &f->file, path, map) && hpmli_safe_parse(f)) return f;
-    if (ctx->status == HPML_OK)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file", path);
-    hpml_safetensors_close(f);
-    return NULL;
-}
-
-HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path)
-{
-    return hpmli_safe_open(ctx, path, true);
-}
-
-HPML_API int hpml_safetensors_count(const hpml_safetensors *f) { return f ? f->count : 0; }
-
-HPML_API bool hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out)
-{
-    if (!f || index < 0 || index >= f->count) return false;
-    *out = f->entries[index];
-    return true;
-}
-
-HPML_API bool hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out)
-{
-    hpml_safetensor *e = NULL;
-    if (f && f->count > 0 && name)
-        e = (hpml_safetensor *)bsearch(name, f->entries, (size_t)f->count, sizeof *e, hpmli_name_find);
-    if (e) *out = *e;
-    return e != NULL;
-}
-
-HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char *key)
-{
-    const hpml_meta *m = NULL;
-    if (f && key && f->meta_count > 0)
-        m = (const hpml_meta *)bsearch(key, f->meta, (size_t)f->meta_count, sizeof *m, hpmli_name_find);
-    return m ? m->value : NULL;
-}
-
-/* A string, behind what stands before it. */
-HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *s)
-{
-    char code[8];
-    hpmli_write(w, before, strlen(before));
-    hpmli_write(w, "\"", 1);
-    for (; *s; s++) {
-        if (*s == '"' || *s == '\\') hpmli_write(w, "\\", 1);
-        if ((unsigned char)*s >= 32) hpmli_write(w, s, 1);
-        else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", (unsigned)*s));
-    }
-    hpmli_write(w, "\"", 1);
-}
-
-HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_safetensor *t, uint64_t at)
-{
-    char        text[256];
-    hpmli_table line = hpmli_table_of(text, sizeof text);
-    hpmli_table_add(&line, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_dtypes[t->dtype].safe);
-    for (int i = 0; i < t->ndim; i++) hpmli_table_add(&line, "%s%lld", i ? "," : "", (long long)t->shape[i]);
-    hpmli_table_add(&line, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
-                    (unsigned long long)(at + t->bytes));
-    hpmli_write_json(w, before, t->name);
-    hpmli_write(w, text, (size_t)line.used);
-}
-
-/* What a safetensors file will hold. */
-typedef struct hpmli_safe_content {
-    const hpml_safetensor *t;    /* (count) */
-    const hpml_meta       *meta; /* (meta_count) */
-    int                    count, meta_count;
-    uint32_t              *sums; /* (count) checksums; NULL: the file has none */
-} hpmli_safe_content;
-
-/* Whether all names are UTF-8 and distinct, else an error; each of the `things` is a struct that begins with a name. */
-HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *things, int count, size_t size)
-{
-    const char *wrong = NULL, *why = "the name is used twice", *name;
-    char       *sorted = (char *)hpmli_alloc_array(ctx, count, size);
-    if (!sorted) return false;
-    if (count > 0) memcpy(sorted, things, (size_t)count * size);
-    hpmli_name_sort(sorted, count, size, &wrong);
-    for (int i = 0; i < count && !wrong; i++) {
-        name = *(const char *const *)(const void *)((const char *)things + (size_t)i * size);
-        if (!hpmli_utf8_all(name, strlen(name))) wrong = name, why = "it is not UTF-8";
-        if (strcmp(name, HPMLI_SAFE_META) == 0) wrong = name, why = "the format reserves that name";
-    }
-    if (wrong)
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", what,
-                   wrong, why);
-    hpmli_free(ctx, sorted);
-    return !wrong;
-}
-
-/* Whether these contents can be written to a file, else an error. */
-HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
-{
-    const hpml_safetensor *t = c->t;
-    for (int i = 0; i < c->meta_count; i++) {
-        if (!c->meta[i].key || !c->meta[i].value)
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
-        if (!hpmli_utf8_all(c->meta[i].value, strlen(c->meta[i].value)))
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: the value of metadata \"%s\" is not UTF-8",
-                               c->meta[i].key);
-    }
-    for (int i = 0; i < c->count; i++) {
-        int64_t n = t[i].ndim < 0 || t[i].ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t[i].ndim, t[i].shape);
-        if (!t[i].name || !t[i].data || n < 0 || t[i].bytes == 0 ||
-            (size_t)n * hpml_dtype_size(t[i].dtype) != t[i].bytes)
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
-                               "shape, not %zu", i, t[i].bytes);
-    }
-    return hpmli_names_check(ctx, "a tensor", t, c->count, sizeof *t) &&
-           hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
-}
-
-#define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
-
-/* Writes everything before the data. Its size in bytes depends neither on the header's `length` nor on checksums. */
-HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
-{
-    const char *before = "\"" HPMLI_SAFE_META "\":{";
-    uint64_t    at = 0, start = w->size;
-    char        sum[9];
-    hpmli_write_little(w, length, 8);
-    hpmli_write(w, "{", 1);
-    for (int i = 0; i < c->meta_count; i++, before = ",") {
-        hpmli_write_json(w, before, c->meta[i].key);
-        hpmli_write_json(w, ":", c->meta[i].value);
-    }
-    for (int i = 0; i < c->count && c->sums; i++, before = ",") {
-        char key[sizeof HPMLI_SUM + HPMLI_NAME];
-        snprintf(key, sizeof key, HPMLI_SUM "%s", c->t[i].name);
-        snprintf(sum, sizeof sum, "%08x", (unsigned)c->sums[i]);
-        hpmli_write_json(w, before, key);
-        hpmli_write_json(w, ":", sum);
-    }
-    bool meta = before[0] == ',';
-    if (meta) hpmli_write(w, "}", 1);
-    for (int i = 0; i < c->count; at += c->t[i++].bytes)
-        hpmli_write_entry(w, i > 0 || meta ? "," : "", &c->t[i], at);
-    hpmli_write(w, "}", 1);
-    while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
-}
-
-/* host NULL: the data are as they will stand in the file; else they are f32 on the device, and come through `host`,
-   which has room for each. The head is written again when length and checksums are known. */
-HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
-{
-    hpmli_writer w;
-    if (!hpmli_safe_check(ctx, c) || !hpmli_writer_open(ctx, &w, path, true)) return ctx->status;
-    hpmli_write_head(&w, c, 0);
-    uint64_t length = w.size - 8;
-    if (length > HPMLI_SAFE_HEADER)
-        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\": names, shapes and metadata take %llu bytes, the format allows "
-                   "%d", path, (unsigned long long)length, HPMLI_SAFE_HEADER);
-    for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) {
-        const hpml_safetensor *t = &c->t[i];
-        size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
-        if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
-        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* it gets no wider */
-        if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
-        hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
-    }
-    hpmli_write_start(&w);
-    hpmli_write_head(&w, c, length);
-    return hpmli_writer_close(&w, ctx->status == HPML_OK);
-}
-
-HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
-                                           const hpml_meta *meta, int meta_count)
-{
-    hpmli_safe_content c = { tensors, meta, count, meta_count, NULL };
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (count < 0 || meta_count < 0 || (count > 0 && !tensors) || (meta_count > 0 && !meta))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors, %d pairs of metadata: expected 0 or "
-                          "more, in arrays that are not NULL", count, meta_count);
-    return hpmli_safe_save(ctx, path, &c, NULL);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>checkpoint   parameters and whole trainings in safetensors files
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Saves named arrays of a device to a file, and loads them. Loading checks all arrays before it changes any. */
-
-typedef struct hpmli_arrays {
-    hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
-    float           *host;  /* room for the largest */
-    uint32_t        *sums;  /* (count) */
-    char            *names; /* (count, HPMLI_NAME) */
-    int              count;
-    int              squares, after; /* [squares, after) are second moments */
-    hpml_dtype       dtype; /* in the file */
-} hpmli_arrays;
-
-/* One more array, with a name in two parts; device NULL: there is none. */
-HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *name, const float *device, int ndim,
-                               const int64_t *shape)
-{
-    hpml_safetensor *t = &a->t[a->count];
-    if (!device) return;
-    snprintf(a->names + a->count * HPMLI_NAME, HPMLI_NAME, "%s%s", kind, name);
-    t->name = a->names + a->count++ * HPMLI_NAME, t->dtype = a->dtype, t->ndim = ndim, t->data = device;
-    t->bytes = (size_t)hpmli_shape_count(ndim, shape) * hpml_dtype_size(a->dtype);
-    memcpy(t->shape, shape, (size_t)ndim * sizeof *shape);
-}
-
-/* The parameters; with a trainer also what its optimizer keeps for them, and named values. False and an error: no
-   memory. */
-HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
-{
-    static const char *const kinds[] = { "", "opt.m.", "opt.v." };
-    hpmli_named *states = t ? t->states : NULL;
-    int64_t      room   = 3 * (int64_t)ctx->param_count, most = 1;
-    for (int i = 0; i < ctx->param_count; i++) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
-    for (hpmli_named *v = states; v; v = v->next, room++) most = hpmli_max(most, v->count);
-    memset(a, 0, sizeof *a);
-    a->dtype = dtype;
-    if (hpml_param_init(ctx) == HPML_OK)
-        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + 4 + HPMLI_NAME) + (size_t)most * 4);
-    if (!a->t) return false;
-    a->host  = (float *)(void *)(a->t + room);
-    a->sums  = (uint32_t *)(void *)(a->host + most);
-    a->names = (char *)(a->sums + room);
-    for (int kind = 0; kind < (t ? 3 : 1); kind++) {
-        if (kind == 2) a->squares = a->count;
-        for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
-            const hpml_tensor *p = ctx->params[i];
-            hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
-                             : t->updates[i].v, p->ndim, p->shape);
-        }
-    }
-    if (t) a->after = a->count;
-    for (hpmli_named *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
-    return true;
-}
-
-HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, const char *path, hpml_dtype dtype,
-                                       const hpml_meta *meta, int meta_count)
-{
-    hpmli_arrays a;
-    if (hpmli_arrays_of(ctx, of, dtype, &a)) {
-        hpmli_safe_content c = { a.t, meta, a.count, meta_count, a.sums };
-        hpmli_safe_save(ctx, path, &c, a.host);
-    }
-    hpmli_free(ctx, a.t);
-    return ctx->status;
-}
-
-/* Checks every tensor that has a checksum. Files of other programs, and older files of hpml, have no checksums. */
-HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
-{
-    for (int i = 0; i < f->meta_count; i++) {
-        hpml_safetensor e;
-        char            sum[9];
-        const hpml_meta *m = &f->meta[i];
-        if (strncmp(m->key, HPMLI_SUM, strlen(HPMLI_SUM)) != 0) continue;
-        bool found = hpml_safetensors_find(f, m->key + strlen(HPMLI_SUM), &e);
-        snprintf(sum, sizeof sum, "%08x", found ? (unsigned)ctx->k->crc32c(0, e.data, e.bytes) : 0u);
-        if (!found || strcmp(sum, m->value) != 0)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is damaged: its CRC-32C is %s, the file says %s; "
-                               "take an older file", path, m->key + strlen(HPMLI_SUM), found ? sum : "missing",
-                               m->value);
-    }
-    return true;
-}
-
-/* The n numbers of a tensor of a file as f32: in the file's memory, or converted into a->host. */
-HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
-{
-    if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
-    hpmli_convert(ctx->k, HPML_DTYPE_F32, a->host, e->dtype, e->data, n);
-    return a->host;
-}
-
-/* Whether file f has array i of a, with its shape and valid numbers; else an error. */
-HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
-                                const char *path)
-{
-    const hpml_safetensor *t = &a->t[i];
-    hpml_safetensor        e;
-    int64_t                n = (int64_t)(t->bytes / sizeof(float));
-    float                  least = i >= a->squares && i < a->after ? 0 : -FLT_MAX;
-    if (!hpml_safetensors_find(f, t->name, &e))
-        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
-                           "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
-    if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
-        return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
-                           hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
-    const float *values = hpmli_array_values(ctx, a, &e, n);
-    for (int64_t at = 0; at < n; at++)
-        if (!(values[at] >= least && values[at] <= FLT_MAX))
-            return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
-                               "numbers%s", path, (long long)at, t->name, (double)values[at],
-                               least == 0 ? " from 0, as means of squares are" : "");
-    return true;
-}
-
-HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, const hpml_safetensors *f,
-                                       const char *path)
-{
-    hpmli_arrays    a;
-    hpml_safetensor e;
-    bool            good = hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a) && hpmli_sums_check(ctx, f, path);
-    for (int i = 0; i < a.count && good; i++) good = hpmli_array_check(ctx, &a, i, f, path);
-    for (int i = 0; i < a.count && good; i++) {
-        hpml_safetensors_find(f, a.t[i].name, &e);
-        const float *values = hpmli_array_values(ctx, &a, &e, (int64_t)(a.t[i].bytes / sizeof(float)));
-        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, values, a.t[i].bytes);
-    }
-    hpmli_free(ctx, a.t);
-    return ctx->status;
-}
-
-HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype)
-{
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
-        return hpmli_fail(ctx, HPML_ERR_DTYPE, "params_save: parameters are stored as f32, bf16 or f16");
-    return hpmli_arrays_save(ctx, NULL, path, dtype, NULL, 0);
-}
-
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
-{
-    hpml_safetensors *f = hpmli_safe_open(ctx, path, false);
-    if (f) hpmli_arrays_load(ctx, NULL, f, path);
-    hpml_safetensors_close(f);
-    return hpml_ctx_status(ctx);
-}
-
-/* Numbers of a training that are not arrays, as text in the metadata. */
-enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_STEPS,
-       HPMLI_NUMBERS };
-static const char *const hpmli_numbers[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
-                                             "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
-#define HPMLI_NUMBERS_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
-#define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
-
-HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
-{
-    char      text[HPMLI_NUMBERS][24], sum[9];
-    hpml_meta meta[HPMLI_NUMBERS + 1];
-    uint32_t  crc = 0;
-    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (t->micro != 0)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
-                          "between updates", path, t->micro, t->d.accumulate);
-    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step,
-                          hpmli_opt_saved(t->d.optimizer), (int64_t)t->loss_scale, t->scale_steps };
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
-        meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
-        crc = t->ctx->k->crc32c(crc, text[i], strlen(text[i]));
-    }
-    snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
-    meta[HPMLI_NUMBERS].key = HPMLI_NUMBERS_SUM, meta[HPMLI_NUMBERS].value = sum;
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS + 1);
-}
-
-/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_NUMBERS] and checks them; false: an error. */
-HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n)
-{
-    const char *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
-    char        is[9];
-    uint32_t    crc = 0;
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
-        char       *end  = NULL;
-        errno = 0;
-        n[i]  = text ? strtoll(text, &end, 10) : 0;
-        if (!text)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no state of a training; load "
-                               "them with hpml_params_load", path);
-        if (end == text || *end != 0 || errno == ERANGE)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
-                               path, hpmli_numbers[i], text);
-        int least = i == HPMLI_SCALE_STEPS ? -1 : 0; /* -1: a loss scale that is fixed */
-        if (i != HPMLI_SEED && i != HPMLI_OPTIMIZER && i != HPMLI_SCALE && (n[i] < least || n[i] > HPMLI_COUNT_END))
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path,
-                               hpmli_numbers[i], (long long)n[i], least);
-        crc = ctx->k->crc32c(crc, text, strlen(text));
-    }
-    snprintf(is, sizeof is, "%08x", (unsigned)crc);
-    if (sum && strcmp(sum, is) != 0)
-        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the state of the training is damaged: its CRC-32C is "
-                           "%s, the file says %s; take an older file", path, is, sum);
-    return true;
-}
-
-HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
-{
-    int64_t n[HPMLI_NUMBERS];
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpml_ctx         *ctx = t->ctx;
-    hpml_safetensors *f   = hpmli_safe_open(ctx, path, false);
-    if (!f) return ctx->status;
-    bool good = hpmli_numbers_read(ctx, f, path, n);
-    if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
-        (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; "
-                   "a LARS of 5 lacks the rates in its momentum); load only the parameters with hpml_params_load", path,
-                   (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
-    if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
-        ctx->seed = (uint64_t)n[HPMLI_SEED];
-        t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
-        if (t->scale_steps >= 0 && n[HPMLI_SCALE_STEPS] >= 0 && n[HPMLI_SCALE] >= 1) /* both dynamic */
-            t->loss_scale = (float)n[HPMLI_SCALE], t->scale_steps = n[HPMLI_SCALE_STEPS];
-    }
-    hpml_safetensors_close(f);
-    return ctx->status;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>trace   the timeline; where the time goes, and what a model is
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Events go into a ring of fixed size; writing one is an atomic increment and a copy. The file is Chrome's trace format
-   in its array form, one event a line. Times are microseconds. */
-
-struct hpmli_trace {
-    hpml_trace_desc  d;         /* resolved */
-    bool             at_first;  /* time 0 is the first event's */
-    int64_t          count;     /* atomic: events so far */
-    bool             paused;    /* outside the wanted steps */
-    hpml_trace_event events[1]; /* (capacity) ring */
-};
-
-HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
-{
-    hpml_trace_desc d;
-    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "trace", d, desc)) return hpml_ctx_status(ctx);
-    if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
-    if (d.capacity == 0) d.capacity = 65536;
-    size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpml_trace_event);
-    hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
-    if (!t) return ctx->status;
-    t->d = d, t->paused = d.first_step > 0, t->at_first = d.origin == 0;
-    if (t->at_first) t->d.origin = hpmli_trace_time(ctx, hpml_now());
-    hpmli_free(ctx, ctx->trace);
-    ctx->trace = t;
-    return HPML_OK;
-}
-
-HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
-{
-    return ctx ? __atomic_exchange_n(&ctx->clock, seconds, __ATOMIC_RELAXED) : NULL;
-}
-
-/* Tells the trace which step begins. */
-HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
-{
-    hpmli_trace *t = ctx->trace;
-    bool         off = t && (step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step));
-    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* the loader's thread writes spans as well */
-}
-
-HPML_API bool hpml_trace_on(const hpml_ctx *ctx)
-{
-    return ctx && ctx->trace && !__atomic_load_n(&ctx->trace->paused, __ATOMIC_RELAXED);
-}
-
-HPML_API void hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event)
-{
-    if (!hpml_trace_on(ctx) || !event || !event->name) return;
-    hpmli_trace *t = ctx->trace;
-    if (event->kind >= HPML_TRACE_SEND && !t->d.arrows) return;
-    t->events[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->d.capacity] = *event;
-}
-
-HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end)
-{
-    hpml_trace_event e = HPMLI_ZEROED;
-    if (!hpml_trace_on(ctx)) return;
-    e.lane = lane, e.name = name, e.start = start, e.end = end;
-    hpml_trace_add(ctx, &e);
-}
-
-/* Adds the events of a step that ends now: its span and its loss. */
-HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
-{
-    hpml_trace_event e = HPMLI_ZEROED;
-    e.kind = HPML_TRACE_STEP, e.lane = HPML_LANE_STEP, e.name = "step", e.number = step;
-    e.start = since, e.end = hpmli_trace_time(ctx, hpml_now());
-    hpml_trace_add(ctx, &e);
-    e.kind = HPML_TRACE_COUNTER, e.name = "loss", e.start = e.end, e.value = (double)loss;
-    hpml_trace_add(ctx, &e);
-}
-
-/* The i-th event that is kept, the oldest first; NULL behind the last. */
-HPMLI_FN const hpml_trace_event *hpmli_trace_at(const hpmli_trace *t, int64_t i)
-{
-    int64_t count = __atomic_load_n(&t->count, __ATOMIC_RELAXED), lost = count - t->d.capacity;
-    if (lost < 0) lost = 0;
-    return i < count - lost ? &t->events[(lost + i) % t->d.capacity] : NULL;
-}
-
-HPML_API double hpml_trace_first(const hpml_ctx *ctx)
-{
-    const hpml_trace_event *e;
-    double                  first = 1e300;
-    for (int64_t i = 0; ctx && ctx->trace && (e = hpmli_trace_at(ctx->trace, i)) != NULL; i++)
-        if (e->start < first) first = e->start;
-    return first < 1e300 ? first - ctx->trace->d.origin : 0;
-}
-
-HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
-{
-    if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
-}
-
-/* Writes a JSON string without its quotes. */
-HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
-{
-    for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
-        n = hpmli_utf8(s, left);
-        if (n == 0) n = 1, fprintf(w->f, "\\ufffd");
-        else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
-        else hpmli_write(w, s, n);
-    }
-}
-
-/* Writes no %f or %g, because these use a decimal comma in some locales. */
-HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
-{
-    long long ns = (long long)(1e9 * seconds);
-    fprintf(w->f, "%s%s%lld.%03lld", before, ns < 0 ? "-" : "", llabs(ns) / 1000, llabs(ns) % 1000);
-}
-
-HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value)
-{
-    int e = value == 0 ? 0 : (int)fmax(floor(log10(fabs(value))) - 8, -300);
-    fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
-}
-
-HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
-{
-    const char *comma = "";
-    fprintf(w->f, ",\"args\":{");
-    if (e->bucket > 0) fprintf(w->f, "\"bucket\":%d", e->bucket), comma = ",";
-    if (e->first) {
-        fprintf(w->f, "%s\"tensors\":\"", comma), comma = ",";
-        hpmli_trace_text(w, e->first);
-        if (e->last && e->last != e->first) fprintf(w->f, " .. "), hpmli_trace_text(w, e->last);
-        fprintf(w->f, "\"");
-    }
-    if (e->number > 0) fprintf(w->f, "%s\"bytes\":%lld", comma, (long long)e->number);
-    fprintf(w->f, "}");
-}
-
-HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int rank, double origin)
-{
-    static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* by hpml_trace_kind */
-    bool                     spans    = e->kind == HPML_TRACE_SPAN || e->kind == HPML_TRACE_STEP;
-    fprintf(w->f, ",\n{\"name\":\"");
-    hpmli_trace_text(w, e->name);
-    if (e->kind == HPML_TRACE_STEP) fprintf(w->f, " %lld", (long long)e->number);
-    fprintf(w->f, "\",\"ph\":\"%s\",\"pid\":%d,\"tid\":%d", phases[e->kind], rank, e->lane);
-    hpmli_trace_time_at(w, ",\"ts\":", e->start - origin);
-    if (spans) hpmli_trace_time_at(w, ",\"dur\":", e->end - e->start);
-    if (e->kind == HPML_TRACE_SPAN && (e->first || e->bucket > 0 || e->number > 0)) hpmli_trace_args(w, e);
-    if (e->kind == HPML_TRACE_SEND || e->kind == HPML_TRACE_RECEIVE)
-        fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
-                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* ends at the span it is in */
-    if (e->kind == HPML_TRACE_COUNTER) {
-        fprintf(w->f, ",\"args\":{\"");
-        hpmli_trace_text(w, e->name);
-        fprintf(w->f, "\":");
-        hpmli_trace_value(w, e->value);
-        fprintf(w->f, "}");
-    }
-    fprintf(w->f, "}");
-}
-
-HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
-{
-    static const char *const lanes[] = { "compute", "communication", "input", "gpu", "steps" };
-    hpmli_writer w;
-    unsigned     used = 0;
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    hpmli_trace *t = ctx->trace;
-    if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
-    if (ctx->backend->look) ctx->backend->sync(ctx->device);
-    if (!hpmli_writer_open(ctx, &w, path, false)) return ctx->status;
-    fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
-            t->d.rank);
-    const hpml_trace_event *e;
-    double                  origin = t->d.origin + (t->at_first ? hpml_trace_first(ctx) : 0);
-    for (int64_t i = 0; (e = hpmli_trace_at(t, i)) != NULL; i++)
-        if (e->lane >= 0 && e->lane <= HPML_LANE_STEP && e->kind != HPML_TRACE_COUNTER) used |= 1u << e->lane;
-    for (int l = 0; l <= HPML_LANE_STEP; l++)
-        if (used >> l & 1)
-            fprintf(w.f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
-                    t->d.rank, l, lanes[l]);
-    for (int64_t i = 0; (e = hpmli_trace_at(t, i)) != NULL; i++) {
-        bool odd = !e->name || (e->kind == HPML_TRACE_COUNTER && e->value - e->value != 0);
-        if (!odd) hpmli_trace_write(&w, e, t->d.rank, origin);
-    }
-    fprintf(w.f, "\n]\n");
-    return hpmli_writer_close(&w, true);
-}
-
-/* Multiply-adds count 2. Backward of a product costs two products; only the one for the weights when the input needs no
-   gradient. Everything that is not a product is counted as one operation for each element of its result. */
-
-HPMLI_FN double hpmli_node_flops(const hpml_node *n, bool backward)
-{
-    const hpml_tensor *x = n->src[0], *w = n->src_count > 1 ? n->src[1] : NULL, *y = n->out;
-    double out = (double)hpml_tensor_count(y), once = out;
-    int    products = (x->needs_grad ? 1 : 0) + (w && w->needs_grad ? 1 : 0);
-    switch (n->op) {
-    case HPML_OP_MATMUL: once = 2 * out * (double)x->shape[x->ndim - (n->attr.matmul.trans_a ? 2 : 1)]; break;
-    case HPML_OP_LINEAR: once = 2 * out * (double)w->shape[1]; break;
-    case HPML_OP_CONV2D: once = 2 * out * (double)(w->shape[1] * w->shape[2] * w->shape[3]); break;
-    case HPML_OP_ATTENTION: /* two products of (T, T) with C, half of it masked away when causal */
-        once     = 4 * out * (double)y->shape[1] * (n->attr.attention.causal ? 0.5 : 1);
-        products = 2;
-        break;
-    case HPML_OP_LSTM: once = 8 * out * (double)(y->shape[2] + x->shape[2]); break;
-    case HPML_OP_RESHAPE: return 0;
-    default: products = y->needs_grad; break;
-    }
-    return backward ? once * products : once;
-}
-
-/* Bytes that one forward call reads and writes. */
-HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
-{
-    double bytes = (double)hpmli_tensor_bytes(n->out);
-    if (n->op == HPML_OP_RESHAPE) return 0;
-    for (int i = 0; i < n->src_count; i++)
-        if (n->src[i]) bytes += (double)hpmli_tensor_bytes(n->src[i]);
-    return bytes;
-}
-
-HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
-{
-    double sum = 0;
-    for (int i = 0; g && i < g->count; i++) sum += hpmli_node_flops(g->nodes[i], backward);
-    return sum;
-}
-
-HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
-{
-    if (!g || hpmli_failed(g->ctx)) return;
-    if (g->profile) hpml_profile(g, NULL, 0); /* nothing under way adds to it any more */
-    hpmli_free(g->ctx, g->profile);
-    g->profile = NULL;
-    if (!on) return;
-    g->profile = hpmli_new(g->ctx, hpml_profile_row, g->count);
-    for (int i = 0; g->profile && i < g->count; i++) {
-        hpml_node        *n = g->nodes[i];
-        hpml_profile_row *r = &g->profile[i];
-        r->node = n, r->name = n->out->name;
-        r->forward_flops  = hpmli_node_flops(n, false);
-        r->backward_flops = n->out->needs_grad ? hpmli_node_flops(n, true) : 0;
-        r->bytes          = hpmli_node_bytes(n);
-    }
-}
-
-HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity)
-{
-    if (!g || !g->profile) return 0;
-    if (g->ctx->backend->look) g->ctx->backend->sync(g->ctx->device);
-    if (rows) memcpy(rows, g->profile, sizeof *rows * (size_t)(capacity < g->count ? capacity : g->count));
-    return g->count;
-}
-
-/* An op's name, as the functions that record it are called. */
-HPMLI_FN const char *hpmli_kind(const hpml_node *n)
-{
-    if (n->op == HPML_OP_HUBER && n->attr.huber.squared) return "mse";
-    if (n->op == HPML_OP_SOFTMAX && n->attr.softmax.log) return "log_softmax";
-    return hpml_op_name(n->op);
-}
-
-HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
-{
-    hpmli_table t     = hpmli_table_of(buffer, size);
-    double     total = 0;
-    if (hpml_profile(g, NULL, 0) == 0) return 0;
-    for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
-    hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s",
-                    "MB");
-    for (int i = 0; i < g->count; i++) {
-        const hpml_profile_row *r = &g->profile[i];
-        double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_kind(r->node),
-                       1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
-                       s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
-                       1e-6 * r->bytes);
-    }
-    hpmli_table_add(&t, "total %.3f ms a step\n", g->count > 0 && g->profile[0].calls > 0 ?
-                   1e3 * total / (double)g->profile[0].calls : 0);
-    return t.used;
-}
-
-HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
-{
-    hpmli_table t = hpmli_table_of(buffer, size);
-    if (!g) return 0;
-    hpmli_table_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
-    for (int i = 0; i < g->count; i++) {
-        const hpml_node *n      = g->nodes[i];
-        int64_t          params = 0;
-        for (int s = 0; s < n->src_count; s++)
-            if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_kind(n),
-                       hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
-                       1e-6 * hpmli_node_flops(n, false));
-    }
-    hpmli_table_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
-                    (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),
-                    1e-6 * hpml_graph_flops(g, true), (long long)g->batch);
-    const hpml_memory *m = &g->memory;
-    hpmli_table_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without "
-                    "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m->parameters, 1e-6 * (double)m->gradients,
-                    1e-6 * (double)m->optimizer, 1e-6 * (double)m->activations, 1e-6 * (double)m->unshared,
-                    1e-6 * (double)m->scratch, 1e-6 * (double)m->total);
-    return t.used;
-}
-HPMLI_PLAIN_END
-#endif /* HPMLI_BODY_INCLUDED */
 #endif /* HPMLI_ISA */
 #ifdef __CUDACC__
 #pragma nv_diagnostic pop
