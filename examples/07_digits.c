@@ -12,7 +12,8 @@ static hpml_dataset *draw_digits(hpml_ctx *ctx, int64_t count, uint64_t seed)
 {
     static const int lit[10] = { 0x77, 0x24, 0x5d, 0x6d, 0x2e, 0x6b, 0x7b, 0x25, 0x7f, 0x6f }; /* bit s: segment s */
     static const int segment[7][4] = { /* row, column, height, width */
-        { 0, 0, 1, 6 }, { 0, 0, 6, 1 }, { 0, 5, 6, 1 }, { 5, 0, 1, 6 }, { 5, 0, 6, 1 }, { 5, 5, 6, 1 }, { 10, 0, 1, 6 } };
+        { 0, 0, 1, 6 }, { 0, 0, 6, 1 }, { 0, 5, 6, 1 }, { 5, 0, 1, 6 }, { 5, 0, 6, 1 }, { 5, 5, 6, 1 },
+        { 10, 0, 1, 6 } };
     const int64_t shape[3] = { 1, 16, 16 };
     hpml_rng      rng      = { .seed = seed };
     uint8_t      *x        = (uint8_t *)malloc((size_t)count * 256); /* (count, 16, 16) */
