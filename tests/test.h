@@ -1,6 +1,8 @@
 /* A test program consists of TEST(name) { ... ENSURE(condition); ENSURE_NEAR(a, b, tolerance); }; main is here.
    Options: --filter TEXT runs the tests whose names contain TEXT, --test NAME runs one test, --list prints the names.
-   A test that took a second or more of processor time is printed with its seconds.
+   A test that took a second or more of processor time is printed with its seconds. TEST_PLAIN(name): a test for builds
+   without a sanitizer. A build with one leaves the test out unless HPML_TEST_ALL is set (ninja test-all), because the
+   test takes long there and runs hardly any code that other tests do not run.
    Exit status: 0 all passed, 1 some failed, 77 all were skipped. */
 #ifndef HPML_TEST_H
 #define HPML_TEST_H
@@ -21,6 +23,7 @@
 typedef struct test_case {
     const char       *name;
     void            (*run)(void);
+    int               plain; /* of TEST_PLAIN */
     struct test_case *next;
 } test_case;
 
@@ -34,15 +37,18 @@ static test_case  *test_first, **test_last = &test_first;
 static int         test_failed;
 static const char *test_skipped;
 
+#define TEST(name)       TEST_CASE(name, 0)
+#define TEST_PLAIN(name) TEST_CASE(name, 1)
+
 /* Registers the test before main runs. */
-#define TEST(name)                                                 \
-    static void name(void);                                        \
-    static test_case test_case_##name = { #name, name, NULL };     \
-    __attribute__((constructor)) static void test_add_##name(void) \
-    {                                                              \
-        *test_last = &test_case_##name;                            \
-        test_last  = &test_case_##name.next;                       \
-    }                                                              \
+#define TEST_CASE(name, is_plain)                                        \
+    static void name(void);                                              \
+    static test_case test_case_##name = { #name, name, is_plain, NULL }; \
+    __attribute__((constructor)) static void test_add_##name(void)       \
+    {                                                                    \
+        *test_last = &test_case_##name;                                  \
+        test_last  = &test_case_##name.next;                             \
+    }                                                                    \
     static void name(void)
 
 #define ENSURE(condition)                                                         \
@@ -95,6 +101,7 @@ int main(int argc, char **argv)
             continue;
         }
         if (only ? strcmp(t->name, only) != 0 : !strstr(t->name, filter)) continue;
+        if (t->plain && SLOW_BUILD && argc == 1 && !getenv("HPML_TEST_ALL")) continue;
         test_failed  = 0;
         test_skipped = NULL;
         double began = (double)clock();
