@@ -29,11 +29,11 @@ static hpmli_gemm_desc gemm_desc(const private_product *p)
     d.n       = p->n;
     d.k       = p->k;
     d.a       = p->a;
-    d.a_rs    = p->a_rs;
-    d.a_cs    = p->a_cs;
+    d.a_row   = p->a_row;
+    d.a_k     = p->a_k;
     d.b       = p->b;
-    d.b_rs    = p->b_rs;
-    d.b_cs    = p->b_cs;
+    d.b_k     = p->b_k;
+    d.b_col   = p->b_col;
     d.c       = p->c;
     d.ldc     = p->ldc;
     d.alpha   = p->alpha;

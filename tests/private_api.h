@@ -13,7 +13,7 @@ typedef struct private_product {
     int64_t      m, n, k;
     const float *a, *b;                            /* (m, k), (k, n) */
     float       *c;                                /* (m, n) */
-    int64_t      a_rs, a_cs, b_rs, b_cs, ldc;      /* strides of rows and columns, in floats */
+    int64_t      a_row, a_k, b_k, b_col, ldc;       /* strides in floats: a[i a_row + p a_k], b[p b_k + j b_col] */
     float        alpha, beta;
     const float *bias_n, *bias_m;                  /* (n), (m), or NULL */
     int          act;                              /* 1: relu */
