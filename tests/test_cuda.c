@@ -148,7 +148,7 @@ TEST(ops_in_f32)
     all_cases(HPML_CUDA_F32, 1, 2e-5);
 }
 
-TEST(ops_in_tf32)
+TEST_PLAIN(ops_in_tf32)
 {
     if (no_device()) SKIP("no CUDA device");
     all_cases(HPML_CUDA_TF32, 1, 1e-2);
@@ -884,7 +884,7 @@ TEST(large_products_in_f32)
     all_products(HPML_CUDA_F32, 1e-4);
 }
 
-TEST(large_products_in_tf32)
+TEST_PLAIN(large_products_in_tf32)
 {
     if (no_device()) SKIP("no CUDA device");
     all_products(HPML_CUDA_TF32, 2e-2);

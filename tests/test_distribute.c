@@ -1054,7 +1054,7 @@ static hpml_status seek(search_job *s)
     return status;
 }
 
-TEST(the_largest_batch_that_does_not_hurt)
+TEST_PLAIN(the_largest_batch_that_does_not_hurt)
 {
     for (int kind = 0; kind < 4; kind += SLOW_BUILD ? 3 : 1) { /* f32, 1 bit; with double buffering */
         search_job none = { .skip = 1, .lr = 0.003, .s.samples = 1000, .d.delayed = kind > 1 };
@@ -1095,7 +1095,7 @@ TEST(a_search_tries_these_sizes)
     for (int i = 0; i < 8; i++) ENSURE(s.trials[i].batch == sizes[i]);
 }
 
-TEST(a_search_may_diverge)
+TEST_PLAIN(a_search_may_diverge)
 {
     search_job loud = { .spike = 1, .s.slack = 10, .d.codec.kind = HPML_CODEC_ONEBIT },
                plain = { .spike = 1, .s.slack = 10 }, nan = { .poison = 2, .before = -1 };
@@ -1427,7 +1427,7 @@ static hpml_status cost(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
-TEST(what_a_timeline_costs)
+TEST_PLAIN(what_a_timeline_costs)
 {
     double cost_of[4] = { 0, 1e9, 0, 0 };
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 1, .ctx.threads = 1 }, cost, cost_of, NULL, 0) == HPML_OK);
