@@ -57,7 +57,8 @@
 //     mpi-create   creating, splitting, closing over MPI; exit
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators; running a function on every rank
-//     moves   the algorithms, as moves; adding up elements
+//     moves   the allreduce algorithms: phases, one table of algorithms, the plan of a rank
+//     reduce   adding up elements; the mean
 //     collectives   the moves, executed
 //     async   work in the background
 //     exchange   1-bit exchange: stripes, owners, two residuals
@@ -282,9 +283,9 @@ typedef struct hpml_transport {
    rank b and goes round; the others pair ranks as their name says. */
 typedef enum hpml_algorithm {
     HPML_ALGORITHM_NONE = -1, /* there is no such one */
-    HPML_AUTO = 0, HPML_CENTRAL, HPML_TREE, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL, HPML_NATIVE
+    HPML_AUTO = 0, HPML_CENTRAL, HPML_TREE, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL, HPML_NATIVE,
+    HPML_ALGORITHM_COUNT /* not an algorithm: how many words there are from AUTO on */
 } hpml_algorithm;
-#define HPML_ALGORITHM_COUNT 8
 HPML_API const char    *hpml_algorithm_name(hpml_algorithm a);
 HPML_API hpml_algorithm hpml_algorithm_find(const char *name); /* "ring", ...; else HPML_ALGORITHM_NONE */
 
@@ -308,8 +309,8 @@ typedef struct hpml_allreduce_desc {
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
 /* Measures alpha and beta of this communicator once (some milliseconds), for AUTO. Collective. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c);
-HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes); /* what AUTO chooses; NONE: out of memory,
-                                                                                  or c is NULL */
+HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes); /* what AUTO chooses; NONE: out of memory, or c
+                                                                            is NULL. Keeps what it has simulated */
 
 /* Block r of an array of n elements is [n r / p, n (r+1) / p). */
 HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n index / parts: offset of block `index`;
@@ -332,9 +333,9 @@ HPML_API hpml_status hpml_barrier(hpml_comm *c);
    allreduce of n elements as rank `rank` of p sees it. False when the algorithm has no such round. */
 typedef struct hpml_move {
     int     to, from;           /* -1: none */
-    int64_t out_at, out_count;  /* elements sent */
-    int64_t in_at, in_count;    /* elements received, ... */
-    bool    add;                /* ... and added; else they replace */
+    int64_t send_at, send_count;       /* elements sent: the first one and how many */
+    int64_t receive_at, receive_count; /* elements received, ... */
+    bool    add;                       /* ... and added to the array; else they replace its elements */
 } hpml_move;
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
                                   hpml_move *out);
@@ -742,7 +743,8 @@ struct hpml_comm {
     uint64_t              key;      /* of this communicator, the same on all its ranks */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
     hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
-    double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
+    double                forecast[31][HPML_ALGORITHM_COUNT]; /* seconds of an allreduce of 2^k bytes; 0: not simulated */
+    bool                  is_simulated; /* of the simulator, without a transport: AUTO counts in virtual time */
     hpml_counters         counters;
     int64_t             (*to)[2];   /* (size) messages and bytes sent to each */
     hpml_message         *pending;  /* receives that are under way */
@@ -3090,43 +3092,50 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>moves   the algorithms, as moves; adding up elements
+// >>moves   the allreduce algorithms: phases, one table of algorithms, the plan of a rank
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* An algorithm is a list of phases; a phase is played by a team on a range of the array. A team is every stride-th rank
-   from `base`; member i has block i of the range. One function for each kind of phase says what a member does in round
-   k. The same moves are executed on threads and MPI, counted by tests and timed by the simulator. */
+/* An algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every stride-th
+   rank from `base`, and member i owns block i of the range. The move function of a phase kind sets what one member
+   sends and receives in round k. Collectives execute these moves, tests count them, users draw them (hpml_allreduce_move)
+   and the simulator times them. To add an algorithm, write the move function of its new phase kinds, if it has any, a
+   row of hpmlc_algorithms and a word of hpml_algorithm. */
 
-typedef enum hpmlc_kind { /* the first six add up */
-    HPMLC_RING_SCATTER,  /* after it, member i has the sum of block i */
-    HPMLC_DOUBLING,      /* all have the sum; teams of 2^k */
-    HPMLC_HALVE,         /* like RING_SCATTER, by halves; teams of 2^k */
-    HPMLC_FOLD,          /* members beyond the power of two add to a partner */
-    HPMLC_TREE_UP,       /* member 0 has the sum */
-    HPMLC_STAR_UP,       /* the same, member 0 with each in turn */
-    HPMLC_RING_GATHER,   /* member i had block i; now all have all */
-    HPMLC_DOUBLE,        /* like RING_GATHER, by doubling; teams of 2^k */
-    HPMLC_UNFOLD,        /* members beyond the power of two get the result back */
-    HPMLC_TREE_DOWN, HPMLC_STAR_DOWN /* all have what member 0 had */
+typedef struct hpmlc_phase hpmlc_phase;
+
+typedef enum hpmlc_sums {
+    HPMLC_SUMS_NONE,    /* the phase copies and adds nothing */
+    HPMLC_SUMS_PARTIAL, /* it adds, and no sum is complete after it */
+    HPMLC_SUMS_BLOCK,   /* member i has the sum of block i */
+    HPMLC_SUMS_ALL,     /* every member has the sum of the range */
+    HPMLC_SUMS_ROOT     /* member 0 has the sum of the range */
+} hpmlc_sums;
+
+typedef struct hpmlc_kind {
+    int (*rounds)(int size); /* of a team of `size` members */
+    void (*move)(const hpmlc_phase *f, int k, hpml_move *m); /* sets the move of member f->team.me in round k */
+    hpmlc_sums sums;
+    bool       core;      /* for teams of 2^k members: of other teams the first 2^k members run it */
+    bool       one_round; /* member i > 0 takes part in round i - 1 only: the simulator skips the others */
 } hpmlc_kind;
 
 typedef struct hpmlc_team {
     int base, stride, size, me, root; /* member i is rank base + (i + root) % size * stride */
 } hpmlc_team;
 
-typedef struct hpmlc_phase {
-    hpmlc_kind kind;
-    hpmlc_team team;
-    int64_t    at, count; /* the range */
-    int        rounds;
-    const char *level;    /* of a hierarchy, in the timeline; else NULL */
-} hpmlc_phase;
+struct hpmlc_phase {
+    const hpmlc_kind *kind;
+    hpmlc_team        team;
+    int64_t           at, count; /* the range: elements [at, at + count) */
+    int               rounds;
+    const char       *level;     /* name on the timeline: a level of a hierarchy; NULL: none */
+};
 
 #define HPMLC_PHASES 8
 typedef struct hpmlc_plan {
     hpmlc_phase phase[HPMLC_PHASES];
     int         count;
-    const char *level; /* of the phases to come */
+    const char *level; /* of the phases that are added next */
 } hpmlc_plan;
 
 HPML_API int64_t hpml_block(int64_t n, int parts, int index)
@@ -3136,9 +3145,9 @@ HPML_API int64_t hpml_block(int64_t n, int parts, int index)
 
 HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /* rounded down */
 
-HPMLC_FN bool hpmlc_adds(hpmlc_kind k) { return k <= HPMLC_STAR_UP; }
+HPMLC_FN bool hpmlc_adds(const hpmlc_kind *kind) { return kind->sums != HPMLC_SUMS_NONE; }
 
-/* All p ranks as one team, the root its member 0. */
+/* Returns all p ranks as one team whose member 0 is `root`. */
 HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 {
     const hpmlc_team all = { 0, 1, p, (rank - root + p) % p, root };
@@ -3147,114 +3156,171 @@ HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 
 HPMLC_FN int hpmlc_member(const hpmlc_team *t, int i) { return t->base + (i + t->root) % t->size * t->stride; }
 
-HPMLC_FN int hpmlc_rounds(hpmlc_kind kind, int size)
+/* The number of rounds of a team of `size` members: one for each other member, log2 rounded down, rounded up, and 1
+   where these two differ. */
+HPMLC_FN int hpmlc_rounds_others(int size) { return size - 1; }
+HPMLC_FN int hpmlc_rounds_down(int size) { return hpmlc_log2(size); }
+HPMLC_FN int hpmlc_rounds_up(int size) { return hpmlc_log2(size) + (size > 1 << hpmlc_log2(size)); }
+HPMLC_FN int hpmlc_rounds_fold(int size) { return hpmlc_rounds_up(size) - hpmlc_rounds_down(size); }
+
+/* Sets the move to send blocks [first, end) of the range to member `to`. */
+HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int first, int end)
 {
-    int down = hpmlc_log2(size), up = down + (size > 1 << down);
-    switch (kind) {
-    case HPMLC_RING_SCATTER: case HPMLC_RING_GATHER: case HPMLC_STAR_UP: case HPMLC_STAR_DOWN: return size - 1;
-    case HPMLC_DOUBLING: case HPMLC_HALVE: case HPMLC_DOUBLE: return down;
-    case HPMLC_TREE_UP: case HPMLC_TREE_DOWN: return up;
-    case HPMLC_FOLD: case HPMLC_UNFOLD: return up > down;
-    }
-    return 0;
+    m->to         = hpmlc_member(&f->team, to);
+    m->send_at    = f->at + hpml_block(f->count, f->team.size, first);
+    m->send_count = f->at + hpml_block(f->count, f->team.size, end) - m->send_at;
 }
 
-/* Sends blocks [a, b) of the range to member `to`. */
-HPMLC_FN void hpmlc_give(const hpmlc_phase *f, hpml_move *m, int to, int a, int b)
+/* Sets the move to receive blocks [first, end) from member `from`, and to add them where the phase adds. */
+HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, int first, int end)
 {
-    m->to        = hpmlc_member(&f->team, to);
-    m->out_at    = f->at + hpml_block(f->count, f->team.size, a);
-    m->out_count = f->at + hpml_block(f->count, f->team.size, b) - m->out_at;
+    m->from          = hpmlc_member(&f->team, from);
+    m->receive_at    = f->at + hpml_block(f->count, f->team.size, first);
+    m->receive_count = f->at + hpml_block(f->count, f->team.size, end) - m->receive_at;
+    m->add           = hpmlc_adds(f->kind);
 }
 
-HPMLC_FN void hpmlc_take(const hpmlc_phase *f, hpml_move *m, int from, int a, int b, bool add)
+/* Sets the move between a child and its parent: where the phase adds, the child sends the whole range and the parent
+   adds it; else the parent sends it. A member that is neither must not call this. */
+HPMLC_FN void hpmlc_set_parent_child(const hpmlc_phase *f, hpml_move *m, int child, int parent)
 {
-    m->from     = hpmlc_member(&f->team, from);
-    m->in_at    = f->at + hpml_block(f->count, f->team.size, a);
-    m->in_count = f->at + hpml_block(f->count, f->team.size, b) - m->in_at;
-    m->add      = add;
+    int p = f->team.size, other = f->team.me == child ? parent : child;
+    if ((f->team.me == child) == hpmlc_adds(f->kind)) hpmlc_set_send(f, m, other, 0, p);
+    else hpmlc_set_receive(f, m, other, 0, p);
 }
 
-/* Halving: before round k of log2 p, member i works on the p / 2^k blocks around its own, and keeps its own's half. */
-HPMLC_FN void hpmlc_halve(const hpmlc_phase *f, hpml_move *m, int k, bool back)
-{
-    int i = f->team.me, half = f->team.size >> (k + 1), other = i ^ half; /* first blocks of the two halves: */
-    int mine = i / half * half, theirs = other / half * half, out = back ? mine : theirs, in = back ? theirs : mine;
-    hpmlc_give(f, m, other, out, out + half);
-    hpmlc_take(f, m, other, in, in + half, !back);
-}
+/* The ring: each member sends to the next one and receives from the one before. First reduce-scatter: every block goes
+   round once and collects the members' contributions; then allgather: every sum goes round once. Of 4 ranks with blocks
+   a, b, c, d, where c30 is the sum of the block c of ranks 3 and 0:
 
-/* The whole range: a child sends it up to its parent, where it is added, or gets it down from there. */
-HPMLC_FN void hpmlc_climb(const hpmlc_phase *f, hpml_move *m, int child, int parent)
+                     0 to 1   1 to 2   2 to 3   3 to 0
+     reduce-scatter    d0       a1       b2       c3
+                       c30      d01      a12      b23
+                       b230     c301     d012     a123     after it, rank 0 adds a0 and has the sum a, rank 1 has b ...
+     allgather         a        b        c        d
+                       d        a        b        c
+                       c        d        a        b
+
+   The moves stand for this loop, in which block i of x begins at at[i] and has n[i] floats; y has room for one block:
+
+     int next = (rank + 1) % p, before = (rank + p - 1) % p;
+     for (int k = 0; k < p - 1; k++) {
+         int sent = (rank + 2 * p - 1 - k) % p, got = (sent + p - 1) % p;
+         hpml_sendrecv(c, next, x + at[sent], n[sent] * sizeof *x, before, y, n[got] * sizeof *x, 0);
+         for (size_t i = 0; i < n[got]; i++) x[at[got] + i] += y[i];
+     }
+     for (int k = 0; k < p - 1; k++) {
+         int sent = (rank + p - k) % p, got = (sent + p - 1) % p;
+         hpml_sendrecv(c, next, x + at[sent], n[sent] * sizeof *x, before, x + at[got], n[got] * sizeof *x, 0);
+     }
+
+   Reduce-scatter begins one block earlier than allgather, so that each rank ends with the sum of its own block. */
+HPMLC_FN void hpmlc_ring_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
-    int  p = f->team.size, other = f->team.me == child ? parent : child;
-    bool up = hpmlc_adds(f->kind);
-    if ((f->team.me == child) == up) hpmlc_give(f, m, other, 0, p);
-    else hpmlc_take(f, m, other, 0, p, up);
+    int p = f->team.size, i = f->team.me, first = hpmlc_adds(f->kind) ? i + 2 * p - 1 : i + 2 * p;
+    int sent = (first - k) % p, got = (sent + p - 1) % p;
+    hpmlc_set_send(f, m, (i + 1) % p, sent, sent + 1);
+    hpmlc_set_receive(f, m, (i + p - 1) % p, got, got + 1);
 }
+static const hpmlc_kind hpmlc_ring_scatter = { hpmlc_rounds_others, hpmlc_ring_move, HPMLC_SUMS_BLOCK, false, false };
+static const hpmlc_kind hpmlc_ring_gather  = { hpmlc_rounds_others, hpmlc_ring_move, HPMLC_SUMS_NONE, false, false };
+
+/* Recursive doubling: in round k members whose numbers differ in bit k exchange all they have, and both add it. */
+HPMLC_FN void hpmlc_doubling_move(const hpmlc_phase *f, int k, hpml_move *m)
+{
+    hpmlc_set_send(f, m, f->team.me ^ 1 << k, 0, f->team.size);
+    hpmlc_set_receive(f, m, f->team.me ^ 1 << k, 0, f->team.size);
+}
+static const hpmlc_kind hpmlc_doubling = { hpmlc_rounds_down, hpmlc_doubling_move, HPMLC_SUMS_ALL, true, false };
+
+/* Recursive halving: before round k of log2 p, member i works on the p / 2^k blocks around its own; it sends one half
+   of them and keeps the half that has its own block. The way back sends the same blocks in the opposite order. */
+HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
+{
+    bool adds = hpmlc_adds(f->kind);
+    int  half = f->team.size >> (adds ? k + 1 : f->rounds - k), other = f->team.me ^ half;
+    int  my_half = f->team.me / half * half, other_half = other / half * half; /* their first blocks */
+    int  sent = adds ? other_half : my_half, got = adds ? my_half : other_half;
+    hpmlc_set_send(f, m, other, sent, sent + half);
+    hpmlc_set_receive(f, m, other, got, got + half);
+}
+static const hpmlc_kind hpmlc_halve  = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_BLOCK, true, false };
+static const hpmlc_kind hpmlc_double = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_NONE, true, false };
+
+/* Folding: each member from 2^k on adds its range to the member 2^k before, and gets the result at the end. */
+HPMLC_FN void hpmlc_fold_move(const hpmlc_phase *f, int k HPMLC_UNUSED, hpml_move *m)
+{
+    int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p);
+    if (i < p - full || i >= full) hpmlc_set_parent_child(f, m, i % full + full, i % full);
+}
+static const hpmlc_kind hpmlc_fold   = { hpmlc_rounds_fold, hpmlc_fold_move, HPMLC_SUMS_PARTIAL, false, false };
+static const hpmlc_kind hpmlc_unfold = { hpmlc_rounds_fold, hpmlc_fold_move, HPMLC_SUMS_NONE, false, false };
+
+/* The binomial tree: in round k of the way up, members whose lowest set bit is bit k are children. */
+HPMLC_FN void hpmlc_tree_move(const hpmlc_phase *f, int k, hpml_move *m)
+{
+    int i = f->team.me, step = 1 << (hpmlc_adds(f->kind) ? k : f->rounds - 1 - k);
+    if (i % step == 0 && (i | step) < f->team.size) hpmlc_set_parent_child(f, m, i | step, i & ~step);
+}
+static const hpmlc_kind hpmlc_tree_up   = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_ROOT, false, false };
+static const hpmlc_kind hpmlc_tree_down = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_NONE, false, false };
+
+/* The star: member 0 is the parent of each other member in turn. */
+HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
+{
+    if (f->team.me == 0 || f->team.me == k + 1) hpmlc_set_parent_child(f, m, k + 1, 0);
+}
+static const hpmlc_kind hpmlc_star_up   = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_ROOT, false, true };
+static const hpmlc_kind hpmlc_star_down = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_NONE, false, true };
 
 HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
 {
-    int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p), step;
     memset(m, 0, sizeof *m);
     m->to = m->from = -1;
-    switch (f->kind) {
-    case HPMLC_RING_SCATTER: case HPMLC_RING_GATHER: {
-        bool add = f->kind == HPMLC_RING_SCATTER; /* begins one block earlier, so as to end at its own */
-        int  out = (i + 2 * p - add - k) % p, in = (out + p - 1) % p;
-        hpmlc_give(f, m, (i + 1) % p, out, out + 1);
-        hpmlc_take(f, m, (i + p - 1) % p, in, in + 1, add);
-        break;
-    }
-    case HPMLC_DOUBLING:
-        hpmlc_give(f, m, i ^ 1 << k, 0, p);
-        hpmlc_take(f, m, i ^ 1 << k, 0, p, true);
-        break;
-    case HPMLC_HALVE: hpmlc_halve(f, m, k, false); break;
-    case HPMLC_DOUBLE: hpmlc_halve(f, m, f->rounds - 1 - k, true); break;
-    case HPMLC_FOLD: case HPMLC_UNFOLD:
-        if (i < p - full || i >= full) hpmlc_climb(f, m, i % full + full, i % full);
-        break;
-    case HPMLC_TREE_UP: case HPMLC_TREE_DOWN: /* binomial: on round k's way up who has bit k as the lowest is a child */
-        step = 1 << (f->kind == HPMLC_TREE_UP ? k : f->rounds - 1 - k);
-        if (i % step == 0 && (i | step) < p) hpmlc_climb(f, m, i | step, i & ~step);
-        break;
-    case HPMLC_STAR_UP: case HPMLC_STAR_DOWN:
-        if (i == 0 || i == k + 1) hpmlc_climb(f, m, k + 1, 0);
-        break;
-    }
+    f->kind->move(f, k, m);
 }
 
-HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, hpmlc_kind kind, hpmlc_team team, int64_t at, int64_t count)
+/* Appends a phase, unless it has no rounds or this rank is not in its team. */
+HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, const hpmlc_kind *kind, hpmlc_team team, int64_t at, int64_t count)
 {
-    int rounds = hpmlc_rounds(kind, team.size);
-    if (rounds == 0 || team.me < 0) return;
+    if (kind->core) team.size = 1 << hpmlc_log2(team.size);
+    int rounds = kind->rounds(team.size);
+    if (rounds == 0 || team.me < 0 || team.me >= team.size) return;
     hpmlc_phase *f = &plan->phase[plan->count++];
-    f->kind = kind, f->team = team, f->at = at, f->count = count, f->rounds = rounds, f->level = plan->level;
+    f->kind   = kind;
+    f->team   = team;
+    f->at     = at;
+    f->count  = count;
+    f->rounds = rounds;
+    f->level  = plan->level;
 }
 
-/* The phases of an allreduce of a range within one team. */
-HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, int64_t at, int64_t count)
+#define HPMLC_ROW_PHASES 5
+typedef struct hpmlc_algorithm {
+    hpml_algorithm    algorithm;
+    const char       *name;
+    const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; ends with NULL */
+    /* Optional: plans it where several ranks share each of several nodes; elsewhere `phase` counts. */
+    void (*plan_nodes)(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n);
+    bool              native;     /* the transport executes it; `phase` then only estimates its bytes */
+    int32_t           auto_ranks; /* AUTO considers it for at most so many ranks, because it simulates it; 0: never */
+    int32_t           auto_mixed; /* the same limit where neighbours in the ring are on different nodes */
+    /* Optional: seconds for `bytes` on a real transport that the simulation does not count; AUTO adds them. */
+    double (*extra_s)(const hpml_comm *c, double bytes);
+} hpmlc_algorithm;
+
+HPMLC_FN const hpmlc_algorithm *hpmlc_algorithm_row(hpml_algorithm a);
+
+/* Plans an allreduce of a range within one team. */
+HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, const hpmlc_algorithm *row, hpmlc_team team, int64_t at, int64_t count)
 {
-    hpmlc_team core = t;
-    core.size = 1 << hpmlc_log2(t.size);
-    if (core.me >= core.size) core.me = -1;
-    if (a == HPML_BUTTERFLY || a == HPML_HALVING) {
-        hpmlc_plan_add(plan, HPMLC_FOLD, t, at, count);
-        hpmlc_plan_add(plan, a == HPML_HALVING ? HPMLC_HALVE : HPMLC_DOUBLING, core, at, count);
-        if (a == HPML_HALVING) hpmlc_plan_add(plan, HPMLC_DOUBLE, core, at, count);
-        hpmlc_plan_add(plan, HPMLC_UNFOLD, t, at, count);
-        return;
-    }
-    bool star = a == HPML_CENTRAL, tree = a == HPML_TREE;
-    hpmlc_plan_add(plan, star ? HPMLC_STAR_UP : tree ? HPMLC_TREE_UP : HPMLC_RING_SCATTER, t, at, count);
-    hpmlc_plan_add(plan, star ? HPMLC_STAR_DOWN : tree ? HPMLC_TREE_DOWN : HPMLC_RING_GATHER, t, at, count);
+    for (const hpmlc_kind *const *kind = row->phase; *kind; kind++) hpmlc_plan_add(plan, *kind, team, at, count);
 }
 
-/* Hierarchical: a ring inside the node leaves each member one share; the members with the same place on all nodes sum
-   that share by halving, or by a ring; a ring inside the node spreads the shares. Where nodes differ in size: a tree to
-   the first rank of each node, a ring among those, a tree back. */
-HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
+/* Plans HIERARCHICAL: a ring inside the node leaves each member the sum of one block; the members with the same place
+   on all nodes add up that block by halving, or by a ring; a ring inside the node spreads the blocks. Where nodes
+   differ in size: a tree to the first rank of each node, a ring among those ranks, a tree back. */
+HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
     int node = spread ? rank % nodes : rank / per_node, place = spread ? rank / nodes : rank % per_node;
@@ -3263,26 +3329,89 @@ HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool sprea
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
-        bool    folds = (nodes & (nodes - 1)) != 0; /* which sends everything twice more: a ring of some is cheaper */
-        hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n), plan->level = "global allreduce";
-        hpmlc_plan_team(plan, folds && nodes <= 32 ? HPML_RING : HPML_HALVING, across, at, end - at);
+        bool    folds = (nodes & (nodes - 1)) != 0; /* folding sends everything twice more: a short ring is cheaper */
+        hpmlc_plan_add(plan, &hpmlc_ring_scatter, in, 0, n);
+        plan->level = "global allreduce";
+        hpml_algorithm between = folds && nodes <= 32 ? HPML_RING : HPML_HALVING;
+        hpmlc_plan_team(plan, hpmlc_algorithm_row(between), across, at, end - at);
         plan->level = "local gather";
-        hpmlc_plan_add(plan, HPMLC_RING_GATHER, in, 0, n);
+        hpmlc_plan_add(plan, &hpmlc_ring_gather, in, 0, n);
         return;
     }
     const hpmlc_team in = { rank - place, 1, node == nodes - 1 ? last : per_node, place, 0 };
     const hpmlc_team across = { 0, per_node, nodes, node, 0 };
-    hpmlc_plan_add(plan, HPMLC_TREE_UP, in, 0, n), plan->level = "global allreduce";
-    if (place == 0) hpmlc_plan_team(plan, HPML_RING, across, 0, n);
+    hpmlc_plan_add(plan, &hpmlc_tree_up, in, 0, n);
+    plan->level = "global allreduce";
+    if (place == 0) hpmlc_plan_team(plan, hpmlc_algorithm_row(HPML_RING), across, 0, n);
     plan->level = "local gather";
-    hpmlc_plan_add(plan, HPMLC_TREE_DOWN, in, 0, n);
+    hpmlc_plan_add(plan, &hpmlc_tree_down, in, 0, n);
 }
 
+/* BUTTERFLY sends a copy of what is added to meanwhile. CENTRAL's rank 0 starts its messages one by one. */
+HPMLC_FN double hpmlc_butterfly_extra(const hpml_comm *c, double bytes) { return hpmlc_log2(c->size) * bytes * 1e-10; }
+HPMLC_FN double hpmlc_central_extra(const hpml_comm *c, double bytes HPMLC_UNUSED)
+{
+    return 2 * (c->size - 1) * c->t->alpha;
+}
+
+/* In the order in which AUTO tries them: of equally fast ones it takes the first. AUTO, NATIVE: bytes as a ring's. */
+#define HPMLC_MAX_RANKS 65536 /* that the simulator takes */
+static const hpmlc_algorithm hpmlc_algorithms[] = {
+    { HPML_BUTTERFLY, "butterfly", { &hpmlc_fold, &hpmlc_doubling, &hpmlc_unfold, NULL }, NULL, false,
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_butterfly_extra },
+    { HPML_HALVING, "halving", { &hpmlc_fold, &hpmlc_halve, &hpmlc_double, &hpmlc_unfold, NULL }, NULL, false,
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
+    { HPML_RING, "ring", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false,
+      HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed: a queue plays p^2 messages */
+    { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_plan_hierarchy, false,
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
+    { HPML_TREE, "tree", { &hpmlc_tree_up, &hpmlc_tree_down, NULL }, NULL, false,
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
+    { HPML_CENTRAL, "central", { &hpmlc_star_up, &hpmlc_star_down, NULL }, NULL, false,
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_central_extra },
+    { HPML_NATIVE, "native", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, true, 0, 0, NULL },
+    { HPML_AUTO, "auto", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false, 0, 0, NULL },
+};
+#define HPMLC_ALGORITHM_ROWS ((int)(sizeof hpmlc_algorithms / sizeof hpmlc_algorithms[0]))
+typedef char hpmlc_every_algorithm_has_a_row[HPMLC_ALGORITHM_ROWS == HPML_ALGORITHM_COUNT ? 1 : -1];
+
+/* Returns the row of an algorithm; NULL: there is no such algorithm. */
+HPMLC_FN const hpmlc_algorithm *hpmlc_algorithm_row(hpml_algorithm a)
+{
+    for (int i = 0; i < HPMLC_ALGORITHM_ROWS; i++)
+        if (hpmlc_algorithms[i].algorithm == a) return &hpmlc_algorithms[i];
+    return NULL;
+}
+
+HPML_API const char *hpml_algorithm_name(hpml_algorithm a)
+{
+    const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
+    return row ? row->name : "unknown";
+}
+
+HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
+{
+    for (int i = 0; name && i < HPMLC_ALGORITHM_ROWS; i++)
+        if (strcmp(name, hpmlc_algorithms[i].name) == 0) return hpmlc_algorithms[i].algorithm;
+    return HPML_ALGORITHM_NONE;
+}
+
+/* Plans an allreduce of n elements as rank `rank` of p executes it. An unknown algorithm has no phases. */
 HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per_node, bool spread, int rank, int64_t n)
 {
-    plan->count = 0, plan->level = NULL;
-    if (a == HPML_HIERARCHICAL && per_node > 0 && per_node < p) hpmlc_plan_nodes(plan, p, per_node, spread, rank, n);
-    else hpmlc_plan_team(plan, a, hpmlc_everyone(p, rank, 0), 0, n);
+    const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
+    plan->count = 0;
+    plan->level = NULL;
+    if (row && row->plan_nodes && per_node > 0 && per_node < p) row->plan_nodes(plan, p, per_node, spread, rank, n);
+    else if (row) hpmlc_plan_team(plan, row, hpmlc_everyone(p, rank, 0), 0, n);
+}
+
+/* Makes a plan of one phase, which all ranks run as one team on elements [0, n). */
+HPMLC_FN void hpmlc_plan_single(hpmlc_plan *plan, const hpmlc_kind *kind, int p, int rank, int root, int64_t n)
+{
+    plan->count = 0;
+    plan->level = NULL;
+    hpmlc_plan_add(plan, kind, hpmlc_everyone(p, rank, root), 0, n);
 }
 
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
@@ -3298,6 +3427,10 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
     }
     return false;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>reduce   adding up elements; the mean
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* into[i] = into[i] + from[i], or the larger. Blocks of 16, not overlapping, let any compiler use vectors at -O2. */
 #define HPMLC_REDUCE(name, type, wide, read, write, expression)                                                        \
@@ -3400,18 +3533,25 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-/* The mean is taken where a sum is complete, after the last phase that adds, before it goes to the others: each element
-   once, not on every rank. */
+/* Divides the sums that phase i of the plan has completed, if it is the last one that adds: each element once, where its
+   sum is complete, before it is copied to the other ranks. */
 HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, char *data, hpml_element e)
 {
     const hpmlc_phase *f = &plan->phase[i];
-    int                a = f->team.me, b = a + 1, p = f->team.size;
+    int                p = f->team.size, first = 0, end = 0; /* blocks to divide */
     for (int k = i + 1; k < plan->count; k++)
         if (hpmlc_adds(plan->phase[k].kind)) return;
-    if (!hpmlc_adds(f->kind) || f->kind == HPMLC_FOLD) return;
-    if (f->kind != HPMLC_RING_SCATTER && f->kind != HPMLC_HALVE) b = f->kind == HPMLC_DOUBLING || a == 0 ? p : 0, a = 0;
-    int64_t at = f->at + hpml_block(f->count, p, a);
-    hpmlc_divide(data + (size_t)at * hpml_element_size(e), f->at + hpml_block(f->count, p, b) - at, e, c->size);
+    switch (f->kind->sums) {
+    case HPMLC_SUMS_NONE: case HPMLC_SUMS_PARTIAL: return;
+    case HPMLC_SUMS_BLOCK:
+        first = f->team.me;
+        end   = f->team.me + 1;
+        break;
+    case HPMLC_SUMS_ALL: end = p; break;
+    case HPMLC_SUMS_ROOT: end = f->team.me == 0 ? p : 0; break;
+    }
+    int64_t at = f->at + hpml_block(f->count, p, first), n = f->at + hpml_block(f->count, p, end) - at;
+    hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e, int op, int tag)
@@ -3426,14 +3566,15 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
         for (int k = 0; k < f->rounds && status == HPML_OK; k++, c->round++) {
             hpml_move m;
             hpmlc_move_of(f, k, &m);
-            char  *out = data + (size_t)m.out_at * size, *in = data + (size_t)m.in_at * size;
-            size_t out_bytes = (size_t)m.out_count * size, in_bytes = (size_t)m.in_count * size;
-            if (m.to >= 0 && m.add && out == in && out_bytes > 0) { /* what is sent is added to meanwhile */
-                char *copy = hpmlc_scratch(c, out_bytes);
+            char  *sent = data + (size_t)m.send_at * size, *received = data + (size_t)m.receive_at * size;
+            size_t sent_bytes = (size_t)m.send_count * size, received_bytes = (size_t)m.receive_count * size;
+            if (m.to >= 0 && m.add && sent == received && sent_bytes > 0) { /* the receive would change what is sent */
+                char *copy = hpmlc_scratch(c, sent_bytes);
                 if (!copy) return hpml_ctx_status(c->ctx);
-                out = (char *)memcpy(copy, out, out_bytes);
+                sent = (char *)memcpy(copy, sent, sent_bytes);
             }
-            status = hpmlc_round(c, tag, m.to, out, out_bytes, m.from, in, in_bytes, m.add ? reduce : NULL);
+            status = hpmlc_round(c, tag, m.to, sent, sent_bytes, m.from, received, received_bytes,
+                                 m.add ? reduce : NULL);
         }
         if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, plan, i, data, e);
         if (!f->level || status != HPML_OK || (i + 1 < plan->count && f[1].level == f->level)) continue;
@@ -3457,8 +3598,7 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
             snprintf(verdict, sizeof verdict, "collective %u differs: rank 0 is in %s, rank %d in %s", c->sequence,
                      mine, c->origin[i], theirs);
     }
-    tell.count = 0, tell.level = NULL;
-    hpmlc_plan_add(&tell, HPMLC_STAR_DOWN, hpmlc_everyone(c->size, c->rank, 0), 0, sizeof verdict);
+    hpmlc_plan_single(&tell, &hpmlc_star_down, c->size, c->rank, 0, sizeof verdict);
     if (status == HPML_OK) status = hpmlc_run(c, &tell, verdict, HPML_ELEMENT_BYTE, -1, tag);
     if (status != HPML_OK) return status;
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
@@ -3510,7 +3650,7 @@ HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, 
 }
 
 /* One phase of all ranks as one team, rooted at `root`. */
-HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind kind, void *data, int64_t n,
+HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, const hpmlc_kind *kind, void *data, int64_t n,
                                      hpml_element e, int op, int root)
 {
     hpmlc_plan plan;
@@ -3518,32 +3658,31 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
               (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
-    bool rooted = kind == HPMLC_TREE_UP || kind == HPMLC_TREE_DOWN;
+    bool rooted = kind == &hpmlc_tree_up || kind == &hpmlc_tree_down;
     int  tag    = hpmlc_enter(c, name, n, e, op, rooted ? "root" : NULL, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    plan.count = 0, plan.level = NULL;
-    hpmlc_plan_add(&plan, kind, hpmlc_everyone(c->size, c->rank, root), 0, n);
+    hpmlc_plan_single(&plan, kind, c->size, c->rank, root, n);
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)data, e, op, tag));
 }
 
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op)
 {
-    return hpmlc_phase_run(c, "reduce_scatter", HPMLC_RING_SCATTER, data, n, e, (int)op, 0);
+    return hpmlc_phase_run(c, "reduce_scatter", &hpmlc_ring_scatter, data, n, e, (int)op, 0);
 }
 
 HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_element e)
 {
-    return hpmlc_phase_run(c, "allgather", HPMLC_RING_GATHER, data, n, e, -1, 0);
+    return hpmlc_phase_run(c, "allgather", &hpmlc_ring_gather, data, n, e, -1, 0);
 }
 
 HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root)
 {
-    return hpmlc_phase_run(c, "broadcast", HPMLC_TREE_DOWN, data, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root);
+    return hpmlc_phase_run(c, "broadcast", &hpmlc_tree_down, data, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root);
 }
 
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root)
 {
-    return hpmlc_phase_run(c, "reduce", HPMLC_TREE_UP, data, n, e, (int)op, root);
+    return hpmlc_phase_run(c, "reduce", &hpmlc_tree_up, data, n, e, (int)op, root);
 }
 
 /* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. A
@@ -3587,64 +3726,59 @@ HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, si
     return hpmlc_blocks(c, "all_to_all", (const char *)out, (char *)in, bytes, -1);
 }
 
-static const char *const hpmlc_algorithms[HPML_ALGORITHM_COUNT] = { "auto", "central", "tree", "ring", "butterfly",
-                                                                    "halving", "hierarchical", "native" };
-
-HPML_API const char *hpml_algorithm_name(hpml_algorithm a)
+/* Returns the seconds of an allreduce of 2^k bytes: simulated once, then kept, because no formula describes how messages
+   overlap between nodes, or where ranks are no power of two. -1: no memory. */
+HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
 {
-    return (unsigned)a < HPML_ALGORITHM_COUNT ? hpmlc_algorithms[a] : "unknown";
-}
-
-HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
-{
-    for (int i = 0; name && i < HPML_ALGORITHM_COUNT; i++)
-        if (strcmp(name, hpmlc_algorithms[i]) == 0) return (hpml_algorithm)i;
-    return HPML_ALGORITHM_NONE;
-}
-
-/* Simulated once and kept. In nodes, and where ranks are no power of two, messages overlap as no formula knows. */
-HPMLC_FN double hpmlc_forecast(const hpml_comm *c, hpml_algorithm a, int k)
-{
-    double *kept = (double *)&c->forecast[k][a];
+    double *kept = &c->forecast[k][a];
     if (*kept > 0) return *kept;
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
     int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p), then (known) 1 + the new number */
-    for (int r = 0; node && r < p; r++) { /* a part's nodes are numbered anew */
+    for (int r = 0; node && r < p; r++) { /* the nodes of a part get new numbers, from 0 on without gaps */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
         node[r] = *number - 1;
     }
-    net.node = node, net.between = c->between, net.inside = nodes > 1 ? c->inside : c->between;
-    *kept = node ? hpml_simulate_allreduce(a, p, &net, (int64_t)1 << k) : -1;
+    net.node    = node;
+    net.between = c->between;
+    net.inside  = nodes > 1 ? c->inside : c->between;
+    *kept       = node ? hpml_simulate_allreduce(a, p, &net, (int64_t)1 << k) : -1;
     free(node);
     return *kept;
 }
 
-HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
+/* Returns whether AUTO considers an algorithm on this communicator. */
+HPMLC_FN bool hpmlc_auto_considers(const hpml_comm *c, const hpmlc_algorithm *row)
 {
-    static const hpml_algorithm order[] = { HPML_BUTTERFLY, HPML_HALVING, HPML_RING, HPML_HIERARCHICAL, HPML_TREE,
-                                            HPML_CENTRAL };
+    bool mixed = c->spread || c->per_node == 0; /* ring neighbours are on different nodes */
+    if (row->plan_nodes && (c->per_node <= 1 || c->per_node >= c->size)) return false;
+    return c->size <= (mixed ? row->auto_mixed : row->auto_ranks);
+}
+
+HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes)
+{
     if (!c) return HPML_ALGORITHM_NONE;
-    hpml_algorithm a = HPML_RING;
-    double         best = 1e300, n = (double)bytes;
-    int            p = c->size, k = hpmlc_log2(bytes < 64 ? 64 : bytes >> 29 ? 1 << 29 : (int)bytes);
-    for (int i = 0; i < 6 && p > 1 && p <= 65536; i++) {
-        if (order[i] == HPML_HIERARCHICAL && (c->per_node <= 1 || c->per_node >= p)) continue;
-        if (order[i] == HPML_RING && p > 256 && (c->spread || c->per_node == 0)) continue; /* p^2 steps to simulate */
-        double low = hpmlc_forecast(c, order[i], k), high = hpmlc_forecast(c, order[i], k + 1);
+    hpml_algorithm best = HPML_RING;
+    double         least = 1e300, n = (double)bytes;
+    int            k = hpmlc_log2(bytes < 64 ? 64 : bytes >> 29 ? 1 << 29 : (int)bytes);
+    for (int i = 0; i < HPMLC_ALGORITHM_ROWS && c->size > 1; i++) {
+        const hpmlc_algorithm *row = &hpmlc_algorithms[i];
+        if (!hpmlc_auto_considers(c, row)) continue;
+        double low = hpmlc_forecast(c, row->algorithm, k), high = hpmlc_forecast(c, row->algorithm, k + 1);
         if (low < 0 || high < 0) return HPML_ALGORITHM_NONE;
-        double cost = low + (high - low) * (ldexp(n, -k) - 1);
-        if (order[i] == HPML_BUTTERFLY && !c->agent) cost += hpmlc_log2(p) * n * 1e-10; /* sends a copy */
-        if (order[i] == HPML_CENTRAL && !c->agent) cost += 2 * (p - 1) * c->t->alpha; /* one by one */
-        if (cost < best) best = cost, a = order[i];
+        double seconds = low + (high - low) * (ldexp(n, -k) - 1);
+        if (row->extra_s && !c->agent && !c->is_simulated) seconds += row->extra_s(c, n);
+        if (seconds >= least) continue;
+        least = seconds;
+        best  = row->algorithm;
     }
-    return a;
+    return best;
 }
 
 /* Chooses the algorithm where it is AUTO. Returns the elements of one piece, see hpml_transport; 0: no memory. */
-HPMLC_FN int64_t hpmlc_allreduce_piece(const hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
+HPMLC_FN int64_t hpmlc_allreduce_piece(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
 {
     if (*a != HPML_AUTO) return hpmlc_max(n, 1);
     *a = hpml_comm_choose(c, n * size);
@@ -3653,9 +3787,10 @@ HPMLC_FN int64_t hpmlc_allreduce_piece(const hpml_comm *c, int64_t n, int64_t si
 }
 
 /* Bytes that this rank sends in an allreduce of n elements. NATIVE and links do not say: as a ring. */
-HPMLC_FN int64_t hpmlc_allreduce_bytes(const hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
+HPMLC_FN int64_t hpmlc_allreduce_bytes(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
 {
-    if (a == HPML_NATIVE || c->link.begin) return 2 * size * (n - hpml_block(n, c->size, 1));
+    const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
+    if (!row || row->native || c->link.begin) return 2 * size * (n - hpml_block(n, c->size, 1));
     int64_t step = hpmlc_allreduce_piece(c, n, size, &a), elements = 0;
     for (int64_t at = 0; at < n && step > 0; at += step) {
         hpmlc_plan plan;
@@ -3664,7 +3799,7 @@ HPMLC_FN int64_t hpmlc_allreduce_bytes(const hpml_comm *c, int64_t n, int64_t si
         for (const hpmlc_phase *f = plan.phase; f < plan.phase + plan.count; f++)
             for (int k = 0; k < f->rounds; k++) {
                 hpmlc_move_of(f, k, &m);
-                elements += m.out_count;
+                elements += m.send_count;
             }
     }
     return elements * size;
@@ -3683,7 +3818,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     int64_t size = (int64_t)hpml_element_size(d.element), step = hpmlc_allreduce_piece(c, n, size, &d.algorithm);
     if (step == 0) return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory");
-    if (d.algorithm == HPML_NATIVE) {
+    if (hpmlc_algorithm_row(d.algorithm)->native) {
         if (!c->t->allreduce)
             return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another "
                               "algorithm", c->t->name);
@@ -6413,7 +6548,9 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
     s->phases = s->node + n, s->heap = s->run + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
-    c->size = p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
+    c->size = p;
+    c->node = s->node;
+    c->is_simulated = true;
     hpmlc_comm_links(c, net, s->nodes);
     hpmlc_comm_layout(c);
     s->mixed    = c->spread || c->per_node == 0;
@@ -6514,12 +6651,12 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
     }
     for (; q->phase < s->phases[r]; q->phase++, q->round = 0) {
         const hpmlc_phase *f = &s->phase[(size_t)q->phase * (size_t)s->p + (size_t)r];
-        bool               star = (f->kind == HPMLC_STAR_UP || f->kind == HPMLC_STAR_DOWN) && f->team.me > 0;
+        bool               once = f->kind->one_round && f->team.me > 0;
         hpml_move          m;
-        if (star && q->round < f->team.me - 1) q->round = f->team.me - 1; /* its only turn, of p - 1 rounds */
-        if (q->round >= (star ? f->team.me : f->rounds)) continue;
+        if (once && q->round < f->team.me - 1) q->round = f->team.me - 1;
+        if (q->round >= (once ? f->team.me : f->rounds)) continue;
         hpmlc_move_of(f, q->round, &m);
-        q->to = m.to, q->from = m.from, q->bytes = m.out_count * (int64_t)s->size;
+        q->to = m.to, q->from = m.from, q->bytes = m.send_count * (int64_t)s->size;
         return true;
     }
     return false;
@@ -6709,28 +6846,55 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     }
 }
 
-/* One collective of n elements, from the ranks' clocks on. */
+/* True when the plan is nothing but the ring that hpmlc_sim_ring plays: all ranks, the whole array, reduce-scatter and
+   allgather, or allgather alone. Rank 0's plan stands for all, because a team of all ranks has all of them. */
+HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
+{
+    const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
+    int                     count = s->phases[0];
+    if (count != 1 && count != 2) return false;
+    for (int i = 0; i < count; i++) {
+        const hpmlc_phase *f = &s->phase[(size_t)i * (size_t)s->p];
+        bool               whole = f->team.size == s->p && f->team.stride == 1 && f->at == 0 && f->count == s->n;
+        if (!whole || f->kind != ring[i + 2 - count]) return false;
+    }
+    return true;
+}
+
+/* Keeps the plan of one rank for the queue. */
+HPMLC_FN void hpmlc_sim_set_plan(hpmlc_sim *s, int rank, const hpmlc_plan *plan)
+{
+    s->phases[rank] = plan->count;
+    for (int i = 0; i < plan->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = plan->phase[i];
+}
+
+/* Plays the collective whose kind, elements and plans are set, from the ranks' clocks on. */
+HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
+{
+    bool to_all = s->kind == HPMLC_SIM_ALL_TO_ALL;
+    if (to_all && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
+    else if (!to_all && !s->plain && !s->mixed && hpmlc_sim_is_ring(s))
+        hpmlc_sim_ring(s, s->phases[0] == 2 ? 2 * (s->p - 1) : s->p - 1);
+    else hpmlc_sim_queue(s);
+    return !s->failed;
+}
+
+/* Plays one collective of n elements, from the ranks' clocks on. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
 {
     int p = s->p;
     if (p == 1) return true;
-    s->kind = kind, s->n = n, s->size = size;
+    s->kind = kind;
+    s->n    = n;
+    s->size = size;
     if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
         hpmlc_plan plan;
-        plan.count = 0, plan.level = NULL;
-        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&plan, a, p, s->layout.per_node, s->layout.spread, r, n);
-        else hpmlc_plan_add(&plan, HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
-        s->phases[r] = plan.count;
-        for (int i = 0; i < plan.count; i++) s->phase[(size_t)i * (size_t)p + (size_t)r] = plan.phase[i];
+        if (kind == HPMLC_SIM_ALLGATHER) hpmlc_plan_single(&plan, &hpmlc_ring_gather, p, r, 0, n);
+        else hpmlc_plan_make(&plan, a, p, s->layout.per_node, s->layout.spread, r, n);
+        hpmlc_sim_set_plan(s, r, &plan);
     }
-    const hpmlc_phase *f = &s->phase[0];
-    bool ring = f->team.size == p && (f->kind == HPMLC_RING_SCATTER || f->kind == HPMLC_RING_GATHER);
-    if (kind == HPMLC_SIM_ALL_TO_ALL && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
-    else if (kind != HPMLC_SIM_ALL_TO_ALL && !s->plain && ring && !s->mixed)
-        hpmlc_sim_ring(s, kind == HPMLC_SIM_ALLREDUCE ? 2 * (p - 1) : p - 1);
-    else hpmlc_sim_queue(s);
-    return !s->failed;
+    return hpmlc_sim_run(s);
 }
 
 HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
@@ -6750,7 +6914,7 @@ HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml
     if (p < 1 || p > 65536) return hpmlc_say_no(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
     if ((unsigned)a >= HPML_ALGORITHM_COUNT)
         return hpmlc_say_no(to, wrong, "simulate: there is no algorithm %d", (int)a);
-    if (a == HPML_NATIVE)
+    if (hpmlc_algorithm_row(a)->native)
         return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
                             "another algorithm");
     if (p > 1 && !net->node && net->ranks_per_node == 0 && (net->between.latency > 0 || net->between.bandwidth > 0))

@@ -246,7 +246,7 @@ TEST(exact_sums_have_the_same_bits)
     /* plain, batchnorm, 1 bit, conv; in buckets of all sizes, during the backward pass and after */
     for (int kind = 0; kind < 4; kind++)
         for (int r = 0; r < 6; r++)
-            for (int a = HPML_AUTO; a < HPML_NATIVE; a++) {
+            EACH_ALGORITHM(a, HPML_AUTO) {
                 static const int64_t bytes[] = { 0, 1, 3000 };
                 job j = { .norm = kind == 1, .conv = kind == 3, .momentum = 0.9,
                           .d = { .exact = true, .algorithm = (hpml_algorithm)a, .bucket_bytes = bytes[(r + a) % 3],

@@ -140,7 +140,7 @@ TEST(exchange_bytes_equal_the_bytes_sent)
         { .method = HPML_METHOD_LOWRANK, .codec.min_elements = 100 } };
     for (int p = 1; p <= 6; p++)
         for (size_t way = 0; way < sizeof ways / sizeof ways[0]; way++)
-            for (int a = HPML_AUTO; a < HPML_NATIVE; a++) {
+            EACH_ALGORITHM(a, HPML_AUTO) {
                 hpml_exchange_desc d = ways[way];
                 char               text[500];
                 hpml_launch_desc   l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = p, .ctx.threads = 1 };

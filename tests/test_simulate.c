@@ -67,6 +67,36 @@ TEST(formulas)
         }
 }
 
+/* The simulator takes its short cut for rings only where all of a plan is one: reduce-scatter round a ring and then
+   allgather by doubling begins as a ring does, and takes p - 1 + log2 p rounds instead of 2 (p - 1). */
+TEST(a_plan_that_begins_as_a_ring_is_not_timed_as_a_ring)
+{
+    const int64_t n = 1000;
+    for (int p = 4; p <= 32; p *= 2) {
+        double end[2];
+        for (int plain = 0; plain < 2; plain++) {
+            hpml_network w = flat(1e-5, 1e9);
+            hpmlc_plan   plan;
+            hpmlc_sim    s;
+            ENSURE(hpmlc_sim_open(&s, p, &w));
+            s.plain = plain == 1;
+            s.kind  = HPMLC_SIM_ALLREDUCE;
+            s.n     = n;
+            s.size  = 4;
+            for (int r = 0; r < p; r++) {
+                hpmlc_plan_single(&plan, &hpmlc_ring_scatter, p, r, 0, n);
+                hpmlc_plan_add(&plan, &hpmlc_double, hpmlc_everyone(p, r, 0), 0, n);
+                hpmlc_sim_set_plan(&s, r, &plan);
+            }
+            ENSURE(hpmlc_sim_run(&s));
+            end[plain] = hpmlc_sim_latest(&s);
+            for (int r = 0; r < p; r++) ENSURE(s.messages[r] == p - 1 + hpmlc_log2(p));
+            hpmlc_sim_close(&s);
+        }
+        ENSURE_CLOSE(end[0], end[1], 1e-12);
+    }
+}
+
 /* m ranks a node: a ring inside, halving of each share among the nodes, m shares through one card. */
 TEST(hierarchical_formula)
 {
@@ -119,7 +149,8 @@ TEST(equals_the_clock_transport)
     static const int64_t ns[] = { 1, 1003, 60000 };
     static const int32_t given[16] = { 0, 1, 1, 0, 2, 2, 2, 0, 3, 1, 1, 2, 4, 4, 0, 3 };
     for (int net = 0; net < 7; net++)
-        for (int i = 0; i < 7 * 3 * HPML_NATIVE; i++) {
+        for (int i = 0; i < 7 * 3 * HPML_ALGORITHM_COUNT; i++) {
+            if (i / 21 == HPML_NATIVE) continue;
             hpml_launch_desc l   = { 0 };
             clock_run        run;
             char             error[256];
@@ -169,7 +200,7 @@ static hpml_status overlap_rank(hpml_comm *c, void *user)
 TEST(overlapped_step_equals_the_clock_transport)
 {
     static const double slow[6] = { 1, 1, 1.5, 1, 1, 1.2 };
-    for (int a = 1; a < HPML_NATIVE; a++)
+    EACH_ALGORITHM(a, HPML_CENTRAL)
         for (int stragglers = 0; stragglers < 2; stragglers++) {
             hpml_launch_desc   l   = { 0 };
             overlap_run        run = { 0, { 1e-3, 2e-3, 1e-3, 4e-3 }, { 60000, 30000, 120000, 1000 }, HPML_AUTO, NULL };
@@ -248,7 +279,7 @@ TEST(a_given_placement)
 {
     static const int32_t pack[8] = { 0, 0, 0, 0, 1, 1, 1, 1 }, spread[8] = { 0, 1, 0, 1, 0, 1, 0, 1 };
     static const int32_t mixed[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
-    for (int a = 0; a < HPML_NATIVE; a++)
+    EACH_ALGORITHM(a, HPML_AUTO)
         for (int kind = 0; kind < 2; kind++) {
             hpml_network n = nodes(3, kind == 0); /* which does not count */
             n.node = kind == 0 ? pack : spread;
@@ -402,7 +433,7 @@ TEST(auto_is_nearly_the_best)
             if (net == 3) w.between.bandwidth = 1.25e9;
             if (net == 6 && p > 3 && p <= 64) w.node = mixed;
             double best = 1e300, taken = seconds(HPML_AUTO, p, w, bytes);
-            for (int a = HPML_CENTRAL; a < HPML_NATIVE; a++) best = fmin(best, seconds((hpml_algorithm)a, p, w, bytes));
+            EACH_ALGORITHM(a, HPML_CENTRAL) best = fmin(best, seconds((hpml_algorithm)a, p, w, bytes));
             bool fine = taken <= 1.1 * best;
             if (!fine)
                 printf("    network %d, %d ranks, %d bytes: %.2f times the best\n", net, p, (int)bytes, taken / best);
@@ -457,7 +488,7 @@ TEST(fusion)
 
 TEST(more_bandwidth_is_never_slower)
 {
-    for (int a = 0; a < HPML_NATIVE; a++)
+    EACH_ALGORITHM(a, HPML_AUTO)
         for (int p = 2; p <= 128; p = p * 2 + (p == 8)) {
             double before = 1e300;
             for (double bandwidth = 1e6; bandwidth < 1e12; bandwidth *= 3) {
@@ -473,7 +504,7 @@ TEST(more_bandwidth_is_never_slower)
 TEST(thousands_of_ranks)
 {
     double start = hpml_now();
-    for (int a = 1; a < HPML_NATIVE; a++) ENSURE(seconds((hpml_algorithm)a, 4096, nodes(8, false), 100 << 20) > 0);
+    EACH_ALGORITHM(a, HPML_CENTRAL) ENSURE(seconds((hpml_algorithm)a, 4096, nodes(8, false), 100 << 20) > 0);
     ENSURE(seconds(HPML_RING, 4096, nodes(7, false), 1 << 20) > 0); /* the last node is not full: no symmetry */
     ENSURE(hpml_now() - start < 20); /* 0.2 s, but for sanitizers and busy machines */
     ENSURE(seconds(HPML_HALVING, 65536, flat(1e-5, 1e9), 1 << 20) > 0);
