@@ -743,8 +743,8 @@ struct hpml_comm {
     uint64_t              key;      /* of this communicator, the same on all its ranks */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
     hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
-    double                forecast[31][HPML_ALGORITHM_COUNT]; /* seconds of an allreduce of 2^k bytes; 0: not simulated */
-    bool                  is_simulated; /* of the simulator, without a transport: AUTO counts in virtual time */
+    double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: seconds for 2^k bytes; 0: not known */
+    bool                  is_simulated; /* the simulator's: no transport, time is virtual */
     hpml_counters         counters;
     int64_t             (*to)[2];   /* (size) messages and bytes sent to each */
     hpml_message         *pending;  /* receives that are under way */
@@ -3097,8 +3097,8 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 
 /* An algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every stride-th
    rank from `base`, and member i owns block i of the range. The move function of a phase kind sets what one member
-   sends and receives in round k. Collectives execute these moves, tests count them, users draw them (hpml_allreduce_move)
-   and the simulator times them. To add an algorithm, write the move function of its new phase kinds, if it has any, a
+   sends and receives in round k. Collectives execute these moves, tests count them, users draw them with
+   hpml_allreduce_move and the simulator times them. To add an algorithm, write the move function of its new phase kinds, if it has any, a
    row of hpmlc_algorithms and a word of hpml_algorithm. */
 
 typedef struct hpmlc_phase hpmlc_phase;
@@ -3533,8 +3533,8 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-/* Divides the sums that phase i of the plan has completed, if it is the last one that adds: each element once, where its
-   sum is complete, before it is copied to the other ranks. */
+/* Divides the sums that phase i of the plan has completed, if it is the last phase that adds: each element once, where
+   its sum is complete, before it is copied to the other ranks. */
 HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, char *data, hpml_element e)
 {
     const hpmlc_phase *f = &plan->phase[i];
@@ -3726,8 +3726,8 @@ HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, si
     return hpmlc_blocks(c, "all_to_all", (const char *)out, (char *)in, bytes, -1);
 }
 
-/* Returns the seconds of an allreduce of 2^k bytes: simulated once, then kept, because no formula describes how messages
-   overlap between nodes, or where ranks are no power of two. -1: no memory. */
+/* Returns the seconds of an allreduce of 2^k bytes: simulated once, then kept, because no formula describes how
+   messages overlap between nodes, or where ranks are no power of two. -1: no memory. */
 HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
 {
     double *kept = &c->forecast[k][a];
