@@ -276,14 +276,17 @@ typedef struct hpml_transport {
      HALVING    recursive halving and doubling, Rabenseifner 2004         2 log2 p alpha + 2 n (p-1)/p beta
      HIERARCHICAL  reduce-scatter inside each node, allreduce between nodes of each share, allgather inside: only
                 1/ranks_per_node of the bytes leave a node
+     PAIRWISE   2 (p-1) steps of n/p, each with another rank              as RING; AUTO never takes it
      NATIVE     the transport's own (MPI_Iallreduce; what it does about other counts on another rank is up to the MPI);
                 not on parts of a communicator, see hpml_comm_split
    BUTTERFLY and HALVING fold the ranks beyond a power of two into partners first. Every algorithm gives all ranks the
    same bits: an element is added up along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...; RING: block b starts behind
-   rank b and goes round; the others pair ranks as their name says. */
+   rank b and goes round; PAIRWISE: block b is (x_b + x_(b-1)) + x_(b-2) ..., round to x_(b+1); the others pair ranks as
+   their name says. */
 typedef enum hpml_algorithm {
     HPML_ALGORITHM_NONE = -1, /* there is no such one */
     HPML_AUTO = 0, HPML_CENTRAL, HPML_TREE, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL, HPML_NATIVE,
+    HPML_PAIRWISE,
     HPML_ALGORITHM_COUNT /* not an algorithm: how many words there are from AUTO on */
 } hpml_algorithm;
 HPML_API const char    *hpml_algorithm_name(hpml_algorithm a);
@@ -3273,6 +3276,19 @@ HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_star_up   = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_ROOT, false, true };
 static const hpmlc_kind hpmlc_star_down = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_NONE, false, true };
 
+/* Pairwise exchange: in round k each member sends to the one k + 1 after it and receives from the one k + 1 before it.
+   Reduce-scatter sends the receiver's block, and only a member's own block changes; allgather sends the own block. */
+HPMLC_FN void hpmlc_pairs_move(const hpmlc_phase *f, int k, hpml_move *m)
+{
+    bool adds = hpmlc_adds(f->kind);
+    int  p = f->team.size, i = f->team.me, to = (i + k + 1) % p, from = (i + p - k - 1) % p;
+    int  sent = adds ? to : i, got = adds ? i : from;
+    hpmlc_set_send(f, m, to, sent, sent + 1);
+    hpmlc_set_receive(f, m, from, got, got + 1);
+}
+static const hpmlc_kind hpmlc_pairs_add  = { hpmlc_rounds_others, hpmlc_pairs_move, HPMLC_SUMS_BLOCK, false, false };
+static const hpmlc_kind hpmlc_pairs_copy = { hpmlc_rounds_others, hpmlc_pairs_move, HPMLC_SUMS_NONE, false, false };
+
 HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
 {
     memset(m, 0, sizeof *m);
@@ -3369,6 +3385,7 @@ static const hpmlc_algorithm hpmlc_algorithms[] = {
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_CENTRAL, "central", { &hpmlc_star_up, &hpmlc_star_down, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_central_extra },
+    { HPML_PAIRWISE, "pairwise", { &hpmlc_pairs_add, &hpmlc_pairs_copy, NULL }, NULL, false, 0, 0, NULL },
     { HPML_NATIVE, "native", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, true, 0, 0, NULL },
     { HPML_AUTO, "auto", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false, 0, 0, NULL },
 };

@@ -322,6 +322,42 @@ TEST(hierarchical_sends_one_share_between_nodes)
         }
 }
 
+/* Number i of rank r: sums of these depend on the order. */
+static float uneven(int r, int64_t i) { return (float)(r % 3 == 0 ? 1e7 : 1) * (float)(1 + r * 7 + i) / 3; }
+
+/* CENTRAL adds x0 + x1 + x2 ...; RING adds block b in the order b + 1, b + 2 ... b; PAIRWISE in b, b - 1 ... b + 1. */
+static hpml_status documented_order(hpml_comm *c, void *user)
+{
+    static const hpml_algorithm which[] = { HPML_CENTRAL, HPML_RING, HPML_PAIRWISE };
+    enum { N = 37 };
+    int p = hpml_comm_size(c), differ = 0;
+    (void)user;
+    for (int w = 0; w < 3; w++) {
+        hpml_allreduce_desc d;
+        float               x[N];
+        memset(&d, 0, sizeof d);
+        d.algorithm = which[w];
+        for (int i = 0; i < N; i++) x[i] = uneven(hpml_comm_rank(c), i);
+        hpml_allreduce(c, x, N, &d);
+        for (int b = 0; b < p; b++)
+            for (int64_t i = hpml_block(N, p, b); i < hpml_block(N, p, b + 1); i++) {
+                int   first = w == 0 ? 0 : w == 1 ? b + 1 : b, step = w == 2 ? p - 1 : 1;
+                float want = uneven(first % p, i), other = want;
+                for (int k = 1; k < p; k++) want += uneven((first + k * step) % p, i);
+                for (int k = 1; k < p; k++) other += uneven((first + p * p - k * step) % p, i);
+                CHECK(memcmp(&x[i], &want, sizeof want) == 0);
+                differ += memcmp(&want, &other, sizeof want) != 0;
+            }
+    }
+    CHECK(p < 5 || differ > 0);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(elements_are_added_in_the_documented_order)
+{
+    for (int p = 1; p <= 16; p++) ENSURE(launch_on(HPML_TRANSPORT_THREADS, p, NULL, documented_order, NULL) == HPML_OK);
+}
+
 TEST(moves_fit_together)
 {
     EACH_ALGORITHM(a, HPML_CENTRAL)
