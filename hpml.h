@@ -50,7 +50,8 @@
 // After fork, both processes may go on with a context that was not in use; in the child it computes on one thread.
 // SAME BITS: same seed, same build, same kind of CPU give the same bits, at any number of threads.
 //
-// INDEX (grep '^// >>' hpml.h)
+// INDEX (grep -E '^// (>>|PART)' hpml.h)
+// PART I    INTERFACE: what a program calls
 //     api-status   status codes
 //     api-context   allocator, logger, context
 //     api-tensor   tensors
@@ -63,6 +64,51 @@
 //     api-see   timeline, profile, summary
 //     api-random   random numbers that depend on nothing but their place
 //     api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
+// PART II   CONTEXTS: memory, threads, random numbers
+//     platform   compilers, system headers, macros
+//     kernels   the table of kernels: what each computes, and the structs that they take
+//     context   the context: errors, memory
+//     threads   the clock and the thread pool
+//     create   creating and freeing contexts
+//     rng   single random numbers, permutations
+// PART III  TENSORS AND GRAPH: what is recorded, where its arrays lie, how it runs
+//     tensor   tensors and views, copies and conversions
+//     host   whole tensors to and from host memory
+//     record   recording: nodes, inputs, parameters
+//     place   a place in memory for each array of a plan: first fit
+//     plan   from a recorded graph to a memory plan: how long each array is needed, and where
+//     run   running a graph forward and backward
+// PART IV   OPS: forward and backward of each, and the products under them
+//     gemm-threads   dealing a matrix product out to threads
+//     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
+//     elementwise   add, sub, mul, div with broadcasting; scale; activations
+//     matmul   matrix products and linear layers
+//     shape   reshape, permute, slice, concat, sum
+//     conv   two-dimensional convolution
+//     pool   max, average and global pooling
+//     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
+//     dropout   dropout and embedding
+//     sequence   multi-head attention; long short-term memory
+//     loss   cross-entropy, binary cross-entropy, squared and huber loss
+//     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
+//     backend   the CPU backend: memory, the table of ops, optimizer steps
+// PART V    TRAINING: optimizers, steps, gradients packed for the wire
+//     codec   gradients packed for the wire
+//     trainer   the trainer: settings, creation, one step
+//     step   one step, and the names of what is not finite in it
+//     fit   passes over data, evaluation, prediction
+// PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
+//     files   reading files, writing files that appear whole
+//     json   UTF-8, decimal numbers, JSON
+//     dataset   datasets; images as data: IDX, CIFAR
+//     csv   numbers and text as data: CSV, characters
+//     npy   numpy arrays and packed records
+//     loader   batches: shuffled, sharded, augmented, made ahead
+//     safetensors   safetensors files
+//     checkpoint   parameters and whole trainings in safetensors files
+//     trace   the timeline; where the time goes, and what a model is
+// PART VII  KERNELS: one text, compiled once for each instruction set
+//     passes   the header includes itself, once for each instruction set; which set runs
 //     simd   vectors: one kernel text for all instruction sets
 //     simd-x86   vectors: AVX2, AVX-512
 //     simd-neon   vectors: NEON; what all have in common
@@ -77,44 +123,7 @@
 //     random   Philox: random numbers by number
 //     onebit   gradient codecs: 1 bit and bf16, one row
 //     conv-kernels   convolution: tiles of pixels by channels
-//     isa   which instruction sets this build has; structs that kernels share
-//     dispatch   system headers, macros; the kernel table: one text, one copy for each instruction set
-//     rng   single random numbers, permutations
-//     codec   gradients packed for the wire
-//     context   the context: errors, memory
-//     threads   the clock and the thread pool
-//     create   creating and freeing contexts
-//     tensor   tensors and views, copies and conversions
-//     host   whole tensors to and from host memory
-//     record   recording: nodes, inputs, parameters
-//     gemm-threads   dealing a matrix product out to threads
-//     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
-//     elementwise   add, sub, mul, div with broadcasting; scale; activations
-//     matmul   matrix products and linear layers
-//     shape   reshape, permute, slice, concat, sum
-//     conv   two-dimensional convolution
-//     pool   max, average and global pooling
-//     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
-//     dropout   dropout and embedding
-//     sequence   multi-head attention; long short-term memory
-//     loss   cross-entropy, binary cross-entropy, squared and huber loss
-//     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
-//     backend   the CPU backend: memory, the table of ops, optimizer steps
-//     place   a place in memory for each array of a plan: first fit
-//     plan   from a recorded graph to a memory plan: how long each array is needed, and where
-//     run   running a graph forward and backward
-//     trainer   the trainer: settings, creation, one step
-//     step   one step, and the names of what is not finite in it
-//     fit   passes over data, evaluation, prediction
-//     files   reading files, writing files that appear whole
-//     json   UTF-8, decimal numbers, JSON
-//     dataset   datasets; images as data: IDX, CIFAR
-//     csv   numbers and text as data: CSV, characters
-//     npy   numpy arrays and packed records
-//     loader   batches: shuffled, sharded, augmented, made ahead
-//     safetensors   safetensors files
-//     checkpoint   parameters and whole trainings in safetensors files
-//     trace   the timeline; where the time goes, and what a model is
+//     table   the kernels of this pass
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
 
@@ -140,6 +149,10 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// =====================================================================================================================
+// PART I    INTERFACE: what a program calls
+// =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-status   status codes
@@ -1287,6 +1300,12 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
+#if defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__) /* editors show the body */
+#ifndef HPML_IMPLEMENTATION
+#define HPML_IMPLEMENTATION
+#endif
+#endif
+
 #ifdef HPML_IMPLEMENTATION
 #if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
 #error "compile this file without -ffast-math or -Ofast: hpml looks for NaN and infinity, which they say there are not"
@@ -1295,2191 +1314,16 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #pragma nv_diagnostic push
 #pragma nv_diag_suppress 1675
 #endif
-#ifdef HPMLI_ISA
-// ---------------------------------------------------------------------------------------------------------------------
-// >>simd   vectors: one kernel text for all instruction sets
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Everything up to the matching #else is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1
-   AVX2, 2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations; `hv`
-   is a vector of HV_W floats, `hu` one of as many uint32_t, `hq` one of half as many uint64_t. gcc and clang add,
-   multiply, shift them and so on as they do numbers. Each function carries its own target attribute, so a plain `cc
-   -O2` builds all of them and the context picks the best one that the CPU runs. The last, partial vector of an array is
-   loaded with HV(load_n) and goes through the same instructions as the others: an element's result does not depend on
-   where it stands.
-
-   HV(name) is the name of an operation or a helper on this instruction set's vectors:
-     as_floats as_words        the same bits, as the other
-     set1 zero                 all lanes alike
-     load store                anywhere, not just at multiples of a vector's size; load_words store_words
-     load_n store_n            the first n lanes; ld st: n lanes, all of them almost always
-     fma fnma                  a b + c; c - a b
-     max min                   a > b ? a : b, so that a NaN in a gives b
-     ge gt eq                  a >= b ? x : y
-     pow2i exponent mantissa   2^a; a = 2^exponent mantissa
-     sum sum4 hmax             of all lanes; out[0..3] = the sums of four vectors
-     even odd                  lanes 0, 2, 4 .. of a, then of b; 1, 3, 5 ..
-     low high                  lanes of a and b in turn: the first half; the second
-     signmask bits             a bit for each lane, a >= 0; its bit in m ? a : b
-     load_T store_T            converted from and to bf16, f16, u8, i32; ld_T st_T: the first n lanes */
-
-/* Macros that are the same in each pass are just defined again. */
-#define HPMLI_WINS(a, b)  (!((a) <= (b)) && (b) == (b)) /* a maximum that keeps a NaN */
-#define HPMLI_CAT_(a, b)  a##b
-#define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
-#define HV(name)          HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX)
-#define HPMLI_KFN         static __attribute__((unused)) HPMLI_TARGET
-#define HPMLI_VFN         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
-#define HPMLI_V1(name, e) HPMLI_VFN hv name(hv a) { return e; }
-#define HPMLI_V2(name, e) HPMLI_VFN hv name(hv a, hv b) { return e; }
-#define HPMLI_V3(name, e) HPMLI_VFN hv name(hv a, hv b, hv c) { return e; }
-#define HPMLI_V4(name, e) HPMLI_VFN hv name(hv a, hv b, hv x, hv y) { return e; }
-#define hv                HV(floats)
-#define hu                HV(uints)
-#define hq                HV(quads)
-/* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
-#define HV_LOOP(n) for (int64_t i = 0, c; c = HV_W > 1 && (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
-
-#undef HPMLI_SUFFIX
-#undef HPMLI_TARGET
-#undef HPMLI_ISA_NAME
-#undef HV_W
-
-#if HPMLI_ISA == 0
-#define HPMLI_SUFFIX   _scalar
-#define HPMLI_TARGET
-#define HPMLI_ISA_NAME "scalar"
-#define HV_W           1
-typedef float    hv;
-typedef uint32_t hu;
-#elif HPMLI_ISA == 1
-#define HPMLI_SUFFIX   _avx2
-#define HPMLI_TARGET   __attribute__((target("avx2,fma,f16c")))
-#define HPMLI_ISA_NAME "avx2"
-#define HV_W           8
-typedef __m256   hv;
-typedef uint32_t hu __attribute__((vector_size(32)));
-typedef uint64_t hq __attribute__((vector_size(32)));
-#elif HPMLI_ISA == 2
-#define HPMLI_SUFFIX   _avx512
-#define HPMLI_TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define HPMLI_ISA_NAME "avx512"
-#define HV_W           16
-typedef __m512   hv;
-typedef uint32_t hu __attribute__((vector_size(64)));
-typedef uint64_t hq __attribute__((vector_size(64)));
-#elif HPMLI_ISA == 3
-#define HPMLI_SUFFIX   _neon
-#define HPMLI_TARGET
-#define HPMLI_ISA_NAME "neon"
-#define HV_W           4
-typedef float32x4_t hv;
-typedef uint32x4_t  hu;
-typedef uint64x2_t  hq;
-#endif
-
-/* What needs no instruction of its own. */
-HPMLI_VFN hv HV(as_floats)(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
-HPMLI_VFN hu HV(as_words)(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
-typedef hv HV(floats_anywhere) __attribute__((aligned(4)));
-typedef hu HV(words_anywhere) __attribute__((aligned(HV_W == 1 ? 4 : 1))); /* integers come from files as well */
-HPMLI_VFN hu HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
-HPMLI_VFN void HV(store_words)(uint32_t *p, hu a) { *(HV(words_anywhere) *)p = a; }
-HPMLI_VFN hv HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
-HPMLI_VFN void HV(store)(float *p, hv a) { *(HV(floats_anywhere) *)p = a; }
-HPMLI_V1(HV(abs), HV(as_floats)(HV(as_words)(a) & 0x7fffffffu))
-HPMLI_V1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f800000u))
-
-#if HPMLI_ISA == 0
-HPMLI_VFN hv HV(set1)(float x) { return x; }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
-#ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
-HPMLI_V3(HV(fma), fmaf(a, b, c))
-HPMLI_V3(HV(fnma), fmaf(-a, b, c))
-#else
-HPMLI_V3(HV(fma), a * b + c)
-HPMLI_V3(HV(fnma), c - a * b)
-#endif
-HPMLI_V1(HV(sqrt), sqrtf(a))
-HPMLI_V1(HV(round), rintf(a))
-HPMLI_V4(HV(ge), a >= b ? x : y)
-HPMLI_V4(HV(gt), a > b ? x : y)
-HPMLI_V4(HV(eq), a == b ? x : y)
-HPMLI_V2(HV(even), ((void)b, a))
-HPMLI_V2(HV(odd), ((void)a, b))
-HPMLI_V2(HV(low), ((void)b, a))
-HPMLI_V2(HV(high), ((void)a, b))
-HPMLI_VFN float HV(sum)(hv a) { return a; }
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
-HPMLI_VFN float HV(hmax)(hv a) { return a; }
-HPMLI_VFN uint32_t HV(signmask)(hv a) { return a >= 0; }
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
-HPMLI_VFN hv HV(of_i32)(hu u) { return (float)(int32_t)u; }
-HPMLI_VFN hu HV(widen)(const uint16_t *p) { return *p; }
-HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { *p = (uint16_t)u; }
-HPMLI_VFN hv HV(load_f16)(const uint16_t *p)
-{
-    uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
-    if (exponent == 31) return HV(as_floats)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
-    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
-    return HV(as_floats)(sign | (exponent + 112) << 23 | fraction << 13);
-}
-HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
-{
-    uint32_t u = HV(as_words)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
-    if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
-    else if (x >= 0x477ff000u) h = 0x7c00u; /* 65520 and more round to infinity */
-    else if (x >= 0x38800000u) h = (x - 0x38000000u + 0xfffu + (x >> 13 & 1)) >> 13;
-    else h = (uint32_t)rintf(HV(as_floats)(x) * 16777216.0f); /* subnormal */
-    *p = (uint16_t)(sign | h);
-}
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p) { return (float)*p; }
-HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
-{
-    *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
-}
-#endif
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>simd-x86   vectors: AVX2, AVX-512
-// ---------------------------------------------------------------------------------------------------------------------
-
-#pragma GCC diagnostic push /* at -O0 gcc's own headers make macros of some, which -Wconversion sees */
-#pragma GCC diagnostic ignored "-Wsign-conversion"
-#undef HPMLI_FOLD
-#undef HPMLI_MM
-#undef HPMLI_MM_ALL
-#undef HPMLI_MM_HALF
-#undef HPMLI_MM_WHERE
-
-#if HPMLI_ISA == 1
-#define HPMLI_MM(op)                   HPMLI_CAT(_mm256_, op)
-#define HPMLI_MM_ALL                   __m256i
-#define HPMLI_MM_HALF                  __m128i /* 16 bits for each lane */
-#define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op)) /* a op b ? x : y */
-HPMLI_VFN __m256i HV(lanes)(int64_t n)
-{
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HV(lanes)(n)); }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HV(lanes)(n), a); }
-HPMLI_V1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-#define HPMLI_QUARTERS(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* 0, 2, 1, 3 */
-HPMLI_V2(HV(even), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
-HPMLI_V2(HV(odd), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
-HPMLI_V2(HV(low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
-HPMLI_V2(HV(high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
-#undef HPMLI_QUARTERS
-#define HPMLI_FOLD(name, op)                                                                                           \
-    HPMLI_VFN float HV(name)(hv a)                                                                                     \
-    {                                                                                                                  \
-        __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));                              \
-        s = _mm_##op##_ps(s, _mm_movehl_ps(s, s));                                                                     \
-        return _mm_cvtss_f32(_mm_##op##_ss(s, _mm_shuffle_ps(s, s, 1)));                                               \
-    }
-HPMLI_FOLD(sum, add)
-HPMLI_FOLD(hmax, max)
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
-{
-    __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
-}
-HPMLI_VFN uint32_t HV(signmask)(hv a)
-{
-    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GE_OQ));
-}
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
-{
-    __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
-    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
-}
-HPMLI_VFN __m128i HV(low_half)(hu u)
-{
-    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
-}
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
-}
-#elif HPMLI_ISA == 2
-#define HPMLI_MM(op)                   HPMLI_CAT(_mm512_, op)
-#define HPMLI_MM_ALL                   __m512i
-#define HPMLI_MM_HALF                  __m256i
-#define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
-HPMLI_VFN __mmask16 HV(lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HV(lanes)(n), p); }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HV(lanes)(n), a); }
-HPMLI_V1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-/* Lane i is lane at[i] of a, 16 and more of b. */
-#define HPMLI_PICK(name, ...)                                                                                          \
-    HPMLI_V2(name, _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b))
-HPMLI_PICK(HV(even), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-HPMLI_PICK(HV(odd), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-HPMLI_PICK(HV(low), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-HPMLI_PICK(HV(high), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#undef HPMLI_PICK
-#define HPMLI_FOLD(name, op)                                                                                           \
-    HPMLI_VFN float HV(name)(hv a)                                                                                     \
-    {                                                                                                                  \
-        float t[16]; /* through memory: gcc 12 warns about its own half-register casts */                              \
-        HV(store)(t, a);                                                                                               \
-        return hpmli_##name##_avx2(_mm256_##op##_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));                      \
-    }
-HPMLI_FOLD(sum, add)
-HPMLI_FOLD(hmax, max)
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
-{
-    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-    __m512 s  = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* within each quarter: a, b, c, d */
-    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
-    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
-}
-HPMLI_VFN uint32_t HV(signmask)(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
-HPMLI_VFN __m256i HV(low_half)(hu u) { return _mm512_cvtepi32_epi16((__m512i)u); }
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
-{
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
-}
-#endif
-
-#if HPMLI_ISA == 1 || HPMLI_ISA == 2
-HPMLI_VFN hv HV(set1)(float x) { return HPMLI_MM(set1_ps)(x); }
-HPMLI_V3(HV(fma), HPMLI_MM(fmadd_ps)(a, b, c))
-HPMLI_V3(HV(fnma), HPMLI_MM(fnmadd_ps)(a, b, c))
-HPMLI_V2(HV(max), HPMLI_MM(max_ps)(a, b))
-HPMLI_V2(HV(min), HPMLI_MM(min_ps)(a, b))
-HPMLI_V1(HV(sqrt), HPMLI_MM(sqrt_ps)(a))
-HPMLI_V4(HV(ge), HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
-HPMLI_V4(HV(gt), HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
-HPMLI_V4(HV(eq), HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
-HPMLI_VFN hv HV(of_i32)(hu u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
-HPMLI_VFN HPMLI_MM_HALF HV(half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
-HPMLI_VFN void HV(put_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
-HPMLI_VFN hu HV(widen)(const uint16_t *p) { return (hu)HPMLI_MM(cvtepu16_epi32)(HV(half)(p)); }
-HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { HV(put_half)(p, HV(low_half)(u)); }
-HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HV(half)(p)); }
-HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
-{
-    HV(put_half)(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
-}
-HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
-{
-    hv i = HV(as_floats)((hu)HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
-    i = HV(ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((hu)HPMLI_MM(set1_epi32)(INT32_MAX)), i);
-    i = HV(eq)(a, a, i, HV(set1)(0));
-    memcpy(p, &i, sizeof i);
-}
-#endif
-
-#pragma GCC diagnostic pop
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>simd-neon   vectors: NEON; what all have in common
-// ---------------------------------------------------------------------------------------------------------------------
-
-#if HPMLI_ISA == 3
-HPMLI_VFN hv HV(set1)(float x) { return vdupq_n_f32(x); }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n)
-{
-    float t[4] = { 0, 0, 0, 0 };
-    for (int64_t i = 0; i < n; i++) t[i] = p[i];
-    return HV(load)(t);
-}
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n)
-{
-    float t[4];
-    HV(store)(t, a);
-    for (int64_t i = 0; i < n; i++) p[i] = t[i];
-}
-HPMLI_V3(HV(fma), vfmaq_f32(c, a, b))
-HPMLI_V3(HV(fnma), vfmsq_f32(c, a, b))
-HPMLI_V1(HV(sqrt), vsqrtq_f32(a))
-HPMLI_V1(HV(round), vrndnq_f32(a))
-HPMLI_V4(HV(ge), vbslq_f32(vcgeq_f32(a, b), x, y))
-HPMLI_V4(HV(gt), vbslq_f32(vcgtq_f32(a, b), x, y))
-HPMLI_V4(HV(eq), vbslq_f32(vceqq_f32(a, b), x, y))
-HPMLI_V2(HV(even), vuzp1q_f32(a, b))
-HPMLI_V2(HV(odd), vuzp2q_f32(a, b))
-HPMLI_V2(HV(low), vzip1q_f32(a, b))
-HPMLI_V2(HV(high), vzip2q_f32(a, b))
-HPMLI_VFN float HV(sum)(hv a)
-{
-    float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
-    return vget_lane_f32(s, 0) + vget_lane_f32(s, 1);
-}
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
-{
-    HV(store)(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
-}
-HPMLI_VFN float HV(hmax)(hv a) { return vmaxvq_f32(a); }
-static const uint32_t hpmli_lane_bit[4] = { 1, 2, 4, 8 };
-HPMLI_VFN uint32_t HV(signmask)(hv a)
-{
-    return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(hpmli_lane_bit)));
-}
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
-{
-    return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(hpmli_lane_bit)), a, b);
-}
-HPMLI_VFN hv HV(of_i32)(hu u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
-HPMLI_VFN hu HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
-HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { vst1_u16(p, vmovn_u32(u)); }
-HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
-{
-    uint32_t t[4];
-    for (int i = 0; i < 4; i++) t[i] = p[i];
-    return vcvtq_f32_u32(vld1q_u32(t));
-}
-HPMLI_VFN void HV(store_i32)(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
-#endif
-
-#if HPMLI_ISA == 0 || HPMLI_ISA == 3 /* as x86 has it: a NaN in a gives b */
-HPMLI_V2(HV(max), HV(gt)(a, b, a, b))
-HPMLI_V2(HV(min), HV(gt)(b, a, a, b))
-#endif
-HPMLI_VFN hv HV(zero)(void) { return HV(set1)(0); }
-HPMLI_V1(HV(exponent), HV(of_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f)
-HPMLI_V1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
-HPMLI_VFN hv HV(load_i32)(const int32_t *p) { return HV(of_i32)(HV(load_words)((const uint32_t *)p)); }
-HPMLI_VFN hv HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
-HPMLI_VFN void HV(store_bf16)(uint16_t *p, hv a) /* to the nearest, ties to even; a NaN stays one */
-{
-    hu u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
-    HV(narrow)(p, HV(as_words)(HV(eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
-}
-HPMLI_VFN void HV(store_u8)(uint8_t *p, hv a)
-{
-    int32_t t[HV_W];
-    HV(store_i32)(t, HV(min)(HV(max)(a, HV(zero)()), HV(set1)(255)));
-    for (int i = 0; i < HV_W; i++) p[i] = (uint8_t)t[i];
-}
-
-/* The first n lanes, almost always all of them. Without masked instructions a part goes through a buffer, so that the
-   conversion is the same. */
-HPMLI_VFN hv HV(ld)(const float *p, int64_t n) { return n >= HV_W ? HV(load)(p) : HV(load_n)(p, n); }
-HPMLI_VFN void HV(st)(float *p, hv a, int64_t n)
-{
-    if (n >= HV_W) HV(store)(p, a);
-    else HV(store_n)(p, a, n);
-}
-#define HPMLI_PARTIAL(type, T)                                                                                         \
-    HPMLI_VFN hv HV(ld_##type)(const T *p, int64_t n)                                                                  \
-    {                                                                                                                  \
-        T t[HV_W];                                                                                                     \
-        if (__builtin_expect(n >= HV_W, 1)) return HV(load_##type)(p);                                                 \
-        for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
-        return HV(load_##type)(t);                                                                                     \
-    }                                                                                                                  \
-    HPMLI_VFN void HV(st_##type)(T *p, hv a, int64_t n)                                                                \
-    {                                                                                                                  \
-        T t[HV_W];                                                                                                     \
-        if (__builtin_expect(n >= HV_W, 1)) HV(store_##type)(p, a);                                                    \
-        else {                                                                                                         \
-            HV(store_##type)(t, a);                                                                                    \
-            for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                               \
-        }                                                                                                              \
-    }
-HPMLI_PARTIAL(bf16, uint16_t)
-HPMLI_PARTIAL(f16, uint16_t)
-HPMLI_PARTIAL(i32, int32_t)
-HPMLI_PARTIAL(u8, uint8_t)
-#undef HPMLI_PARTIAL
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>vmath   exp, log, tanh, erf and the activations
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Range reduction and a polynomial, after Cody & Waite: exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 /
-   2. Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
-
-/* Horner's rule for five coefficients, highest first; and four more on top of p. */
-#define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
-#define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
-    op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
-
-HPMLI_VFN hv HV(exp)(hv x)
-{
-    hv clamped = HV(max)(HV(min)(x, HV(set1)(88.9f)), HV(set1)(-104.0f));
-    hv n       = HV(round)(clamped * 1.44269504088896341f);
-    hv r       = HV(fnma)(n, HV(set1)(-2.12194440e-4f), HV(fnma)(n, HV(set1)(0.693359375f), clamped));
-    hv p       = HV_POLY5(HV(fma), r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
-                          1.6666665459e-1f);
-    p = HV(fma)(p, r, HV(set1)(5.0000001201e-1f));
-    p = HV(fma)(p, r * r, r) + 1.0f;
-    hv low = HV(round)(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
-    return HV(eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
-}
-
-/* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
-#define HPMLI_LOG_POLY(op, f)                                                                                          \
-    HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
-               1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
-HPMLI_VFN hv HV(log)(hv x)
-{
-    hv tiny = HV(set1)(1.17549435e-38f);
-    hv s    = HV(gt)(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
-    hv e    = HV(exponent)(s) - HV(gt)(tiny, x, HV(set1)(23), HV(zero)());
-    hv m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
-    e = HV(gt)(m, big, e + 1.0f, e);
-    f = HV(gt)(m, big, m * 0.5f, m) - 1.0f;
-    z = f * f;
-    p = HPMLI_LOG_POLY(HV(fma), f);
-    y = p * f * z;
-    y = HV(fma)(e, HV(set1)(-2.12194440e-4f), y);
-    y = HV(fma)(z, HV(set1)(-0.5f), y);
-    y = HV(fma)(e, HV(set1)(0.693359375f), f + y);
-    y = HV(eq)(x, HV(set1)(INFINITY), x, y);
-    y = HV(eq)(x, HV(zero)(), HV(set1)(-INFINITY), y);
-    return HV(ge)(x, HV(zero)(), y, HV(set1)(NAN));
-}
-
-HPMLI_VFN hv HV(sigmoid)(hv x) { return 1.0f / (1.0f + HV(exp)(-x)); }
-
-/* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
-HPMLI_VFN hv HV(tanh)(hv x)
-{
-    hv a = HV(abs)(x), z = x * x, far;
-    hv p = HV_POLY5(HV(fma), z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
-                    -3.33332819422e-1f);
-    p = HV(fma)(p * z, x, x);
-    far = 1.0f - 2.0f / (HV(exp)(a + a) + 1.0f);
-    far = HV(ge)(x, HV(zero)(), far, -far);
-    return HV(ge)(a, HV(set1)(0.625f), far, p);
-}
-
-/* erf: the series near zero, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
-HPMLI_VFN hv HV(erf)(hv x)
-{
-    hv a = HV(abs)(x), z = x * x, t, p, far, near_;
-    t = 1.0f / HV(fma)(a, HV(set1)(0.3275911f), HV(set1)(1));
-    p = HV_POLY5(HV(fma), t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
-    far = HV(fnma)(p * t, HV(exp)(-z), HV(set1)(1));
-    far = HV(ge)(x, HV(zero)(), far, -far);
-    p = HV_POLY5(HV(fma), z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
-                 -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
-    near_ = HV(fma)(p, z, HV(set1)(1.1283792f)) * x;
-    return HV(gt)(HV(set1)(0.5f), a, near_, far);
-}
-
-/* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
-HPMLI_VFN hv HV(gelu_t)(hv x)
-{
-    hv cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
-    return HV(tanh)(cubic * 0.79788456080286535588f);
-}
-HPMLI_VFN hv HV(gelu_slope)(hv x)
-{
-    hv t  = HV(gelu_t)(x);
-    hv du = HV(fma)(x * x, HV(set1)(0.79788456080286535588f * 3 * 0.044715f), HV(set1)(0.79788456080286535588f));
-    hv dt = HV(fnma)(t, t, HV(set1)(1)) * du;
-    return 0.5f * (1.0f + t + x * dt);
-}
-/* The normal distribution: its integral, its density. */
-HPMLI_VFN hv HV(cdf)(hv x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
-HPMLI_VFN hv HV(pdf)(hv x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
-HPMLI_VFN hv HV(silu_slope)(hv x)
-{
-    hv s = HV(sigmoid)(x);
-    return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
-}
-/* The activations: y = f(x), and dy/dx from x or y, whichever is cheaper. s is the slope of leaky relu. */
-#define HPMLI_ACTS(X)                                                                                                  \
-    X(NONE, x, HV(set1)(1))                                                                                            \
-    X(RELU, HV(gt)(x, HV(zero)(), x, HV(eq)(x, x, HV(zero)(), x)), HV(gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))     \
-    X(LEAKY_RELU, HV(gt)(x, HV(zero)(), x, x * s), HV(gt)(y, HV(zero)(), HV(set1)(1), s))                              \
-    X(GELU, x * 0.5f * (1.0f + HV(gelu_t)(x)), HV(gelu_slope)(x))                                                      \
-    X(GELU_ERF, x * HV(cdf)(x), HV(fma)(x, HV(pdf)(x), HV(cdf)(x)))                                                    \
-    X(SILU, x * HV(sigmoid)(x), HV(silu_slope)(x))                                                                     \
-    X(SIGMOID, HV(sigmoid)(x), y * (1.0f - y))                                                                         \
-    X(TANH, HV(tanh)(x), HV(fnma)(y, y, HV(set1)(1)))                                                                  \
-    X(EXP, HV(exp)(x), y)                                                                                              \
-    X(LOG, HV(log)(x), 1.0f / x)                                                                                       \
-    X(SQRT, HV(sqrt)(x), 0.5f / y)                                                                                     \
-    X(SQUARE, x * x, x + x)                                                                                            \
-    X(NEG, -x, HV(set1)(-1))                                                                                           \
-    X(ABS, HV(abs)(x), HV(gt)(x, HV(zero)(), HV(set1)(1), HV(gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
-
-HPMLI_KFN void HV(act_forward)(hpml_act act, float slope, float *to, const float *from, int64_t n)
-{
-    hv s = HV(set1)(slope);
-    switch (act) {
-#define HPMLI_X(name, f, df)                                                                                           \
-    case HPML_ACT_##name:                                                                                              \
-        HV_LOOP(n) {                                                                                                   \
-            hv x = HV(ld)(from + i, c);                                                                                \
-            HV(st)(to + i, f, c);                                                                                      \
-        }                                                                                                              \
-        break;
-        HPMLI_ACTS(HPMLI_X)
-#undef HPMLI_X
-    }
-}
-
-/* xs or ys may be NULL where the slope does not read it: dy stands in. */
-HPMLI_KFN void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs, const float *ys,
-                                int64_t n, int accumulate)
-{
-    hv s = HV(set1)(slope);
-    if (!xs) xs = dy;
-    if (!ys) ys = dy;
-    switch (act) {
-#define HPMLI_X(name, f, df)                                                                                           \
-    case HPML_ACT_##name:                                                                                              \
-        HV_LOOP(n) {                                                                                                   \
-            hv x = HV(ld)(xs + i, c), y = HV(ld)(ys + i, c), d = HV(ld)(dy + i, c) * (df);                             \
-            if (accumulate) d += HV(ld)(dx + i, c);                                                                    \
-            HV(st)(dx + i, d, c);                                                                                      \
-            (void)x, (void)y;                                                                                          \
-        }                                                                                                              \
-        break;
-        HPMLI_ACTS(HPMLI_X)
-#undef HPMLI_X
-    }
-}
-
-#define HPMLI_MAP2(name, op)                                                                                           \
-    HPMLI_KFN void HV(v##name)(float *y, const float *a, const float *b, int64_t n)                                    \
-    {                                                                                                                  \
-        HV_LOOP(n) HV(st)(y + i, HV(ld)(a + i, c) op HV(ld)(b + i, c), c);                                             \
-    }
-HPMLI_MAP2(add, +)
-HPMLI_MAP2(sub, -)
-HPMLI_MAP2(mul, *)
-HPMLI_MAP2(div, /)
-#undef HPMLI_MAP2
-
-HPMLI_KFN void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(st)(y + i, HV(set1)(value), c); }
-
-/* y = a x + b y; b == 0 does not read y. */
-HPMLI_KFN void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
-{
-    hv va = HV(set1)(a), vb = HV(set1)(b);
-    if (b == 0) HV_LOOP(n) HV(st)(y + i, va * HV(ld)(x + i, c), c);
-    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb * HV(ld)(y + i, c)), c);
-}
-
-/* y = a x + b */
-HPMLI_KFN void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
-{
-    hv va = HV(set1)(a), vb = HV(set1)(b);
-    HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb), c);
-}
-
-/* y = a (x - centre) + b, or the larger of that and 0. The centre is subtracted first, because a x and a centre are
-   both rounded at the size of the centre, and their difference would keep that error. */
-HPMLI_KFN void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
-{
-    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
-    if (relu) HV_LOOP(n) HV(st)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c) - vc, vb)), c);
-    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c) - vc, vb), c);
-}
-
-/* y (+)= a x + b (z - centre) + constant */
-HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
-                            int64_t n, int accumulate)
-{
-    hv va = HV(set1)(a), vb = HV(set1)(b), vz = HV(set1)(centre), vc = HV(set1)(constant);
-    HV_LOOP(n) {
-        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c) - vz, vc));
-        if (accumulate) r += HV(ld)(y + i, c);
-        HV(st)(y + i, r, c);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>vreduce   sums, maxima, norms
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms
-   and vmoments join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
-
-#define HPMLI_BLOCK_SUM 1024
-
-#define HPMLI_REDUCE(name, params, term)                                                                               \
-    HPMLI_KFN float HV(name) params                                                                                    \
-    {                                                                                                                  \
-        hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };                                             \
-        int64_t i    = 0;                                                                                              \
-        for (; i + 4 * HV_W <= n; i += 4 * HV_W) {                                                                     \
-            HPMLI_UNROLL                                                                                               \
-            for (int u = 0; u < 4; u++) {                                                                              \
-                const int64_t c = HV_W, at = i + u * HV_W;                                                             \
-                const hv      sum = s[u];                                                                              \
-                s[u] = term;                                                                                           \
-            }                                                                                                          \
-        }                                                                                                              \
-        for (; i < n; i += HV_W) {                                                                                     \
-            const int64_t c = n - i < HV_W ? n - i : HV_W, at = i;                                                     \
-            const hv      sum = s[0];                                                                                  \
-            s[0] = term;                                                                                               \
-        }                                                                                                              \
-        return HV(sum)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
-    }
-HPMLI_VFN hv HV(keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_n) */
-{
-    return n >= HV_W ? v : HV(bits)((1u << n) - 1, v, HV(zero)());
-}
-HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(ld)(x + at, c))
-HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(ld)(a + at, c), HV(ld)(b + at, c), sum))
-#undef HPMLI_REDUCE
-
-#define HPMLI_WIDE(name, params, piece)                                                                                \
-    HPMLI_KFN double HV(name) params                                                                                   \
-    {                                                                                                                  \
-        double sum = 0;                                                                                                \
-        for (int64_t i = 0; i < n; i += HPMLI_BLOCK_SUM) {                                                             \
-            int64_t c = n - i < HPMLI_BLOCK_SUM ? n - i : HPMLI_BLOCK_SUM;                                             \
-            sum += (double)piece;                                                                                      \
-        }                                                                                                              \
-        return sum;                                                                                                    \
-    }
-HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c))
-HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c))
-#undef HPMLI_WIDE
-
-/* sums[0] += sum of w, sums[1] += sum of w d, with d = x - centre; w NULL: w = d, so that a centre near the mean gives
-   the squares about it, and sums[0] how far the centre is from the mean. */
-HPMLI_VFN void HV(moments)(double *sums, const bool weighted, const float *w, const float *x, float centre, int64_t n)
-{
-    const hv vc = HV(set1)(centre);
-    for (int64_t i = 0, end; i < n; i = end) {
-        hv s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() }, t[4] = { s[0], s[0], s[0], s[0] };
-        end = n - i < HPMLI_BLOCK_SUM ? n : i + HPMLI_BLOCK_SUM;
-        for (; i + 4 * HV_W <= end; i += 4 * HV_W) {
-            HPMLI_UNROLL
-            for (int u = 0; u < 4; u++) {
-                hv d = HV(load)(x + i + u * HV_W) - vc, v = weighted ? HV(load)(w + i + u * HV_W) : d;
-                s[u] = s[u] + v, t[u] = HV(fma)(v, d, t[u]);
-            }
-        }
-        for (; i < end; i += HV_W) {
-            int64_t c = end - i < HV_W ? end - i : HV_W;
-            hv      d = HV(keep)(HV(ld)(x + i, c) - vc, c), v = weighted ? HV(ld)(w + i, c) : d;
-            s[0] = s[0] + v, t[0] = HV(fma)(v, d, t[0]);
-        }
-        sums[0] += (double)HV(sum)((s[0] + s[1]) + (s[2] + s[3]));
-        sums[1] += (double)HV(sum)((t[0] + t[1]) + (t[2] + t[3]));
-    }
-}
-
-HPMLI_KFN void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
-{
-    if (w) HV(moments)(sums, true, w, x, centre, n);
-    else HV(moments)(sums, false, NULL, x, centre, n);
-}
-
-HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
-{
-    hv      m = HV(set1)(-INFINITY);
-    int64_t i = 0;
-    for (; i + HV_W <= n; i += HV_W) m = HV(max)(HV(load)(x + i), m);
-    float best = HV(hmax)(m);
-    for (; i < n; i++) best = x[i] > best ? x[i] : best;
-    return best;
-}
-
-/* The largest |x|, 0 for none; NaN where x has one. */
-HPMLI_KFN float HV(vamax)(const float *x, int64_t n)
-{
-    hv m = HV(zero)(), nan = HV(zero)();
-    HV_LOOP(n) {
-        hv v = HV(abs)(HV(ld)(x + i, c));
-        m   = HV(max)(v, m);
-        nan = HV(eq)(v, v, nan, v);
-    }
-    return HV(sum)(nan) == 0 ? HV(hmax)(m) : NAN;
-}
-
-/* y = exp(x - shift); returns the sum. The heart of a softmax. */
-HPMLI_KFN float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
-{
-    hv s = HV(zero)(), vs = HV(set1)(shift);
-    HV_LOOP(n) {
-        hv e = HV(exp)(HV(ld)(x + i, c) - vs);
-        HV(st)(y + i, e, c);
-        s += HV(keep)(e, c);
-    }
-    return HV(sum)(s);
-}
-
-/* out[j] (+)= sum over rows of x[r][j]. Blocks of rows keep the chain of additions short. */
-HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
-{
-    HV_LOOP(cols) {
-        hv total = HV(zero)();
-        for (int64_t r0 = 0; r0 < rows; r0 += 64) {
-            int64_t r = r0, end = r0 + 64 < rows ? r0 + 64 : rows;
-            hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };
-            for (; r + 4 <= end; r += 4) {
-                HPMLI_UNROLL
-                for (int u = 0; u < 4; u++) s[u] += HV(ld)(x + (r + u) * cols + i, c);
-            }
-            for (; r < end; r++) s[0] += HV(ld)(x + r * cols + i, c);
-            total += (s[0] + s[1]) + (s[2] + s[3]);
-        }
-        if (accumulate) total += HV(ld)(out + i, c);
-        HV(st)(out + i, total, c);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>vupdate   optimizer steps, one pass over the data
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
-   same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
-   LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
-
-/* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
-typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
-
-/* Stores an updated weight x at w; a non-finite x is replaced by `was` + instead, where `instead` is 0 or NaN. Only x
-   is checked, because a non-finite gradient makes x non-finite as well. */
-HPMLI_VFN void HV(stepped)(float *w, hv x, hv was, HV(found) *f, int64_t c)
-{
-    hv off = x * HV(zero)();
-    f->weight = f->weight + off;
-    HV(st)(w, HV(eq)(off, off, x, was + f->instead), c);
-}
-
-/* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
-   would stay for ever. A NaN stays one. */
-HPMLI_VFN hv HV(decayed)(float *state, hv x, int64_t c)
-{
-    x = HV(gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
-    HV(st)(state, x, c);
-    return x;
-}
-
-HPMLI_VFN hv HV(moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
-{
-    return HV(decayed)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(ld)(state, c)), c);
-}
-
-HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, HV(found) *f, int64_t c)
-{
-    hv x = HV(ld)(w, c), step;
-    g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
-    step = g;
-    if (m) {
-        hv v = HV(decayed)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), g), c);
-        step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
-    }
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
-}
-
-HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, HV(found) *f, int64_t c)
-{
-    hv x = HV(ld)(w, c), s;
-    g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
-    s = HV(fma)(g, g, HV(ld)(v, c));
-    HV(st)(v, s, c);
-    f->square = HV(fma)(s, HV(zero)(), f->square);
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
-}
-
-HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
-{
-    hv x = HV(ld)(w, c), step;
-    g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
-    step = HV(moment)(v, g * g, o->u.beta2, c);
-    f->square = HV(fma)(step, HV(zero)(), f->square);
-    step = g / (HV(sqrt)(step) + HV(set1)(o->u.eps));
-    if (m) step = HV(decayed)(m, HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), step), c);
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
-}
-
-/* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
-HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, HV(found) *f, int64_t c)
-{
-    hv mean   = HV(moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
-    hv square = HV(moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
-    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite sum would silently freeze its weight */
-    return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
-}
-
-HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
-{
-    hv was = HV(ld)(w, c), x = was, lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
-    if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
-    else x = HV(fnma)(lr * decay, x, x);
-    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
-}
-
-/* After an update with a non-finite result: HPML_BAD_GRADIENT if the gradient was not finite (LAMB has overwritten the
-   gradient), else HPML_BAD_STEP. Resets the state of these elements, because no later gradient would make it finite. */
-HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
-                              int64_t n)
-{
-    int found = HPML_BAD_STEP;
-    for (int64_t i = 0; i < n; i++) {
-        float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
-        bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
-        if (g - g != 0) found = HPML_BAD_GRADIENT;
-        if (lost && m && o->u.bad) m[i] = 0;
-        if (lost && v && o->u.bad) v[i] = 0;
-    }
-    return found;
-}
-
-/* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
-   direction over the gradient, which no later op reads; a gradient that is not finite counts as 0 there, because
-   the length of the whole direction would not be finite either. */
-#define HPMLI_STEP(step)                                                                                               \
-    {                                                                                                                  \
-        hv g = HV(ld)(dw + i, c);                                                                                      \
-        if (more) g = g + HV(ld)(more + i, c);                                                                         \
-        g = g * HV(set1)(o->u.grad_scale);                                                                             \
-        step;                                                                                                          \
-    }
-#define HPMLI_STEPS(step)                                                                                              \
-    for (const int64_t c = HV_W; i + c <= n; i += c) HPMLI_STEP(step)                                                  \
-    for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
-    break;
-HPMLI_VFN void HV(lamb)(const hpmli_opt_args *o, const float *w, hv g, float *r, float *m, float *v, HV(found) *f,
-                        int64_t c)
-{
-    hv off = g * HV(zero)();
-    f->gradient = f->gradient + off;
-    g = HV(eq)(off, off, g, f->instead);
-    HV(st)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(ld)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
-}
-
-HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
-{
-    const hpmli_opt_args own = *args, *o = &own;
-    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
-    float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
-    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.bad ? 0 : NAN) }, *f = &all;
-    int64_t              i = 0;
-    switch (o->u.opt) {
-    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, f, c))
-    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, f, c))
-    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
-    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
-    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, r + i, m + i, v + i, f, c))
-    }
-    if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
-    int found = HV(opt_restart)(o, dw, more, m, v, n);
-    return HV(sum)(all.gradient) == 0 ? found : HPML_BAD_GRADIENT;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>vconvert   storage types, checksums
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* All but f32, which is copied. */
-#define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
-
-HPMLI_KFN void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
-{
-    switch (dtype) {
-    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *y); break;
-#define HPMLI_X(type, name, T) \
-    case HPML_DTYPE_##type: HV_LOOP(n) HV(st)(y + i, HV(ld_##name)((const T *)x + i, c), c); break;
-    HPMLI_STORED(HPMLI_X)
-#undef HPMLI_X
-    }
-}
-
-HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
-{
-    switch (dtype) {
-    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *x); break;
-#define HPMLI_X(type, name, T) \
-    case HPML_DTYPE_##type: HV_LOOP(n) HV(st_##name)((T *)y + i, HV(ld)(x + i, c), c); break;
-    HPMLI_STORED(HPMLI_X)
-#undef HPMLI_X
-    }
-}
-
-/* CRC-32C (Castagnoli's polynomial, as in iSCSI) of n bytes more; the one of no bytes is 0. Portably eight bytes at a
-   time by tables (Kounavis and Berry 2005), which are made on the stack where there is enough to do. */
-HPMLI_KFN uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
-{
-    const unsigned char *p = (const unsigned char *)bytes;
-    crc = ~crc;
-#if HPMLI_ISA == 1 || HPMLI_ISA == 2
-    for (uint64_t word; n >= 8; p += 8, n -= 8) {
-        memcpy(&word, p, 8);
-        crc = (uint32_t)_mm_crc32_u64(crc, word);
-    }
-#else
-    uint32_t table[8][256];
-    for (uint32_t i = 0; i < 256 && n >= 1024; i++) {
-        table[0][i] = i;
-        for (int k = 0; k < 8; k++) table[0][i] = table[0][i] >> 1 ^ (0x82f63b78u & (0 - (table[0][i] & 1)));
-    }
-    for (int k = 1; k < 8 && n >= 1024; k++)
-        for (int i = 0; i < 256; i++) table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 255];
-    for (bool made = n >= 1024; made && n >= 8; p += 8, n -= 8) {
-        uint64_t word;
-        memcpy(&word, p, 8);
-        word ^= crc, crc = 0;
-        for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
-    }
-#endif
-    for (; n > 0; n--) {
-        crc ^= *p++;
-        for (int k = 0; k < 8; k++) crc = crc >> 1 ^ (0x82f63b78u & (0 - (crc & 1)));
-    }
-    return ~crc;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>gemm   matrix product: tiles
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* After Goto & van de Geijn 2008. A tile of C, some rows by some vectors, lives in registers while k runs: each step
-   loads the vectors of B and broadcasts the numbers of A, for a multiply-add each with each: the nearer to a square,
-   the fewer loads. So that operands come from the nearest caches, k is cut into blocks of at most KC, and A and B are
-   packed into the order in which the tile reads them, where that order is not good enough as they stand. Rows and
-   vectors are dealt out evenly (16 rows are 6 + 5 + 5, not 6 + 6 + 4), so there is a tile function for each size.
-
-   Every element of C is summed over k in an order that only the shape decides, not how the work is cut, so results
-   have the same bits for any number of threads. */
-
-#undef HPMLI_MR
-#undef HPMLI_NR
-#undef HPMLI_ROWS
-#undef HPMLI_DOTS
-#undef HPMLI_DOT_MR
-#define HPMLI_NR (2 * HV_W)
-#if HPMLI_ISA == 2
-#define HPMLI_MR     14
-#define HPMLI_ROWS   HPMLI_TIMES_14
-#define HPMLI_DOT_MR 6
-#define HPMLI_DOTS   HPMLI_TIMES_6
-#elif HPMLI_ISA == 1
-#define HPMLI_MR     6
-#define HPMLI_ROWS   HPMLI_TIMES_6
-#define HPMLI_DOT_MR 2
-#define HPMLI_DOTS   HPMLI_TIMES_2
-#elif HPMLI_ISA == 3
-#define HPMLI_MR     8
-#define HPMLI_ROWS   HPMLI_TIMES_8
-#define HPMLI_DOT_MR 4
-#define HPMLI_DOTS   HPMLI_TIMES_4
-#else
-#define HPMLI_MR     4
-#define HPMLI_ROWS   HPMLI_TIMES_4
-#define HPMLI_DOT_MR 2
-#define HPMLI_DOTS   HPMLI_TIMES_2
-#endif
-
-#ifndef HPMLI_TILE_ROW
-#define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
-#define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
-#define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
-#define HPMLI_TIMES_8(X, a)  HPMLI_TIMES_6(X, a) X(a, 6) X(a, 7)
-#define HPMLI_TIMES_14(X, a) HPMLI_TIMES_8(X, a) X(a, 8) X(a, 9) X(a, 10) X(a, 11) X(a, 12) X(a, 13)
-#define HPMLI_TIMES_16(X, a) HPMLI_TIMES_14(X, a) X(a, 14) X(a, 15)
-#define HPMLI_NV (HPMLI_ISA == 2 ? 4 : 2) /* vectors in a tile, at most */
-/* Where tiles go, column after column of them. Written or added to. */
-typedef struct hpmli_tile_out {
-    int64_t tiles, next_a;          /* one below the other, A so far apart */
-    int64_t panels, next_b, next_c; /* columns, B so far apart, C from the end of one to the next */
-    float  *c;
-    int64_t ldc, fetch; /* so many rows of each are worth a prefetch */
-    int     add;
-    int64_t n;      /* columns, from more than all vectors but one; a single vector may be partial */
-    float  *packed; /* NULL, or where the first tile of a panel of B packs it on the way */
-} hpmli_tile_out;
-
-/* What else is done to C. */
-typedef struct hpmli_tile_end {
-    float        alpha, beta;
-    const float *bias_row; /* one for each row, or NULL */
-    const float *bias_col; /* one for each column, or NULL */
-    int          relu;
-} hpmli_tile_end;
-
-#define HPMLI_TILE_ARGS                                                                                                \
-    int64_t kc, const float *a, int64_t ars, int64_t acs, const float *b, int64_t ldb, const hpmli_tile_out *o
-typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
-
-/* What happens to row r of a tile; `mr`, `nv` are constants once inlined: rows and vectors that are not there vanish.
-   Every third row has a pointer, the others are at one or two strides from it. */
-#define HPMLI_TILE_ZERO(nv, r) hv s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
-#define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
-#define HPMLI_TILE_ROW(nv, r)                                                                                          \
-    if (mr > r) {                                                                                                      \
-        hv x = HV(set1)(HPMLI_TILE_AT(r));                                                                             \
-        s##r = HV(fma)(x, b0, s##r);                                                                                   \
-        if (nv > 1) t##r = HV(fma)(x, b1, t##r);                                                                       \
-        if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
-        if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
-    }
-/* Where vector i lies: the last one ends with the last column, and may share some with the one before. */
-#define HPMLI_TILE_V(i)       (nv == i + 1 ? last : i * HV_W)
-#define HPMLI_TILE_LOAD(i, p) (nv <= i ? HV(zero)() : nv == 1 ? HV(load_n)(p, lanes) : HV(load)((p) + HPMLI_TILE_V(i)))
-#define HPMLI_TILE_PUT(i, p, x)                                                                                        \
-    if (nv == 1 && i == 0) HV(store_n)(p, x, lanes);                                                                   \
-    else if (nv > i) HV(store)((p) + HPMLI_TILE_V(i), x);
-#define HPMLI_TILE_STORE(nv, r)                                                                                        \
-    if (mr > r) {                                                                                                      \
-        HPMLI_TILE_PUT(0, c, s##r) HPMLI_TILE_PUT(1, c, t##r) HPMLI_TILE_PUT(2, c, u##r) HPMLI_TILE_PUT(3, c, v##r)    \
-        c += ldc;                                                                                                      \
-    }
-#define HPMLI_TILE_ADD(nv, r)                                                                                          \
-    if (mr > r) {                                                                                                      \
-        s##r = HPMLI_TILE_LOAD(0, c) + s##r, t##r = HPMLI_TILE_LOAD(1, c) + t##r;                                      \
-        u##r = HPMLI_TILE_LOAD(2, c) + u##r, v##r = HPMLI_TILE_LOAD(3, c) + v##r;                                      \
-        HPMLI_TILE_STORE(nv, r)                                                                                        \
-    }
-#define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
-#endif
-
-/* One k: the vectors of B, then row after row. */
-#define HPMLI_TILE_B                                                                                                   \
-    hv b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
-#define HPMLI_TILE_STEP                                                                                                \
-    {                                                                                                                  \
-        HPMLI_TILE_B                                                                                                   \
-        HPMLI_ROWS(HPMLI_TILE_ROW, nv)                                                                                 \
-        a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, b += ldb;                                              \
-    }
-
-/* nv: vectors across. */
-HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
-{
-    float  *c = o->c, *packed = o->packed;
-    int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_W, fetch = o->fetch < kc ? o->fetch : kc;
-    for (int64_t t = 0, left = o->tiles * o->panels; left > 0; left--, b -= kc * ldb) {
-        const float *a0 = a + t * o->next_a, *next = c;
-        const float *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
-        HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
-        int64_t      p = 0, head = packed ? kc : fetch;
-        for (; p < head; p++) { /* more to do than to multiply */
-            if (packed) {
-                HPMLI_TILE_B
-                const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_W); /* or the next panel */
-                HPMLI_TILE_PUT(0, packed, b0) HPMLI_TILE_PUT(1, packed, b1)
-                HPMLI_TILE_PUT(2, packed, b2) HPMLI_TILE_PUT(3, packed, b3)
-                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_W);
-                packed += nv * HV_W;
-            }
-            if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
-                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
-                HPMLI_PREFETCH(next + lanes - 1);
-                next += ldc;
-            }
-            HPMLI_TILE_STEP
-        }
-        if (mr * nv < 20)
-            for (; p < kc; p++) HPMLI_TILE_STEP
-        else
-            HPMLI_UNROLL_4 /* the fewer instructions around the multiply-adds, the better */
-            for (; p < kc; p++) HPMLI_TILE_STEP
-        (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)lanes;
-        if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
-        else { HPMLI_ROWS(HPMLI_TILE_STORE, nv) }
-        if (++t == o->tiles) t = 0, b += o->next_b, c += o->next_c;
-    }
-}
-
-#define HPMLI_TILE(nv, r)                                                                                              \
-    HPMLI_KFN void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                                \
-    { HV(tile)(r + 1, nv, kc, a, ars, acs, b, ldb, o); }
-#define HPMLI_TILE_FN(nv, r) HV(tile_##nv##_##r),
-HPMLI_ROWS(HPMLI_TILE, 1)
-HPMLI_ROWS(HPMLI_TILE, 2)
-#if HPMLI_ISA == 2
-HPMLI_TIMES_8(HPMLI_TILE, 3)
-HPMLI_TIMES_6(HPMLI_TILE, 4)
-#endif
-
-static const int HV(tile_rows)[4] = { HPMLI_MR, HPMLI_MR, 8, 6 }; /* at most, by vectors */
-static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_FN, 1) },
-                                                              { HPMLI_ROWS(HPMLI_TILE_FN, 2) },
-#if HPMLI_ISA == 2
-                                                              { HPMLI_TIMES_8(HPMLI_TILE_FN, 3) },
-                                                              { HPMLI_TIMES_6(HPMLI_TILE_FN, 4) }
-#endif
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>gemm-pack   matrix product: packing and turning
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A matrix that lies the wrong way round is turned in registers, a square of HV_W x HV_W at a time. */
-
-/* HV_W rows of HV_W floats, transposed in registers: out[p * ld + j] = in[j * ldx + p]; zero for j >= rows. */
-HPMLI_VFN void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
-{
-#if HPMLI_ISA == 2
-    __m512 r[16], t[16];
-    HPMLI_UNROLL
-    for (int i = 0; i < 16; i++) r[i] = i < rows ? _mm512_loadu_ps(in + i * ldx) : _mm512_setzero_ps();
-    HPMLI_UNROLL
-    for (int i = 0; i < 8; i++) {
-        t[2 * i]     = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 4; i++) {
-        r[4 * i]     = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 4; i++) {
-        t[i]      = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
-        t[4 + i]  = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
-        t[8 + i]  = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
-        t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 8; i++) {
-        r[i]     = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
-        r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 16; i++) _mm512_storeu_ps(out + i * ld, r[i]);
-#elif HPMLI_ISA == 1
-    __m256 r[8], t[8];
-    HPMLI_UNROLL
-    for (int i = 0; i < 8; i++) r[i] = i < rows ? _mm256_loadu_ps(in + i * ldx) : _mm256_setzero_ps();
-    HPMLI_UNROLL
-    for (int i = 0; i < 4; i++) {
-        t[2 * i]     = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 2; i++) {
-        r[4 * i]     = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 4; i++) {
-        t[i]     = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
-        t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 8; i++) _mm256_storeu_ps(out + i * ld, t[i]);
-#else
-    for (int64_t j = 0; j < HV_W; j++)
-        for (int64_t p = 0; p < HV_W; p++) out[p * ld + j] = j < rows ? in[j * ldx + p] : 0;
-#endif
-}
-
-/* Packs a panel dst[p * width + j] = x[p * ps + j * js], p < pc, j < jn, zero up to width, which is whole vectors. */
-HPMLI_KFN void HV(pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t width, float *dst)
-{
-    for (int64_t j = 0; j < width; j += HV_W) {
-        int64_t rows = jn - j < HV_W ? jn - j : HV_W, p = 0;
-        if (ps == 1)
-            for (; p + HV_W <= pc; p += HV_W) HV(transpose)(x + j * js + p, js, rows, dst + p * width + j, width);
-        for (; p < pc; p++)
-            for (int64_t q = 0; q < HV_W; q++) dst[p * width + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
-    }
-}
-
-/* n lanes of row r, from column j of the tile on, go into C. */
-HPMLI_VFN void HV(tile_save)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
-{
-    v *= HV(set1)(e->alpha);
-    if (e->beta != 0) v = HV(fma)(HV(set1)(e->beta), HV(ld)(c, n), v);
-    if (e->bias_col) v += HV(ld)(e->bias_col + j, n);
-    if (e->bias_row) v += HV(set1)(e->bias_row[r]);
-    if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays */
-    HV(st)(c, v, n);
-}
-
-/* The same for mr rows of a tile. */
-HPMLI_KFN void HV(save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c, int64_t ldc)
-{
-    for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_W)
-        for (int64_t j = 0; j < n; j += HV_W) HV(tile_save)(e, c + j, r, j, HV(load)(tile + j), n - j);
-}
-
-/* A tile of C^T, mr rows of NV vectors, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
-HPMLI_KFN void HV(turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
-                                   float *c, int64_t ldc)
-{
-    float square[HV_W * HV_W];
-    for (int64_t r = 0; r < mr; r += HV_W)
-        for (int64_t q = 0; q < n; q += HV_W) {
-            int64_t lanes = mr - r < HV_W ? mr - r : HV_W, rows = n - q < HV_W ? n - q : HV_W;
-            float  *to    = c + q * ldc + r;
-            HV(transpose)(tile + r * HPMLI_NV * HV_W + q, HPMLI_NV * HV_W, lanes, square, HV_W);
-            for (int64_t i = 0; i < rows; i++)
-                if (plain) HV(st)(to + i * ldc, HV(load)(square + i * HV_W), lanes);
-                else HV(tile_save)(e, to + i * ldc, q + i, r, HV(load)(square + i * HV_W), lanes);
-        }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>gemm-part   matrix product: one rectangle of C
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A product seen from the tile: `rows` of P are broadcast, columns of Q are vectors. Mostly P is A and Q is B.
-   Swapped, P is B^T and Q is A^T and tiles of C^T are turned on the way out: for products where turning B would cost
-   more. */
-typedef struct HV(view) {
-    const hpmli_gemm_part *part;
-    const float *p;
-    int64_t      p_rs, p_ks; /* row and k strides of P */
-    const float *q;
-    int64_t      q_ks, q_cs; /* k and column strides of Q */
-    float       *c;          /* first element of the part */
-    int64_t      ldc, rows, cols, k;
-    bool         swapped;
-    bool         pack_q;       /* pack panels of Q; as they stand, while the first tile is computed */
-    float       *packed_p;     /* NULL, or where the block of P is packed, tile after tile */
-    int64_t      tiles, height; /* down the block of rows, at most so high */
-    bool         plain;        /* tiles are only stored or added, ... */
-    bool         fetch;        /* ... C is worth a prefetch, */
-    hpmli_tile_end end;        /* or this is done; for the block of k */
-} HV(view);
-
-/* Columns of P, ks apart, that lie far from each other: each is in another page, and a few sets of the cache take them
-   all. They are worth packing for so many columns of Q. */
-HPMLI_VFN bool HV(far)(int64_t rs, int64_t ks, int64_t k, int64_t cols)
-{
-    return rs == 1 && ks * k >= 262144 && cols >= 4 * HPMLI_NR;
-}
-
-HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
-{
-    const hpmli_gemm_desc *d = part->d;
-    HV(view)    v;
-    int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
-    memset(&v, 0, sizeof v);
-    v.part = part;
-    v.ldc  = d->ldc;
-    v.k    = d->alpha == 0 ? 0 : d->k;
-    v.c    = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
-    v.p = v.q = part->ws; /* nothing is read when k is 0 */
-    v.rows = m, v.cols = n;
-    if (v.k == 0) return v;
-    v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_rs, v.p_rs = d->a_rs, v.p_ks = d->a_cs;
-    v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_cs, v.q_ks = d->b_rs, v.q_cs = d->b_cs;
-    /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C, into far rows. */
-    int64_t keep = (v.q_cs != 1) * n + HV(far)(v.p_rs, v.p_ks, v.k, n) * m;
-    int64_t swap = (v.p_rs != 1) * m + HV(far)(v.q_cs, v.q_ks, v.k, m) * n;
-    if (keep * v.k > swap * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
-        const float *p = v.p;
-        int64_t      rs = v.p_rs, ks = v.p_ks;
-        v.p = v.q, v.p_rs = v.q_cs, v.p_ks = v.q_ks;
-        v.q = p, v.q_cs = rs, v.q_ks = ks;
-        v.rows = n, v.cols = m, v.swapped = true;
-    }
-    v.pack_q = v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) >= 262144));
-    if (HV(far)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
-    return v;
-}
-
-/* From one packed tile of P to the next: not a power of two apart, with room for what spills over. */
-HPMLI_VFN int64_t HV(packed_size)(const HV(view) *v, int64_t kc) { return v->height * kc + 16; }
-
-/* Packs the block of P at p, tile after tile; eight k for all of them, so that lines are read from the nearest cache,
-   which those of the next eight are on their way to. Eight rows at a time: the last may spill over, into what comes
-   later. */
-HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int64_t kc)
-{
-    int64_t tiles = v->tiles, rows = mc / tiles, more = mc % tiles, height = v->height, ks = v->p_ks;
-    for (int64_t k0 = 0, n; k0 < kc; k0 += n, p += n * ks) {
-        n = kc - k0 < 8 ? kc - k0 : 8;
-        for (int64_t k = n; k < 2 * n; k++)
-            for (int64_t i = 0; i < mc; i += 16) __builtin_prefetch(p + k * ks + i);
-        for (int64_t t = 0, i = 0; t < tiles; i += rows + (t < more), t++)
-            for (int64_t j = (height - 1) / 8 * 8; j >= 0; j -= 8) {
-                float       *to   = v->packed_p + t * HV(packed_size)(v, kc) + k0 * height + j;
-                const float *from = p + i + j;
-                int64_t      left = mc - i - j;
-                for (int64_t k = 0; k < n; k++, to += height, from += ks)
-                    if (left >= 8) memcpy(to, from, 8 * sizeof(float));
-                    else for (int64_t q = 0; q < left; q++) to[q] = from[q];
-            }
-    }
-}
-
-/* Rows [i0, i0 + mc) x `count` panels of n columns from j on, over k [p0, p0 + kc). pb: room for the packed panel. */
-HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
-                                    int64_t p0, int64_t kc, float *pb, bool ready, int64_t count)
-{
-    bool         packed = v->packed_p != NULL;
-    const float *a = packed ? v->packed_p : v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
-    int64_t      ldb = v->q_ks, vectors = (n + HV_W - 1) / HV_W, width = vectors * HV_W;
-    int64_t      more = mc % v->tiles, mr = mc / v->tiles + (more > 0); /* so many tiles are one row higher */
-    bool         direct = v->plain && !v->swapped;
-    float          tile[HPMLI_MR * HPMLI_NV * HV_W];
-    hpmli_tile_end e = v->end;
-    hpmli_tile_out o;
-    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_W, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
-    if (v->pack_q) {
-        if (!ready && v->q_cs == 1) o.packed = pb;
-        else {
-            if (!ready) HV(pack)(v->q + p0 * ldb + j * v->q_cs, ldb, v->q_cs, kc, n, width, pb);
-            b = pb, ldb = width;
-        }
-    }
-    for (int64_t t = 0, i = i0; t < v->tiles; t += o.tiles, i += mr * o.tiles) {
-        int64_t ci = v->swapped ? j : i, cj = v->swapped ? i : j;
-        float  *c  = v->c + ci * v->ldc + cj;
-        if (t == more && more > 0) mr--;
-        o.tiles = !direct || o.packed ? 1 : (t < more ? more : v->tiles) - t;
-        o.next_a = packed ? HV(packed_size)(v, kc) : mr * v->p_rs;
-        o.panels = count, o.next_b = n, o.next_c = n - o.tiles * mr * v->ldc;
-        o.fetch = direct && v->fetch ? mr : 0;
-        if (direct) o.c = c;
-        HV(tiles)[vectors - 1][mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? v->height : v->p_ks, b, ldb, &o);
-        if (!direct) {
-            e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
-            e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
-            if (v->swapped) HV(turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
-            else HV(save)(tile, mr, n, &e, c, v->ldc);
-        }
-        if (o.packed) o.packed = NULL, b = pb, ldb = width;
-        a += o.next_a * o.tiles;
-    }
-}
-
-/* What is done to tiles of the block of k from p0 on. */
-HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
-{
-    const hpmli_gemm_desc *d    = v->part->d;
-    bool                   last = p0 + kc == v->k;
-    v->end.alpha    = d->alpha;
-    v->end.beta     = p0 == 0 ? d->beta : 1;
-    v->end.bias_col = last && d->bias_n ? d->bias_n + v->part->j0 : NULL;
-    v->end.bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
-    v->end.relu     = last && d->act == 1;
-    v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col &&
-                      !v->end.bias_row && !v->end.relu;
-    /* C is larger than the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
-    v->fetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
-}
-
-/* Block after block of k, of columns, of rows. For the first block of rows the panels of Q are packed, as they come. */
-HPMLI_KFN void HV(blocks)(HV(view) *v)
-{
-    float  *pb = v->part->ws;
-    int64_t k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1, row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1; /* 0: one */
-    for (int64_t kb = 0; kb < k_blocks; kb++) {
-        int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
-        HV(block_end)(v, p0, kc);
-        for (int64_t j0 = 0, nc; j0 < v->cols; j0 += nc) {
-            nc = !v->pack_q || v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
-            int64_t vectors = (nc + HV_W - 1) / HV_W;
-            int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
-            v->height = HV(tile_rows)[(vectors - 1) / panels];
-            for (int64_t rb = 0; rb < row_blocks; rb++) {
-                int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
-                v->tiles = (mc + v->height - 1) / v->height;
-                if (v->packed_p) HV(pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
-                /* panels of full width in one go: a single row of tiles, or k so short that calls would cost more */
-                bool    row   = v->plain && !v->swapped && !v->pack_q && v->height == HV(tile_rows)[most - 1];
-                int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !v->packed_p)) ? nc / (most * HV_W) : 0;
-                for (int64_t t = 0, j = 0, end, count; j < nc; t += count, j = end) {
-                    count = t < whole ? whole : 1;
-                    end   = t < whole ? whole * most * HV_W : vectors * (t + 1) / panels * HV_W;
-                    HV(panel)(v, i0, mc, j0 + j, ((end < nc ? end : nc) - j) / count, p0, kc,
-                              row_blocks > 1 ? pb + j * kc : pb, rb > 0, count);
-                }
-            }
-        }
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>gemm-thin   matrix product: small and thin shapes
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Where C is small, or only a row, packing and turning would cost more than the product itself. If both operands run
-   along k, each element is a dot product: vectors run along k, a tile of MR x 4 sums shares its loads, and no lane is
-   idle. */
-
-#ifndef HPMLI_DOT_ROW
-#define HPMLI_DOT_ZERO(L, r) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
-#define HPMLI_DOT_ROW(LOAD, r)                                                                                         \
-    if (mr > r) {                                                                                                      \
-        hv x = LOAD(p + r * p_rs);                                                                                     \
-        s##r = HV(fma)(x, b0, s##r), t##r = HV(fma)(x, b1, t##r);                                                      \
-        u##r = HV(fma)(x, b2, u##r), v##r = HV(fma)(x, b3, v##r);                                                      \
-    }
-#define HPMLI_DOT_STEP(LOAD)                                                                                           \
-    hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                     \
-    HPMLI_DOTS(HPMLI_DOT_ROW, LOAD)
-#define HPMLI_DOT_REST(p) HV(load_n)(p, k - i)
-#define HPMLI_DOT_SAVE(L, r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
-#define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
-#define HPMLI_DOT(L, r)                                                                                                \
-    HPMLI_KFN void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_rs, q, q_rs, n, out); }
-#define HPMLI_DOT_FN(L, r) HV(dot_##r),
-typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
-#endif
-
-/* Dot products of mr rows of P with 4 of Q, along k: out[r * 4 + j]. With n < 4 rows of Q the last stands in for the
-   rest. */
-HPMLI_VFN void HV(dot)(const int mr, HPMLI_DOT_ARGS)
-{
-    const float *q0 = q, *q1 = n > 1 ? q0 + q_rs : q0, *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
-    int64_t      i  = 0;
-    HPMLI_DOTS(HPMLI_DOT_ZERO, 0)
-    for (; i + HV_W <= k; i += HV_W) {
-        HPMLI_DOT_STEP(HV(load))
-        p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W;
-    }
-    if (i < k) { HPMLI_DOT_STEP(HPMLI_DOT_REST) }
-    HPMLI_DOTS(HPMLI_DOT_SAVE, 0)
-}
-
-HPMLI_DOTS(HPMLI_DOT, 0)
-static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOTS(HPMLI_DOT_FN, 0) };
-
-/* Element (i, j) of one product, finished. */
-HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
-{
-    x *= d->alpha;
-    if (d->beta != 0) x += d->beta * *c;
-    if (d->bias_n) x += d->bias_n[j];
-    if (d->bias_m) x += d->bias_m[i];
-    *c = d->act == 1 && !(x > 0) ? 0 : x;
-}
-
-HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
-{
-    const hpmli_gemm_desc *d = part->d;
-    int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
-    const float *a = d->a + part->batch * d->a_batch + part->i0 * d->a_rs;
-    const float *b = d->b + part->batch * d->b_batch + part->j0 * d->b_cs;
-    float       *c = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
-    int     turned = n * ((m + 3) / 4) < m * ((n + 3) / 4); /* which dimension goes better in fours */
-    bool    plain  = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1;
-    int64_t rows = turned ? n : m, cols = turned ? m : n;
-    int64_t p_rs = turned ? d->b_cs : d->a_rs, q_rs = turned ? d->a_rs : d->b_cs;
-    const float *p = turned ? b : a, *q = turned ? a : b;
-    int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
-    for (int64_t j = 0; j < cols; j += 4)
-        for (int64_t t = 0; t < tiles; t++) {
-            int64_t i = t * rows / tiles, mr = (t + 1) * rows / tiles - i, nr = cols - j < 4 ? cols - j : 4;
-            float   out[4 * HPMLI_DOT_MR];
-            HV(dots)[mr - 1](d->k, p + i * p_rs, p_rs, q + j * q_rs, q_rs, nr, out);
-            for (int64_t r = 0; r < mr; r++) {
-                if (plain && nr == 4) {
-                    float *to = turned ? c + j * d->ldc + i + r : c + (i + r) * d->ldc + j, *from = out + 4 * r;
-                    if (!turned) memcpy(to, from, 4 * sizeof(float));
-                    else to[0] = from[0], to[d->ldc] = from[1], to[2 * d->ldc] = from[2], to[3 * d->ldc] = from[3];
-                    continue;
-                }
-                for (int64_t s = 0; s < nr; s++) {
-                    int64_t ci = turned ? j + s : i + r, cj = turned ? i + r : j + s;
-                    HV(save_one)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
-                }
-            }
-        }
-}
-
-#define HPMLI_ROW_ZERO(nv, i) hv s##i = HV(zero)();
-#define HPMLI_ROW_ADD(nv, i)                                                                                           \
-    if (nv > i) s##i = HV(fma)(x, nv > i + 1 ? HV(load)(b + i * HV_W) : HV(ld)(b + i * HV_W, n - i * HV_W), s##i);
-#define HPMLI_ROW_SAVE(nv, i)                                                                                          \
-    if (nv > i) HV(tile_save)(&e, c + i * HV_W, 0, j + i * HV_W, s##i, nv > i + 1 ? HV_W : n - i * HV_W);
-/* One row times `nv` vectors of columns of a matrix whose rows are contiguous; the last may be partial. */
-HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
-{
-    const hpmli_gemm_desc *d = part->d;
-    const float *a = d->a + part->batch * d->a_batch, *b = d->b + part->batch * d->b_batch + j;
-    float       *c = d->c + part->batch * d->c_batch + j;
-    hpmli_tile_end e;
-    e.alpha = d->alpha, e.beta = d->beta, e.relu = d->act == 1;
-    e.bias_row = d->bias_m, e.bias_col = d->bias_n;
-    HPMLI_TIMES_16(HPMLI_ROW_ZERO, nv)
-    for (int64_t p = 0; p < d->k; p++, b += d->b_rs) {
-        hv x = HV(set1)(a[p * d->a_cs]);
-        HPMLI_TIMES_16(HPMLI_ROW_ADD, nv)
-    }
-    HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
-}
-
-/* As many vectors of C at a time as there are registers for, so that B is read in long stretches; nine rather than one
-   left over. */
-HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
-{
-    for (int64_t j = part->j0, v, n; j < part->j1; j += n) {
-        v = (part->j1 - j + HV_W - 1) / HV_W;
-        v = HPMLI_ISA == 2 && (v == 16 || v >= 24) ? 16 : v == 9 ? 9 : v >= 8 ? 8 : v >= 4 ? 4 : 1;
-        n = part->j1 - j < v * HV_W ? part->j1 - j : v * HV_W;
-        if (HPMLI_ISA == 2 && v == 16) HV(gemm_row_piece)(16, part, j, n);
-        else if (v == 9) HV(gemm_row_piece)(9, part, j, n);
-        else if (v == 8) HV(gemm_row_piece)(8, part, j, n);
-        else if (v == 4) HV(gemm_row_piece)(4, part, j, n);
-        else HV(gemm_row_piece)(1, part, j, n);
-    }
-}
-
-HPMLI_KFN void HV(gemm_part)(const hpmli_gemm_part *part)
-{
-    const hpmli_gemm_desc *d = part->d;
-    bool plain = d->alpha != 0 && d->k > 0;
-    if (plain && d->m == 1 && d->b_cs == 1 && d->n > 1) HV(gemm_row)(part);
-    else if (plain && d->a_cs == 1 && d->b_rs == 1 && (d->m == 1 || d->n == 1 ||
-             (d->k >= 128 && (d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024))))
-        HV(gemm_dots)(part);
-    else {
-        HV(view) v = HV(view_of)(part);
-        HV(blocks)(&v);
-    }
-}
-
-/* Row i of C from `count` parts of the sum over k, `apart` floats from one to the next; added up in order. */
-HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
-{
-    hpmli_tile_end e;
-    float *c = d->c + i * d->ldc;
-    e.alpha    = d->alpha;
-    e.beta     = d->beta;
-    e.relu     = d->act == 1;
-    e.bias_row = d->bias_m ? d->bias_m + i : NULL;
-    e.bias_col = d->bias_n;
-    for (int64_t j = 0; j < d->n; j += HV_W) {
-        int64_t n = d->n - j < HV_W ? d->n - j : HV_W;
-        hv      s = HV(ld)(sums + i * d->n + j, n);
-        for (int64_t t = 1; t < count; t++) s += HV(ld)(sums + t * apart + i * d->n + j, n);
-        HV(tile_save)(&e, c + j, 0, j, s, n);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>random   Philox: random numbers by number
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* One round of Philox takes the words c of a counter and the key k to
-       (high(M1 c2) ^ c1 ^ k0,  low(M1 c2),  high(M0 c0) ^ c3 ^ k1,  low(M0 c0))
-   and adds a constant to each half of the key; ten rounds make a block of four random words [Salmon et al., "Parallel
-   random numbers: as easy as 1, 2, 3", SC 2011]. In a vector register that holds whole blocks the factors c0 and c2 are
-   the even words, where the 32 x 32 -> 64 bit multiplication wants them; the products read backwards are (high, low,
-   high, low) of the line above, and the counter shifted right by one word is (c1, 0, c3, 0): a round is five
-   instructions.
-
-   The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or ends inside a
-   chunk computes all of it and keeps its part. Where a product is added to something it is a fused multiply-add, in the
-   scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
-
-/* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. HV(pairs): the 64-bit words (a, b) for
-   each; HV(products): the line above without its last two terms; HV(words): words as floats, rounded. */
-#if HPMLI_ISA == 0
-HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
-{
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
-    for (int round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)HPMLI_PHILOX_M0 * c0, p1 = (uint64_t)HPMLI_PHILOX_M1 * c2;
-        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)p1;
-        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)p0;
-        k0 += HPMLI_PHILOX_W0;
-        k1 += HPMLI_PHILOX_W1;
-    }
-    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
-}
-static HPMLI_UNUSED const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
-HPMLI_VFN hv HV(words)(const uint32_t *p) { return (float)*p; }
-HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return fmaf(a, b, c); }
-#else
-#if HPMLI_ISA == 1
-HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm256_set_epi64x(b, a, b, a); }
-HPMLI_VFN hv HV(words)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
-{
-    hu words = HV(load_words)(p);
-    return HV(fma)(HV(of_i32)(words >> 8), HV(set1)(256), HV(of_i32)(words & 255u));
-}
-#elif HPMLI_ISA == 2
-HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm512_set4_epi64(b, a, b, a); }
-HPMLI_VFN hv HV(words)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
-#else
-HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b)
-{
-    return (hu)vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
-}
-HPMLI_VFN hu HV(products)(hu c, hu m)
-{
-    hu products = vrev64q_u32((hu)vmull_u32(vmovn_u64((hq)c), vmovn_u64((hq)m)));
-    return vextq_u32(products, products, 2);
-}
-HPMLI_VFN hv HV(words)(const uint32_t *p) { return vcvtq_f32_u32(HV(load_words)(p)); }
-#endif
-#if HPMLI_ISA != 3
-HPMLI_VFN hu HV(products)(hu c, hu m)
-{
-    HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
-    return (hu)HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
-}
-#endif
-HPMLI_VFN hu HV(philox_round)(hu c, hu key, hu m) { return HV(products)(c, m) ^ key ^ (hu)((hq)c >> 32); }
-HPMLI_VFN hu HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
-{
-    return (hu)((hq)HV(pairs)((int64_t)block, (int64_t)stream) + (hq)HV(load_words)(hpmli_block_numbers));
-}
-HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return HV(fma)(a, b, c); }
-#endif
-
-/* Chunk number `chunk` of a stream. Four vectors at a time hide the latency of the multiplication. */
-HPMLI_VFN void HV(chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
-{
-    uint64_t block = chunk * (HPMLI_CHUNK / 4);
-#if HPMLI_ISA == 0
-    for (int b = 0; b < HPMLI_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
-#else
-    hu m = HV(pairs)(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = HV(pairs)(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
-    for (int i = 0; i < HPMLI_CHUNK; i += 4 * HV_W, block += HV_W) {
-        hu key = HV(pairs)((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
-        HPMLI_UNROLL
-        for (int u = 0; u < 4; u++) c[u] = HV(philox_count)(block + (uint64_t)u * (HV_W / 4), stream);
-        for (int round = 0; round < 10; round++, key += bump) {
-            HPMLI_UNROLL
-            for (int u = 0; u < 4; u++) c[u] = HV(philox_round)(c[u], key, m);
-        }
-        HPMLI_UNROLL
-        for (int u = 0; u < 4; u++) HV(store_words)(w + i + u * HV_W, c[u]);
-    }
-#endif
-}
-
-/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, for log m the
-   polynomial of hpmli_log; log 2 is split in two so that e times the larger part is exact. */
-HPMLI_VFN hv HV(radius)(hv u)
-{
-    hv m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
-    e = HV(gt)(m, root2, e + 1.0f, e);
-    f = HV(gt)(m, root2, m * 0.5f, m) - 1.0f;
-    z = f * f;
-    y = HPMLI_LOG_POLY(HV(fused), f);
-    y = HV(fused)(f * z, y, e * -2.12194440e-4f);
-    y = HV(fused)(z, HV(set1)(-0.5f), y) + f;
-    y = HV(fused)(e, HV(set1)(0.693359375f), y);
-    return HV(sqrt)(HV(max)(y * -2.0f, HV(zero)()));
-}
-
-/* cos and sin of 2 pi t for t in [-1/2, 1/2]: exact reduction to an eighth of a turn, then polynomials (Cephes). */
-HPMLI_VFN void HV(cos_sin)(hv t, hv *cosine, hv *sine)
-{
-    hv q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
-    hv x = HV(fused)(q, HV(set1)(-0.25f), t) * 6.28318531f, z = x * x;
-    hv s    = HV(fused)(HV(set1)(-1.9515295891e-4f), z, HV(set1)(8.3321608736e-3f));
-    hv c    = HV(fused)(HV(set1)(2.443315711809948e-5f), z, HV(set1)(-1.388731625493765e-3f));
-    s = HV(fused)(x * z, HV(fused)(s, z, HV(set1)(-1.6666654611e-1f)), x);
-    c = HV(fused)(z, HV(fused)(z, HV(fused)(c, z, HV(set1)(4.166664568298827e-2f)), HV(set1)(-0.5f)), one);
-    hv u    = HV(eq)(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
-    hv v    = HV(eq)(aq, one, c, s);
-    u = HV(gt)(aq, one, -u, u);
-    v = HV(gt)(aq, one, -v, v);
-    *cosine = HV(eq)(q, one, -u, u);
-    *sine   = HV(eq)(q, HV(set1)(-1), -v, v);
-}
-
-/* Two words to two independent normals: radius from the first, angle from the second (Box & Muller). */
-HPMLI_VFN void HV(box_muller)(const uint32_t *a, const uint32_t *b, hv *x, hv *y)
-{
-    const float scale = 1.0f / 4294967296.0f;
-    hv          u = HV(fused)(HV(words)(a), HV(set1)(scale), HV(set1)(scale / 2)), r = HV(radius)(u), c, s;
-    HV(cos_sin)(HV(of_i32)(HV(load_words)(b)) * scale, &c, &s);
-    *x = r * c;
-    *y = r * s;
-}
-
-HPMLI_VFN void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
-{
-    for (int i = 0; i < HPMLI_CHUNK; i += HV_W)
-        HV(store)(x + i, HV(of_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
-}
-
-/* Words j and j + 32 of a chunk make normals j and j + 32. */
-HPMLI_VFN void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
-{
-    for (int i = 0; i < HPMLI_CHUNK / 2; i += HV_W) {
-        hv a, b;
-        HV(box_muller)(w + i, w + i + HPMLI_CHUNK / 2, &a, &b);
-        HV(store)(x + i, a);
-        HV(store)(x + i + HPMLI_CHUNK / 2, b);
-    }
-}
-
-/* Numbers first .. first + n - 1 of a stream: a walk over chunks. out: (n), of floats or of words. */
-HPMLI_KFN void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
-{
-    uint32_t w[HPMLI_CHUNK];
-    float    x[HPMLI_CHUNK], *to = (float *)out;
-    for (int64_t c; n > 0; to += c, first += (uint64_t)c, n -= c) {
-        int64_t skip = (int64_t)(first % HPMLI_CHUNK);
-        c = HPMLI_CHUNK - skip < n ? HPMLI_CHUNK - skip : n;
-        HV(chunk)(w, seed, stream, first / HPMLI_CHUNK);
-        if (kind == HPMLI_UNIFORM) HV(chunk_uniform)(c == HPMLI_CHUNK ? to : x, w);
-        else if (kind == HPMLI_NORMAL) HV(chunk_normal)(c == HPMLI_CHUNK ? to : x, w);
-        else memcpy(to, w + skip, (size_t)c * sizeof *w);
-        if (kind != HPMLI_WORDS && c < HPMLI_CHUNK) memcpy(to, x + skip, (size_t)c * sizeof *x);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>onebit   gradient codecs: 1 bit and bf16, one row
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. With v = g + e, a row becomes a bit for each element, v >=
-   0, and two levels: the mean of the elements on each side, which for this threshold is the best reconstruction in the
-   sense of least squares. Pass 1 reads g and e, leaves v in e, writes the bits and sums both sides; pass 2 finds v
-   still in the cache and takes the levels off: e = v - level, rounded once.
-
-   Every instruction set sums in the same order, hence sends the same bits: element i goes to lane i % 16 of a float
-   accumulator (one register or several), lanes are added by halves, and every 1,024 elements the result goes to a
-   double. A mean is kept within the least and greatest element of its side, so that a side whose elements are all equal
-   is exact: what was quantized once is quantized again without loss. */
-
-#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_W) /* registers that make up the lanes */
-
-typedef struct HV(onebit_acc) {
-    hv sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
-} HV(onebit_acc);
-
-/* c elements, at most 16; returns their bits. e NULL: no feedback. */
-HPMLI_VFN uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
-{
-    hv       zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
-    uint32_t bits = 0, valid = (1u << c) - 1;
-#if HV_W > 1 /* sixteen numbers are a loop */
-    HPMLI_UNROLL
-#endif
-    for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
-        int64_t at = u * HV_W, left = c > at ? c - at : 0;
-        hv      v  = HV(ld)(g + at, left), least; /* 0 in lanes behind the end */
-        if (e) {
-            v += HV(ld)(e + at, left);
-            HV(st)(e + at, v, left);
-        }
-        bits |= HV(signmask)(v) << at;
-        a->sum[0][u] += HV(ge)(v, zero, zero, v);
-        a->sum[1][u] += HV(ge)(v, zero, v, zero);
-        /* 0 does no harm to the extremes of either side, which only count when it has elements, but for one */
-        least = HV(min)(HV(ge)(v, zero, v, inf), a->least[1][u]);
-        a->least[0][u] = HV(min)(v, a->least[0][u]);
-        a->most[0][u]  = HV(max)(HV(ge)(v, zero, minf, v), a->most[0][u]);
-        a->least[1][u] = left < HV_W ? HV(bits)(valid >> at, least, a->least[1][u]) : least;
-        a->most[1][u]  = HV(max)(v, a->most[1][u]);
-    }
-    return bits & valid;
-}
-
-/* Pass 1. bits: ceil(n / 32) * 4 bytes. e: in e, out v. A NaN or infinity shows in the sums. */
-HPMLI_KFN void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
-{
-    HV(onebit_acc) a;
-    int64_t                   ones = 0;
-    row->sum[0] = row->sum[1] = 0;
-    HPMLI_UNROLL
-    for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
-        a.least[0][u] = a.least[1][u] = HV(set1)(INFINITY);
-        a.most[0][u] = a.most[1][u] = HV(set1)(-INFINITY);
-    }
-    for (int64_t i = 0; i < n;) {
-        int64_t end = n - i < HPMLI_ONEBIT_CHUNK ? n : i + HPMLI_ONEBIT_CHUNK;
-        HPMLI_UNROLL
-        for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = HV(zero)();
-        for (; i < end; i += HPMLI_ONEBIT_LANES) { /* two calls: a whole step is compiled without its checks */
-            float   *ei = e ? e + i : NULL;
-            uint32_t m  = end - i >= HPMLI_ONEBIT_LANES ? HV(onebit_step)(&a, ei, g + i, HPMLI_ONEBIT_LANES)
-                                                        : HV(onebit_step)(&a, ei, g + i, end - i);
-            bits[i / 8]     = (uint8_t)m;
-            bits[i / 8 + 1] = (uint8_t)(m >> 8);
-            ones += __builtin_popcount(m);
-        }
-        for (int side = 0; side < 2; side++) {
-            HPMLI_UNROLL
-            for (int h = HPMLI_ONEBIT_V / 2; h > 0; h /= 2)
-                for (int u = 0; u < h; u++) a.sum[side][u] += a.sum[side][u + h];
-            row->sum[side] += (double)HV(sum)(a.sum[side][0]);
-        }
-    }
-    if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* to whole words */
-    for (int side = 0; side < 2; side++) {
-        HPMLI_UNROLL
-        for (int u = 1; u < HPMLI_ONEBIT_V; u++) {
-            a.least[side][0] = HV(min)(a.least[side][0], a.least[side][u]);
-            a.most[side][0]  = HV(max)(a.most[side][0], a.most[side][u]);
-        }
-        row->least[side] = -HV(hmax)(-a.least[side][0]);
-        row->most[side]  = HV(hmax)(a.most[side][0]);
-    }
-    row->count[1] = ones;
-    row->count[0] = n - ones;
-}
-
-/* Pass 2: e holds v, gets v - level. */
-HPMLI_KFN void HV(onebit_carry)(float *e, float low, float high, int64_t n)
-{
-    hv l = HV(set1)(low), h = HV(set1)(high);
-    HV_LOOP(n) {
-        hv v = HV(ld)(e + i, c);
-        HV(st)(e + i, v - HV(ge)(v, HV(zero)(), h, l), c);
-    }
-}
-
-#define HPMLI_ONEBIT_DECODE(name, result)                                                                              \
-    HPMLI_KFN void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)                         \
-    {                                                                                                                  \
-        hv l = HV(set1)(low), h = HV(set1)(high);                                                                      \
-        for (int64_t i = 0; i < n; i += HPMLI_ONEBIT_LANES) {                                                          \
-            uint32_t m = bits[i / 8] | (uint32_t)bits[i / 8 + 1] << 8;                                                 \
-            HPMLI_UNROLL                                                                                               \
-            for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_W) {                                                       \
-                int64_t c = n - i > u ? n - i - u : 0;                                                                 \
-                float  *y = out + i + u;                                                                               \
-                hv      v = HV(bits)(m >> u, h, l);                                                                    \
-                HV(st)(y, result, c);                                                                                  \
-            }                                                                                                          \
-        }                                                                                                              \
-    }
-HPMLI_ONEBIT_DECODE(onebit_decode, v)
-HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(ld)(y, c) + v)
-#undef HPMLI_ONEBIT_DECODE
-#undef HPMLI_ONEBIT_V
-
-/* packed = bf16(g + e), e = what was lost; e NULL: no feedback. False when something does not fit: NaN, infinity, or a
-   float that rounds to infinity; 0 * lost is NaN then, and stays so in the sum. */
-HPMLI_KFN bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
-{
-    hv nan = HV(zero)();
-    HV_LOOP(n) {
-        hv v = HV(ld)(g + i, c), lost;
-        if (e) v += HV(ld)(e + i, c);
-        HV(st_bf16)(packed + i, v, c);
-        lost = v - HV(ld_bf16)(packed + i, c);
-        if (e) HV(st)(e + i, lost, c);
-        nan = HV(fma)(lost, HV(zero)(), nan);
-    }
-    return HV(sum)(nan) == 0;
-}
-
-HPMLI_KFN void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
-{
-    HV_LOOP(n) HV(st)(out + i, HV(ld)(out + i, c) + HV(ld_bf16)((const uint16_t *)packed + i, c), c);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>conv-kernels   convolution: tiles of pixels by channels
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A convolution is a matrix product, Y (pixels, out) = columns (pixels, K) x W (K, out), K = taps x channels. The
-   matrix of columns is never made: in an image stored pixel by pixel, channels innermost (NHWC), with its zeros around
-   it, the numbers that a pixel reads are a few long runs, one for each row of the kernel, and the next pixel's are the
-   same moved by one pixel. So each image is turned once into that order, which costs about a hundredth of the work, and
-   tiles of a few pixels by two vectors of channels read it where it stands. Results are turned back on their way out,
-   in bands of some rows.
-
-   The same tile makes all three products. The gradient of the weights has taps x channels for rows and sums over
-   pixels; that of the input has pixels of dy for rows, taps x channels for columns, and adds them to where those taps
-   read. */
-
-/* The rows of a tile are those of >>gemm. */
-HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
-{
-    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc;
-    const int64_t lanes = HV_W, last = (nv - 1) * HV_W; /* tiles are whole: the result has room for them */
-    HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
-    for (int64_t u = s->runs[0]; u > 0; u--, a += s->a_at[0], b += s->b_at[0]) {
-        const float *from = a, *with = b;
-        for (int64_t v = s->runs[1]; v > 0; v--, from += s->a_at[1], with += s->b_at[1]) {
-            const float *a0 = from, *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
-            const float *q = with;
-            for (int64_t p = s->length; p > 0; p--) {
-                hv b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_W), b2 = b1, b3 = b1;
-                HPMLI_ROWS(HPMLI_TILE_ROW, nv)
-                a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
-            }
-            (void)a3, (void)a6, (void)a9, (void)a12, (void)lanes, (void)last;
-        }
-    }
-    if (s->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
-    else { HPMLI_ROWS(HPMLI_TILE_STORE, nv) }
-}
-
-#define HPMLI_STRIP(nv, r)                                                                                             \
-    HPMLI_KFN void HV(strip_##nv##_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, nv, s, a, b, c); }
-#define HPMLI_STRIP_FN(nv, r) HV(strip_##nv##_##r),
-HPMLI_ROWS(HPMLI_STRIP, 1)
-HPMLI_ROWS(HPMLI_STRIP, 2)
-static hpmli_strip_fn *const HV(strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_FN, 1) },
-                                                         { HPMLI_ROWS(HPMLI_STRIP_FN, 2) } };
-
-/* All rows of a strip, dealt out evenly to tiles; n columns count. */
-HPMLI_VFN void HV(strip)(const hpmli_conv_strip *s, int64_t n, const float *a, const float *b, float *c)
-{
-    int64_t tiles = (s->rows + HPMLI_MR - 1) / HPMLI_MR;
-    for (int64_t t = 0; t < tiles; t++) {
-        int64_t i = t * s->rows / tiles, mr = (t + 1) * s->rows / tiles - i;
-        HV(strips)[n > HV_W][mr - 1](s, a + i * s->ars, b, c + i * s->ldc);
-    }
-}
-
-/* out[j * HV_W + i] = x[i * ldx + j], i < rows, j < cols, both at most HV_W; rows that are not there are zero. */
-HPMLI_KFN void HV(square)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
-{
-    float part[HV_W * HV_W];
-    if (cols < HV_W) {
-        for (int64_t i = 0; i < rows; i++) HV(store)(part + i * HV_W, HV(load_n)(x + i * ldx, cols));
-        x = part, ldx = HV_W;
-    }
-    HV(transpose)(x, ldx, rows, out, HV_W);
-}
-
-/* y[j * ldy + i] (+)= x[i * ldx + j] + bias[j], i < rows, j < cols. spare: a vector may be read behind each row. */
-HPMLI_VFN void HV(conv_flip)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool spare, float *y, int64_t ldy,
-                             const float *bias, int relu, int accumulate)
-{
-    float square[HV_W * HV_W];
-    for (int64_t i = 0; i < rows; i += HV_W) {
-        int64_t lanes = rows - i < HV_W ? rows - i : HV_W;
-        for (int64_t j = 0; j < cols; j += HV_W) {
-            int64_t n = cols - j < HV_W ? cols - j : HV_W;
-            HV(square)(x + i * ldx + j, ldx, lanes, spare ? HV_W : n, square);
-            for (int64_t q = 0; q < n; q++) {
-                float *to = y + (j + q) * ldy + i;
-                hv     v  = HV(load)(square + q * HV_W);
-                if (bias) v += HV(set1)(bias[j + q]);
-                if (accumulate) v = HV(ld)(to, lanes) + v;
-                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
-                HV(st)(to, v, lanes);
-            }
-        }
-    }
-}
-
-/* The weights (out, in, taps) of channels [o, o + panel) as tiles read them: dst[(tap * in + c) * panel + lane]. */
-HPMLI_KFN void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
-{
-    int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC, each = d->C * d->taps;
-    if (end % HPMLI_NR) memset(dst + end / HPMLI_NR * HPMLI_NR * each, 0, (size_t)(each * HPMLI_NR) * sizeof *dst);
-    for (; o < end; o += HV_W)
-        for (int64_t c = 0; c < d->C; c++)
-            HV(conv_flip)(w + o * each + c * d->taps, each, end - o < HV_W ? end - o : HV_W, d->taps, false,
-                          dst + o / HPMLI_NR * HPMLI_NR * each + c * HPMLI_NR + o % HPMLI_NR, d->C * HPMLI_NR, NULL, 0,
-                          0);
-}
-
-/* The same weights for the gradient of the input, output channel o of them: a panel is some lanes of a block. */
-HPMLI_KFN void HV(conv_pack_back)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
-{
-    int64_t blocks = d->blocks[0] * d->blocks[1], each = d->block / d->C;
-    int64_t width = (d->block + HPMLI_NR - 1) / HPMLI_NR * HPMLI_NR;
-    for (int64_t b = 0; b < blocks; b++, dst += width * d->OC)
-        for (int64_t lane = 0, t = 0, c = 0; lane < width; lane++) {
-            dst[lane / HPMLI_NR * HPMLI_NR * d->OC + o * HPMLI_NR + lane % HPMLI_NR] =
-                lane < d->block ? w[(o * d->C + c) * d->taps + b * each + t] : 0;
-            if (++c == d->C) c = 0, t++;
-        }
-}
-
-/* An image (channels, height, width) into NHWC order; rows of the result are `pitch` floats apart. */
-HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
-                                        int64_t pitch)
-{
-    float   square[HV_W * HV_W];
-    int64_t plane = height * width, row = 0, col = 0;
-    if (channels == 1) {
-        for (; row < height; row++) memcpy(image + row * pitch, x + row * width, (size_t)width * sizeof *x);
-        return;
-    }
-    if (channels < 4) {
-        for (; row < height; row++)
-            for (int64_t c = 0; c < channels; c++)
-                for (col = 0; col < width; col++)
-                    image[row * pitch + col * channels + c] = x[c * plane + row * width + col];
-        return;
-    }
-    for (int64_t p = 0; p < plane; p += HV_W) {
-        float  *to[HV_W];
-        int64_t n = plane - p < HV_W ? plane - p : HV_W;
-        for (int64_t i = 0; i < n; i++) {
-            to[i] = image + row * pitch + col * channels;
-            if (++col == width) col = 0, row++;
-        }
-        for (int64_t c = 0; c < channels; c += HV_W) {
-            int64_t rows = channels - c < HV_W ? channels - c : HV_W;
-            HV(square)(x + c * plane + p, plane, rows, n, square);
-            for (int64_t i = 0; i < n; i++) HV(st)(to[i] + c, HV(load)(square + i * HV_W), rows);
-        }
-    }
-}
-
-/* Some channels of rows of pixels from one NHWC image to another: to (+)= from + bias. */
-HPMLI_KFN void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
-                             int accumulate)
-{
-    bool    joint = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels; /* a row is contiguous */
-    int64_t n = joint ? d->pixels * d->channels : d->channels, count = joint ? 1 : d->pixels;
-    for (int64_t r = 0; r < d->rows; r++)
-        for (int64_t p = 0; p < count; p++) {
-            const float *x = from + r * d->from_row + p * d->from_pixel;
-            float       *y = to + r * d->to_row + p * d->to_pixel;
-            HV_LOOP(n) {
-                hv v = HV(ld)(x + i, c);
-                if (bias) v += HV(ld)(bias + i, c);
-                if (accumulate) v += HV(ld)(y + i, c);
-                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
-                HV(st)(y + i, v, c);
-            }
-        }
-}
-
-/* Back from NHWC order: dx (C, H, W), or its channels in NHWC order too, (+)= its image. */
-HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
-{
-    hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_ld, d->x_ld, d->x_pitch, d->C };
-    if (d->nhwc) {
-        HV(conv_copy)(&copy, dx, image, NULL, 0, accumulate);
-        return;
-    }
-    bool    whole = d->x_pitch == d->W * d->C;
-    int64_t rows = whole ? 1 : d->H, n = whole ? d->H * d->W : d->W;
-    for (int64_t r = 0; r < rows; r++)
-        HV(conv_flip)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
-}
-
-/* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. y: the
-   group's first channel. */
-HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
-                              const float *bias, int relu, float *y, float *band)
-{
-    const int64_t    size = d->block * HPMLI_NR; /* of a run of weights */
-    hpmli_conv_strip s = { d->OW, d->col_at, 1, HPMLI_NR, HPMLI_NR, d->block, { d->blocks[0], d->blocks[1] },
-                           { d->block_at[0], d->block_at[1] }, { d->blocks[1] * size, size }, 0 };
-    for (int64_t o = o0; o < o1; o += HPMLI_NR) {
-        int64_t n = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
-        for (int64_t row = 0; row < d->OH; row += d->band) {
-            int64_t rows = d->OH - row < d->band ? d->OH - row : d->band;
-            for (int64_t r = 0; r < rows; r++)
-                HV(strip)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
-            hpmli_conv_copy copy = { 1, rows * d->OW, n, 0, d->y_ld, 0, HPMLI_NR };
-            const float    *add  = bias ? bias + o : NULL;
-            if (d->nhwc) HV(conv_copy)(&copy, y + row * d->OW * d->y_ld + o, band, add, relu, 0);
-            else HV(conv_flip)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW,
-                               d->OH * d->OW, add, relu, 0);
-        }
-    }
-}
-
-/* dx, in NHWC order, += for each block of taps, dy times its weights: the numbers that the pixels of a row of dy were
-   made of overlap, and are added one pixel after the other. */
-HPMLI_KFN void HV(conv_inputs)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
-{
-    hpmli_conv_strip s = { d->OW, d->OC, 1, HPMLI_NR, d->col_at, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
-    for (int64_t u = 0; u < d->blocks[0]; u++)
-        for (int64_t v = 0; v < d->blocks[1]; v++)
-            for (int64_t lane = 0; lane < d->block; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
-                for (int64_t i = 0; i < images; i++)
-                    for (int64_t row = 0; row < d->OH; row++)
-                        HV(strip)(&s, d->block - lane, dy + i * d->y_size + row * d->OW * d->OC, w,
-                                  dx + i * d->x_size + row * d->row_at +
-                                  u * d->block_at[0] + v * d->block_at[1] + lane);
-}
-
-/* dw (panels of out, taps, in, panel) (+)= sum over the pixels of some images. */
-HPMLI_KFN void HV(conv_weights)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
-                                int add)
-{
-    hpmli_conv_strip s = { d->block, 1, d->col_at, d->OC, HPMLI_NR, d->OW, { images, d->OH }, { d->x_size, d->row_at },
-                           { d->y_size, d->OW * d->OC }, add };
-    for (int64_t o = 0; o < d->OC; o += HPMLI_NR)
-        for (int64_t u = 0; u < d->blocks[0]; u++)
-            for (int64_t v = 0; v < d->blocks[1]; v++, dw += d->block * HPMLI_NR)
-                HV(strip)(&s, d->OC - o, x + u * d->block_at[0] + v * d->block_at[1], dy + o, dw);
-}
-
-/* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
-HPMLI_KFN void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate)
-{
-    float   sum[HV_W * HV_W];
-    int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC;
-    for (; o < end; o += HV_W) {
-        const float *from = parts + o / HPMLI_NR * HPMLI_NR * d->taps * d->C + o % HPMLI_NR;
-        for (int64_t c = 0; c < d->C; c++)
-            for (int64_t t = 0; t < d->taps; t += HV_W) {
-                int64_t n = d->taps - t < HV_W ? d->taps - t : HV_W;
-                for (int64_t i = 0; i < n; i++) {
-                    const float *p = from + ((t + i) * d->C + c) * HPMLI_NR;
-                    hv           s = HV(load)(p);
-                    for (int64_t k = 1; k < d->parts; k++) s += HV(load)(p + k * d->part_size);
-                    HV(store)(sum + i * HV_W, s);
-                }
-                HV(conv_flip)(sum, HV_W, n, end - o < HV_W ? end - o : HV_W, true, dw + (o * d->C + c) * d->taps + t,
-                              d->C * d->taps, NULL, 0, accumulate);
-            }
-    }
-}
-
-/* Corner q of n windows of 2 x 2 side by side, in the rows at x and x + width: upper left, right, lower left, right. */
-HPMLI_VFN hv HV(corner)(const float *x, int64_t width, int q, int64_t n)
-{
-    const float *p = x + q / 2 * width;
-    hv a = HV(ld)(p, 2 * n), b = 2 * n > HV_W ? HV(ld)(p + HV_W, 2 * n - HV_W) : HV(zero)();
-    return q % 2 ? HV(odd)(a, b) : HV(even)(a, b);
-}
-
-/* A row of n maxima; at: which corner each was, 0 to 3. */
-HPMLI_KFN void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
-{
-    HV_LOOP(n) {
-        hv best = HV(corner)(x + 2 * i, width, 0, c), from = HV(zero)();
-        for (int q = 1; q < 4; q++) { /* the first of equals wins, and the first NaN */
-            hv v = HV(corner)(x + 2 * i, width, q, c);
-            from = HV(eq)(best, best, HV(ge)(best, v, from, HV(set1)((float)q)), from);
-            best = HV(eq)(best, best, HV(ge)(best, v, best, v), best);
-        }
-        HV(st)(y + i, best, c);
-        HV(st)(at + i, from, c);
-    }
-}
-
-/* Back: the gradient goes to the winner, 0 to the others. */
-HPMLI_KFN void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
-                                                bool accumulate)
-{
-    HV_LOOP(n) {
-        hv from = HV(ld)(at + i, c), v = HV(ld)(dy + i, c);
-        for (int q = 0; q < 4; q += 2) {
-            hv a = HV(eq)(from, HV(set1)((float)q), v, HV(zero)());
-            hv b = HV(eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
-            for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_W) {
-                float *p = dx + 2 * i + q / 2 * width + h * HV_W;
-                hv     d = h ? HV(high)(a, b) : HV(low)(a, b);
-                if (accumulate) d += HV(ld)(p, lanes);
-                HV(st)(p, d, lanes);
-            }
-        }
-    }
-}
-
-#if HPMLI_ISA == 0 /* the first pass says what the kernels are */
-#define HPMLI_X(fn) __typeof__(hpmli_##fn##_scalar) *fn;
-typedef struct hpmli_kernels {
-    const char *name;
-    HPMLI_KERNELS(HPMLI_X)
-} hpmli_kernels;
-#undef HPMLI_X
-#endif
-#define HPMLI_X(fn) HV(fn),
-static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) };
-#undef HPMLI_X
-#undef HPMLI_ISA
-
-#else /* HPMLI_ISA: the ordinary body */
+#ifndef HPMLI_ISA /* the body; with HPMLI_ISA this is a pass of the kernels, see PART VII */
 #ifndef HPMLI_BODY_INCLUDED
 #define HPMLI_BODY_INCLUDED
+
+// =====================================================================================================================
+// PART II   CONTEXTS: memory, threads, random numbers
+// =====================================================================================================================
+
 // ---------------------------------------------------------------------------------------------------------------------
-// >>isa   which instruction sets this build has; structs that kernels share
+// >>platform   compilers, system headers, macros
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifndef __GNUC__
@@ -3504,6 +1348,74 @@ static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X
 #define HPMLI_NEON
 #include <arm_neon.h>
 #endif
+
+/* System headers stand here, once, before the kernel passes. */
+#include <errno.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__unix__) || defined(__APPLE__)
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <unistd.h>
+#define HPMLI_POSIX 1
+#endif
+#include <time.h>
+#ifndef HPML_NO_THREADS
+#include <pthread.h>
+#include <sched.h>
+#if defined(__linux__) && defined(_DEFAULT_SOURCE)
+#include <sys/syscall.h>
+#define HPMLI_AFFINITY 1
+#endif
+#endif
+#ifdef HPML_USE_CBLAS
+#include <cblas.h>
+#define HPMLI_BLAS true
+#else
+#define HPMLI_BLAS false
+#endif
+
+/* True if a takes the place of b in a maximum that keeps a NaN. */
+#define HPMLI_MAX_OR_NAN(a, b) (!((a) <= (b)) && (b) == (b))
+
+#define HPMLI_FN     static __attribute__((unused))
+#define HPMLI_UNUSED __attribute__((unused))
+#define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
+
+/* T x = HPMLI_ZEROED: all fields zero. */
+#ifdef __cplusplus
+#define HPMLI_ZEROED {}
+#else
+#define HPMLI_ZEROED { 0 }
+#endif
+
+/* For bugs in hpml only. */
+#ifndef HPML_ASSERT
+#ifdef HPML_DEBUG
+#include <assert.h>
+#define HPML_ASSERT(condition) assert(condition)
+#else
+#define HPML_ASSERT(condition) do { } while (0)
+#endif
+#endif
+
+#ifdef HPML_USE_ZLIB
+#include <zlib.h>
+#endif
+
+HPMLI_PLAIN
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>kernels   the table of kernels: what each computes, and the structs that they take
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* One matrix product, C = act(alpha A B + beta C + bias); see >>gemm. Strides in elements; any operand may be
    transposed. Set the whole struct to zero first. */
@@ -3605,406 +1517,92 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>dispatch   system headers, macros; the kernel table: one text, one copy for each instruction set
-// ---------------------------------------------------------------------------------------------------------------------
+/* The kernels: loops over f32 arrays that are contiguous and need no alignment. Each instruction set has a copy of each
+   (PART VII), with the same bits as the others up to rounding; a context points to the table of the best one that its
+   CPU runs. `accumulate` adds to the result instead of writing it. Results may be one of the operands where a comment
+   of the kernel does not deny it. */
+typedef struct hpmli_kernels {
+    const char *name; /* "scalar", "avx2", "avx512", "neon" */
 
-/* System headers stand here, once, before the kernel passes. */
-#include <errno.h>
-#include <float.h>
-#include <limits.h>
-#include <math.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__unix__) || defined(__APPLE__)
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/time.h>
-#include <unistd.h>
-#define HPMLI_POSIX 1
-#endif
-#include <time.h>
-#ifndef HPML_NO_THREADS
-#include <pthread.h>
-#include <sched.h>
-#if defined(__linux__) && defined(_DEFAULT_SOURCE)
-#include <sys/syscall.h>
-#define HPMLI_AFFINITY 1
-#endif
-#endif
-#ifdef HPML_USE_CBLAS
-#include <cblas.h>
-#define HPMLI_BLAS true
-#else
-#define HPMLI_BLAS false
-#endif
+    /* Elementwise, n elements each. */
+    void (*act_forward)(hpml_act act, float slope, float *y, const float *x, int64_t n); /* y = act(x) */
+    /* dx = dy act'(x), from x or y = act(x); x or y may be NULL where the derivative does not read it */
+    void (*act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *x, const float *y,
+                         int64_t n, int accumulate);
+    void (*vadd)(float *y, const float *a, const float *b, int64_t n);         /* y = a + b */
+    void (*vsub)(float *y, const float *a, const float *b, int64_t n);         /* y = a - b */
+    void (*vmul)(float *y, const float *a, const float *b, int64_t n);         /* y = a b */
+    void (*vdiv)(float *y, const float *a, const float *b, int64_t n);         /* y = a / b */
+    void (*vfill)(float *y, float value, int64_t n);                           /* y = value */
+    void (*vaxpby)(float *y, float a, const float *x, float b, int64_t n);     /* y = a x + b y; b 0: y is not read */
+    void (*vscale_add)(float *y, const float *x, float a, float b, int64_t n); /* y = a x + b */
+    /* y = a (x - centre) + b; relu: the larger of that and 0 */
+    void (*vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n);
+    /* y = a x + b (z - centre) + constant */
+    void (*vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
+                     int64_t n, int accumulate);
 
-#define HPMLI_FN     static __attribute__((unused))
-#define HPMLI_UNUSED __attribute__((unused))
-#define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
+    /* Reductions. The `_wide` ones and vmoments add up in double every 1,024 elements. */
+    float (*vsum)(const float *x, int64_t n);
+    float (*vdot)(const float *a, const float *b, int64_t n);
+    double (*vsum_wide)(const float *x, int64_t n);
+    double (*vdot_wide)(const float *a, const float *b, int64_t n);
+    /* sums[0] += sum of w, sums[1] += sum of w d, where d = x - centre; w NULL: w = d */
+    void (*vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n);
+    float (*vmax)(const float *x, int64_t n);                            /* -infinity for n = 0 */
+    float (*vamax)(const float *x, int64_t n);                           /* largest |x|, 0 for n = 0; or NaN */
+    float (*vexp_sum)(float *y, const float *x, float shift, int64_t n); /* y = exp(x - shift); returns the sum of y */
+    /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
+    void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
 
-/* T x = HPMLI_ZEROED: all fields zero. */
-#ifdef __cplusplus
-#define HPMLI_ZEROED {}
-#else
-#define HPMLI_ZEROED { 0 }
-#endif
+    /* One optimizer step on n weights; dw: their gradients, m, v: the optimizer's state or NULL. Returns what
+       hpml_update.bad is to receive: 0, or the bits of what was not finite. */
+    int (*opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n);
 
-/* For bugs in hpml only. */
-#ifndef HPML_ASSERT
-#ifdef HPML_DEBUG
-#include <assert.h>
-#define HPML_ASSERT(condition) assert(condition)
-#else
-#define HPML_ASSERT(condition) do { } while (0)
-#endif
-#endif
+    /* Storage types. */
+    void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
+    void (*from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n);
 
-/* The kernels, in the order of their chapters: together they make the table that a context points to. */
-#define HPMLI_KERNELS(X)                                                                                               \
-    X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vcentred)        \
-    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vmoments) X(vmax) X(vamax) X(vexp_sum) X(vsum_rows)        \
-    X(opt_step) X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry)                \
-    X(onebit_decode) X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back)             \
-    X(conv_turn) X(conv_copy) X(conv_return) X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack)               \
-    X(max_pool_row) X(max_pool_row_back) X(crc32c)
+    /* Matrix products: a rectangle of C; row i of C from `count` partial sums over k, `stride` floats apart. */
+    void (*gemm_part)(const hpmli_gemm_part *part);
+    void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
 
-#ifdef HPML_USE_ZLIB
-#include <zlib.h>
-#endif
+    /* Numbers first .. first + n - 1 of a random stream: words, or floats. */
+    void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
 
-/* The passes: the header includes itself, see >>simd. If you rename the file, define HPML_SELF as its new name. */
-#ifndef HPML_SELF
-#define HPML_SELF "hpml.h"
-#endif
-#define HPMLI_ISA 0
-#include HPML_SELF
-#if defined(HPMLI_X86)
-#define HPMLI_ISA 1
-#include HPML_SELF
-#define HPMLI_ISA 2
-#include HPML_SELF
-#elif defined(HPMLI_NEON)
-#define HPMLI_ISA 3
-#include HPML_SELF
-#endif
-#undef hv
-#undef hu
-#undef hq
-#undef HV
-#undef HV_W
-#undef HV_LOOP
-#undef HV_POLY5
-#undef HV_POLY_ON
-HPMLI_PLAIN
+    /* Gradient codecs, one row of n elements; e: its residual or NULL. */
+    /* pass 1: e += g; the bits, sums and extremes of both sides; pass 2: e -= each element's level */
+    void (*onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n);
+    void (*onebit_carry)(float *e, float low, float high, int64_t n);
+    void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
+    void (*onebit_decode_add)(float *y, const uint8_t *bits, float low, float high, int64_t n);
+    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite as bf16 */
+    void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
 
-/* Kernels by name, NULL when this CPU cannot run them; name NULL: the best. */
-HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
-{
-    const hpmli_kernels *runs[4];
-    int                  count = 0;
-#if defined(HPMLI_X86)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        runs[count++] = &hpmli_kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) runs[count++] = &hpmli_kernels_avx2;
-#elif defined(HPMLI_NEON)
-    runs[count++] = &hpmli_kernels_neon;
-#endif
-    runs[count++] = &hpmli_kernels_scalar;
-    for (int i = 0; i < count; i++)
-        if (!name || strcmp(name, runs[i]->name) == 0) return runs[i];
-    return NULL;
-}
+    /* Convolution: weights into panels (for y, for dx), images to NHWC order and from it, the three products. */
+    void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
+    void (*conv_pack_back)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
+    void (*conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
+    void (*conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
+                      int accumulate);
+    void (*conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate);
+    void (*conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
+                       const float *bias, int relu, float *y, float *band);
+    void (*conv_inputs)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
+    void (*conv_weights)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
+    void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate);
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>rng   single random numbers, permutations
-// ---------------------------------------------------------------------------------------------------------------------
+    /* A row of n maxima of 2 x 2 windows, in the rows at x and x + width; at: which corner each was, 0 to 3. */
+    void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
+    void (*max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate);
 
-/* Single numbers are the same elements that the bulk kernels make, one block of Philox each (about 20 ns). */
+    uint32_t (*crc32c)(uint32_t crc, const void *bytes, size_t n); /* CRC-32C of n bytes more; of no bytes: 0 */
+} hpmli_kernels;
 
-#define HPMLI_STREAM_SHUFFLE (UINT64_C(0x5) << 60) /* no other use of a seed draws from it */
-
-HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4])
-{
-    hpmli_philox_scalar((uint64_t)key[1] << 32 | key[0], (uint64_t)counter[3] << 32 | counter[2],
-                        (uint64_t)counter[1] << 32 | counter[0], out);
-}
-
-/* Word number i of the stream. */
-HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
-{
-    uint32_t block[4];
-    hpmli_philox_scalar(r->seed, r->stream, i / 4, block);
-    return block[i % 4];
-}
-
-HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return hpmli_rng_word(r, r->counter++); }
-HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f); }
-
-HPML_API float hpml_rng_normal(hpml_rng *r)
-{
-    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_CHUNK / 2); /* its pair: j and j + half a chunk */
-    uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_CHUNK / 2);
-    float    x, y;
-    hpmli_box_muller_scalar(&a, &b, &x, &y);
-    return i == j ? x : y;
-}
-
-/* Draws as many bits as n - 1 has and starts again when they show n or more: less than two draws on average. */
-HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
-{
-    uint64_t mask = n > 1 ? (uint64_t)(n - 1) : 0, x;
-    if (mask == 0) return 0;
-    for (int shift = 1; shift < 64; shift *= 2) mask |= mask >> shift;
-    do {
-        x = hpml_rng_u32(r);
-        if (mask >> 32) x |= (uint64_t)hpml_rng_u32(r) << 32;
-        x &= mask;
-    } while (x >= (uint64_t)n);
-    return (int64_t)x;
-}
-
-/* Whole pieces of a stream. x: (n) */
-#define HPMLI_RANDOM(kind, name, T)                                                                                    \
-    HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
-    {                                                                                                                  \
-        hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);                                  \
-        if (n > 0) r->counter += (uint64_t)n;                                                                          \
-    }
-HPMLI_RANDOM(HPMLI_WORDS, u32, uint32_t)
-HPMLI_RANDOM(HPMLI_UNIFORM, uniform, float)
-HPMLI_RANDOM(HPMLI_NORMAL, normal, float)
-#undef HPMLI_RANDOM
-
-/* The last step of splitmix64: every bit of x moves every bit of the result. */
-HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
-{
-    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
-    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
-    return x ^ x >> 31;
-}
-
-/* A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b: cut the bits in two parts and change, in turn,
-   one part by a random function of the other; whatever the function, each step can be undone, so the whole is a
-   bijection. A result of n or more is put through again until it falls below n, less than twice on average ("cycle
-   walking", Black & Rogaway 2002): that follows a cycle of the larger permutation from [0, n) back into it, so it
-   permutes [0, n). */
-HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i)
-{
-    uint32_t k[4];
-    uint64_t x = (uint64_t)i, key0, key1, low_mask, high_mask;
-    int      bits = 2, low_bits;
-    if (i < 0 || i >= n) return -1;
-    if (n == 1) return 0;
-    while ((uint64_t)(n - 1) >> bits) bits++;
-    low_bits  = (bits + 1) / 2;
-    low_mask  = ((uint64_t)1 << low_bits) - 1;
-    high_mask = ((uint64_t)1 << (bits - low_bits)) - 1;
-    hpmli_philox_scalar(seed, HPMLI_STREAM_SHUFFLE, epoch, k);
-    key0 = (uint64_t)k[1] << 32 | k[0];
-    key1 = (uint64_t)k[3] << 32 | k[2] | 1;
-    do {
-        uint64_t low = x & low_mask, high = x >> low_bits, round_key = key0;
-        for (int round = 0; round < 4; round++) { /* two half rounds each */
-            high ^= hpmli_mix64(low + (round_key += key1)) >> 32 & high_mask;
-            low ^= hpmli_mix64(high + (round_key += key1)) >> 32 & low_mask;
-        }
-        x = high << low_bits | low;
-    } while (x >= (uint64_t)n);
-    return (int64_t)x;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>codec   gradients packed for the wire
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* The paper prints the residual without the e that was carried in; taken literally the sums drift apart by 30 % in
-   1,000 steps, while training still looks plausible. It is here as `printed_residual`, a control.
-
-   A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
-   our [out][in] weights and makes long columns, so that the two floats weigh little. */
-
-#define HPMLI_ROW_SIZE(name, bytes) \
-    HPMLI_FN size_t hpmli_##name##_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols) { return bytes; }
-HPMLI_ROW_SIZE(none, (size_t)cols * sizeof(float))
-HPMLI_ROW_SIZE(bf16, (size_t)cols * sizeof(uint16_t))
-HPMLI_ROW_SIZE(onebit, 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t)) /* two levels, the bits */
-HPMLI_ROW_SIZE(twobit, (size_t)((cols + 15) / 16) * sizeof(uint32_t))
-#undef HPMLI_ROW_SIZE
-
-HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g,
-                                       int64_t rows)
-{
-    if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
-    return HPML_OK;
-}
-
-HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
-{
-    if (add) p->kernels->vadd(out, out, (const float *)packed, rows * p->cols);
-    else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
-}
-
-/* The others pack one row g + e, leave in e, unless it is NULL, what was lost, and say whether all was finite: a row
-   with a NaN or an infinity must reach neither the residual, which would carry it for ever, nor the others. */
-typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
-
-HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
-                                       hpmli_pack_row *pack)
-{
-    hpml_status status = HPML_OK;
-    for (int64_t r = 0; r < rows; r++, g += p->cols) {
-        uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
-        float   *er = e ? e + r * p->cols : NULL;
-        if (!pack(p, q, er, g)) {
-            memset(q, 0, p->row_size);
-            if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
-            status = HPML_ERR_NONFINITE;
-        } else if (er && p->desc.printed_residual) { /* the control */
-            p->codec->decode(p, er, q, 1, false);
-            p->kernels->vsub(er, g, er, p->cols);
-        }
-    }
-    return status;
-}
-#define HPMLI_ENCODE(name)                                                                                             \
-    HPMLI_FN hpml_status hpmli_##name##_encode(const hpml_packing *p, void *packed, float *e, const float *g,          \
-                                               int64_t rows)                                                           \
-    {                                                                                                                  \
-        return hpmli_encode_rows(p, packed, e, g, rows, hpmli_##name##_pack);                                          \
-    }
-
-HPMLI_FN bool hpmli_bf16_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
-{
-    return p->kernels->bf16_encode((uint16_t *)(void *)q, e, g, p->cols);
-}
-HPMLI_ENCODE(bf16)
-
-HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
-{
-    if (add) p->kernels->bf16_decode_add(out, packed, rows * p->cols);
-    else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
-}
-
-/* Mean of one side, 0 for an empty one, see >>onebit. */
-HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
-{
-    if (row->count[side] == 0) return 0;
-    float mean = (float)(row->sum[side] / (double)row->count[side]);
-    return mean < row->least[side] ? row->least[side] : mean > row->most[side] ? row->most[side] : mean;
-}
-
-HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
-{
-    hpmli_onebit_row row;
-    float            level[2];
-    p->kernels->onebit_scan(&row, q + sizeof level, e, g, p->cols);
-    if (!(fabs(row.sum[0]) <= DBL_MAX && fabs(row.sum[1]) <= DBL_MAX)) return false;
-    level[0] = hpmli_onebit_level(&row, 0);
-    level[1] = hpmli_onebit_level(&row, 1);
-    memcpy(q, level, sizeof level);
-    if (e) p->kernels->onebit_carry(e, level[0], level[1], p->cols);
-    return true;
-}
-HPMLI_ENCODE(onebit)
-
-HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
-{
-    const hpmli_kernels *k = p->kernels;
-    const uint8_t       *q = (const uint8_t *)packed;
-    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size) {
-        float level[2];
-        memcpy(level, q, sizeof level);
-        (add ? k->onebit_decode_add : k->onebit_decode)(out, q + sizeof level, level[0], level[1], p->cols);
-    }
-}
-
-HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
-{
-    const float t   = p->desc.threshold;
-    float       bad = 0;
-    memset(q, 0, p->row_size);
-    for (int64_t i = 0; i < p->cols; i++) {
-        float v  = g[i] + (e ? e[i] : 0), sent = v >= t ? t : v <= -t ? -t : 0;
-        q[i / 4] = (uint8_t)(q[i / 4] | (unsigned)(v >= t ? 3 : v <= -t ? 2 : 0) << (2 * (i % 4)));
-        bad += v - v; /* 0 unless v is NaN or infinite */
-        if (e) e[i] = v - sent;
-    }
-    return bad == 0;
-}
-HPMLI_ENCODE(twobit)
-#undef HPMLI_ENCODE
-
-HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
-{
-    const float    t = p->desc.threshold, value[4] = { 0, 0, -t, t };
-    const uint8_t *q = (const uint8_t *)packed;
-    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size)
-        for (int64_t i = 0; i < p->cols; i++) {
-            float x = value[q[i / 4] >> (2 * (i % 4)) & 3];
-            out[i]  = add ? out[i] + x : x;
-        }
-}
-
-HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
-{
-    static const hpml_codec codecs[] = {
-        { "none", true, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
-        { "bf16", false, true, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
-        { "onebit", false, true, true, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
-        { "twobit", false, true, true, hpmli_twobit_row_size, hpmli_twobit_encode, hpmli_twobit_decode },
-    };
-    return (unsigned)kind < sizeof codecs / sizeof codecs[0] ? &codecs[kind] : NULL;
-}
-
-HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols)
-{
-    const hpml_codec *none = hpml_codec_get(HPML_CODEC_NONE);
-    if (!p) return HPML_ERR_ARGUMENT;
-    hpml_codec_desc *d = &p->desc;
-    memset(p, 0, sizeof *p);
-    if (desc) *d = *desc;
-    p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);
-    if (!p->codec || d->_begin || d->_end || d->min_elements < 0 || !(d->threshold >= 0)) return HPML_ERR_ARGUMENT;
-    if (rows < 0 || cols < 0) return HPML_ERR_SHAPE;
-    if (cols > 0 && (uint64_t)rows >= SIZE_MAX / 32 / (uint64_t)cols) return HPML_ERR_OVERFLOW;
-    if (d->min_elements == 0) d->min_elements = HPML_CODEC_MIN_ELEMENTS;
-    if (d->threshold == 0) d->threshold = 0.5f;
-    p->rows     = rows;
-    p->cols     = cols;
-    p->kernels  = hpmli_kernels_find(NULL);
-    p->row_size = p->codec->row_size(d, cols);
-    bool small  = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
-    if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
-        p->codec    = none;
-        p->row_size = none->row_size(d, cols);
-    }
-    p->size           = ((size_t)rows * p->row_size + 3) / 4 * 4;
-    p->residual_count = p->codec->lossy && !d->no_feedback ? rows * cols : 0;
-    return HPML_OK;
-}
-
-HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
-                                         int64_t rows)
-{
-    return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows);
-}
-
-HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows)
-{
-    p->codec->decode(p, out, packed, rows, false);
-}
-
-HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows)
-{
-    p->codec->decode(p, out, packed, rows, true);
-}
+/* Two kernels are called by name, for single random numbers, see >>rng. */
+HPMLI_FN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
+HPMLI_FN void hpmli_box_muller_scalar(const uint32_t *a, const uint32_t *b, float *x, float *y);
+HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>context   the context: errors, memory
@@ -4610,6 +2208,108 @@ HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
 
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>rng   single random numbers, permutations
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Single numbers are the same elements that the bulk kernels make, one block of Philox each (about 20 ns). */
+
+#define HPMLI_STREAM_SHUFFLE (UINT64_C(0x5) << 60) /* no other use of a seed draws from it */
+
+HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4])
+{
+    hpmli_philox_scalar((uint64_t)key[1] << 32 | key[0], (uint64_t)counter[3] << 32 | counter[2],
+                        (uint64_t)counter[1] << 32 | counter[0], out);
+}
+
+/* Word number i of the stream. */
+HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
+{
+    uint32_t block[4];
+    hpmli_philox_scalar(r->seed, r->stream, i / 4, block);
+    return block[i % 4];
+}
+
+HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return hpmli_rng_word(r, r->counter++); }
+HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f); }
+
+HPML_API float hpml_rng_normal(hpml_rng *r)
+{
+    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_CHUNK / 2); /* its pair: j and j + half a chunk */
+    uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_CHUNK / 2);
+    float    x, y;
+    hpmli_box_muller_scalar(&a, &b, &x, &y);
+    return i == j ? x : y;
+}
+
+/* Draws as many bits as n - 1 has and starts again when they show n or more: less than two draws on average. */
+HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
+{
+    uint64_t mask = n > 1 ? (uint64_t)(n - 1) : 0, x;
+    if (mask == 0) return 0;
+    for (int shift = 1; shift < 64; shift *= 2) mask |= mask >> shift;
+    do {
+        x = hpml_rng_u32(r);
+        if (mask >> 32) x |= (uint64_t)hpml_rng_u32(r) << 32;
+        x &= mask;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+
+/* Whole pieces of a stream. x: (n) */
+#define HPMLI_RANDOM(kind, name, T)                                                                                    \
+    HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
+    {                                                                                                                  \
+        hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);                                  \
+        if (n > 0) r->counter += (uint64_t)n;                                                                          \
+    }
+HPMLI_RANDOM(HPMLI_WORDS, u32, uint32_t)
+HPMLI_RANDOM(HPMLI_UNIFORM, uniform, float)
+HPMLI_RANDOM(HPMLI_NORMAL, normal, float)
+#undef HPMLI_RANDOM
+
+/* The last step of splitmix64: every bit of x moves every bit of the result. */
+HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
+{
+    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+    return x ^ x >> 31;
+}
+
+/* A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b: cut the bits in two parts and change, in turn,
+   one part by a random function of the other; whatever the function, each step can be undone, so the whole is a
+   bijection. A result of n or more is put through again until it falls below n, less than twice on average ("cycle
+   walking", Black & Rogaway 2002): that follows a cycle of the larger permutation from [0, n) back into it, so it
+   permutes [0, n). */
+HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i)
+{
+    uint32_t k[4];
+    uint64_t x = (uint64_t)i, key0, key1, low_mask, high_mask;
+    int      bits = 2, low_bits;
+    if (i < 0 || i >= n) return -1;
+    if (n == 1) return 0;
+    while ((uint64_t)(n - 1) >> bits) bits++;
+    low_bits  = (bits + 1) / 2;
+    low_mask  = ((uint64_t)1 << low_bits) - 1;
+    high_mask = ((uint64_t)1 << (bits - low_bits)) - 1;
+    hpmli_philox_scalar(seed, HPMLI_STREAM_SHUFFLE, epoch, k);
+    key0 = (uint64_t)k[1] << 32 | k[0];
+    key1 = (uint64_t)k[3] << 32 | k[2] | 1;
+    do {
+        uint64_t low = x & low_mask, high = x >> low_bits, round_key = key0;
+        for (int round = 0; round < 4; round++) { /* two half rounds each */
+            high ^= hpmli_mix64(low + (round_key += key1)) >> 32 & high_mask;
+            low ^= hpmli_mix64(high + (round_key += key1)) >> 32 & low_mask;
+        }
+        x = high << low_bits | low;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+
+// =====================================================================================================================
+// PART III  TENSORS AND GRAPH: what is recorded, where its arrays lie, how it runs
+// =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>tensor   tensors and views, copies and conversions
@@ -5416,6 +3116,720 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
     }
     return hash;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>place   a place in memory for each array of a plan: first fit
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A slot is an array with a life: the times at which it is needed. Largest first, each goes to the lowest address where
+   its bytes are free during its life: simple, and close to the best for chains. Two ways lead to the same address:
+   - a list of all slots placed before, in the order of their addresses: for n slots n^2 / 2 short steps;
+   - a binary tree over the times (a segment tree). At each node are two lists of address ranges in use, in which what
+     touches is one range: `whole`, of slots alive at all times of the node, and `part`, of slots alive at some. A life
+     is cut into at most two nodes a level; what can be in its way is their `part` and the `whole` of all nodes above.
+     Slots of one size stand in few ranges, so this takes about n log n steps for each size; networks have few sizes. */
+
+typedef struct hpmli_slot {
+    size_t   bytes, offset; /* before it has one: its number */
+    int      from, to;   /* alive, both included */
+    void   **place;      /* where the address goes once there is memory */
+} hpmli_slot;
+
+HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
+{
+    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
+    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
+    return x->offset < y->offset ? -1 : x->offset > y->offset;
+}
+
+/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
+HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
+{
+    size_t at = 0;
+    for (int i = 0; i < count; i++) {
+        const hpmli_slot *p = placed[i];
+        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
+        if (at + s->bytes <= p->offset) break;
+        at = p->offset + p->bytes;
+    }
+    return at;
+}
+
+HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
+{
+    hpmli_slot **placed = hpmli_new(ctx, hpmli_slot *, count);
+    for (int i = 0; placed && i < count; i++) {
+        int at = i;
+        slots[i].offset = hpmli_slot_fit(placed, i, &slots[i]);
+        for (; at > 0 && placed[at - 1]->offset > slots[i].offset; at--) placed[at] = placed[at - 1];
+        placed[at] = &slots[i];
+    }
+    hpmli_free(ctx, placed);
+    return placed != NULL;
+}
+
+typedef struct hpmli_range {
+    size_t from, to; /* addresses, `to` not included */
+    int    next;     /* number of the next range of its list, which is higher and does not touch; 0: none */
+} hpmli_range;
+
+typedef struct hpmli_times {
+    hpml_ctx    *ctx;
+    hpmli_range *ranges; /* (count of capacity) of all lists; number 0 is none */
+    int64_t      capacity;
+    int          count, spare;     /* spare: list of those no longer used */
+    int         *whole, *part;     /* (2 * times) first range by node; node 1 is the root, 2i and 2i + 1 are below i */
+    int          path[4 * 32 + 4]; /* (path_count) nodes that the life at hand is cut into, and those above */
+    bool         inside[4 * 32 + 4];
+    int          path_count;
+} hpmli_times;
+
+/* Walks from `node`, which stands for the times first to last, down to the nodes that lie inside the life of s. */
+HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
+{
+    int  middle = first + (last - first) / 2;
+    bool inside = s->from <= first && last <= s->to;
+    m->inside[m->path_count] = inside;
+    m->path[m->path_count++] = node;
+    if (!inside && s->from <= middle) hpmli_times_path(m, 2 * node, first, middle, s);
+    if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
+}
+
+/* The lowest offset at which `bytes` fit between the ranges of all lists on the path. */
+HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
+{
+    int    list[sizeof m->path / sizeof *m->path], count = 0;
+    size_t at = 0, before;
+    for (int k = 0; k < m->path_count; k++) {
+        int first = m->inside[k] ? m->part[m->path[k]] : m->whole[m->path[k]];
+        if (first) list[count++] = first;
+    }
+    do { /* until the offset is free in every list */
+        before = at;
+        for (int k = 0; k < count; k++)
+            for (const hpmli_range *r; r = &m->ranges[list[k]], list[k] && r->from < at + bytes; list[k] = r->next)
+                if (at < r->to) at = r->to;
+    } while (at != before);
+    return at;
+}
+
+/* Adds a range to the list that begins at *head, and joins it with those that it touches or overlaps. */
+HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
+{
+    int before = 0, at = *head;
+    for (; at && m->ranges[at].to < from; at = m->ranges[at].next) before = at;
+    while (at && m->ranges[at].from <= to) {
+        hpmli_range *r    = &m->ranges[at];
+        int          next = r->next;
+        if (r->from < from) from = r->from;
+        if (r->to > to) to = r->to;
+        r->next  = m->spare;
+        m->spare = at;
+        at       = next;
+    }
+    int added = m->spare;
+    if (added) m->spare = m->ranges[added].next;
+    else if (hpmli_grow(m->ctx, &m->ranges, m->count, &m->capacity, sizeof *m->ranges)) added = m->count++;
+    else return false;
+    hpmli_range range = { from, to, at };
+    m->ranges[added] = range;
+    if (before) m->ranges[before].next = added;
+    else *head = added;
+    return true;
+}
+
+HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
+{
+    hpmli_times m = HPMLI_ZEROED;
+    m.ctx = ctx, m.count = 1;
+    m.whole = hpmli_new(ctx, int, 4 * (int64_t)times);
+    m.part  = hpmli_new(ctx, int, 4 * (int64_t)times);
+    bool good = m.whole && m.part && hpmli_grow(ctx, &m.ranges, 0, &m.capacity, sizeof *m.ranges);
+    for (int i = 0; i < count && good; i++) {
+        hpmli_slot *s = &slots[i];
+        m.path_count = 0;
+        hpmli_times_path(&m, 1, 0, times - 1, s);
+        s->offset = hpmli_times_fit(&m, s->bytes);
+        for (int k = 0; k < m.path_count && good; k++) {
+            good = hpmli_times_add(&m, &m.part[m.path[k]], s->offset, s->offset + s->bytes);
+            if (m.inside[k]) good = good && hpmli_times_add(&m, &m.whole[m.path[k]], s->offset, s->offset + s->bytes);
+        }
+    }
+    hpmli_free(ctx, m.ranges);
+    hpmli_free(ctx, m.part);
+    hpmli_free(ctx, m.whole);
+    return good;
+}
+
+/* Sorts the slots, gives each its offset, and sets *bytes to what all need, by the faster of the two ways: the tree,
+   where there are at least 1000 slots for each size (measured with random graphs). */
+HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
+{
+    int sizes = 1, times = 1;
+    if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
+    for (int i = 0; i < count; i++) {
+        if (i > 0 && slots[i].bytes != slots[i - 1].bytes) sizes++;
+        if (slots[i].to >= times) times = slots[i].to + 1;
+    }
+    bool good = count / 1000 < sizes ? hpmli_place_list(ctx, slots, count) : hpmli_place_tree(ctx, slots, count, times);
+    for (int i = 0; i < count && good; i++)
+        if (slots[i].offset + slots[i].bytes > *bytes) *bytes = slots[i].offset + slots[i].bytes;
+    return good;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
+   is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
+   function. Two arrays may share memory when their lives do not overlap: see >>place. All this happens once; a step
+   allocates nothing.
+
+   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
+   may work in place on a source that no other op reads. A node's out_root and grad_root follow such links. */
+
+HPMLI_FN unsigned hpmli_needs(const hpml_node *n); /* defined where all ops are, in >>half */
+
+typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
+    int  last;                 /* time until which the value lives */
+    int  grad_first, grad_last;
+    int  readers;              /* nodes that read the value */
+    bool kept, grad_written;
+} hpmli_use;
+
+struct hpml_graph {
+    hpml_ctx      *ctx;
+    hpml_node    **nodes;      /* (count) in order */
+    int            count;
+    hpml_tensor  **leaves;     /* (leaf_count) inputs and constants */
+    int            leaf_count;
+    hpml_tensor   *loss;
+    int            output_count;
+    hpmli_slot    *slots;      /* (slot_count) */
+    int            slot_count;
+    hpml_memory    memory;
+    char          *arena;      /* activations, their gradients and scratch, on the device */
+    float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
+    int64_t        grad_count; /* floats */
+    size_t         scratch_bytes;
+    int            param_count; /* of the context, when this was made */
+    int           *param_last;  /* (param_count) node whose backward finishes the gradient; -1: none */
+    int64_t        batch, batch_now;
+    bool           batchable;
+    bool           train;      /* of the last forward pass ... */
+    uint64_t       step;       /* ... and its step */
+    int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
+    const char   **back_names; /* (count) for the timeline */
+    hpml_profile_row *profile; /* (count), NULL: off */
+    const hpml_hooks *hooks;   /* the trainer's, if it has one */
+    hpml_trainer  *trainer;
+    bool           last;       /* batch of an update: gradients are final, and hooks are told */
+    hpml_update   *updates;    /* (param_count) steps to be taken during the backward pass, or NULL */
+    bool           idle;       /* see hpml_run */
+};
+
+/* Whether t is among the inputs found. t->leaf may be from another graph, so the input with that index is compared. */
+HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
+{
+    return t->leaf < g->leaf_count && g->leaves[t->leaf] == t;
+}
+
+/* Marks what t depends on, at its place in the order of recording, which is an order of running. */
+HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
+{
+    if (!t || t->param) return;
+    if (t->node) {
+        found[t->node->index] = t->node;
+        return;
+    }
+    if (hpmli_graph_leaf(g, t)) return;
+    HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
+    t->leaf = g->leaf_count;
+    g->leaves[g->leaf_count++] = t;
+}
+
+/* From the last op recorded to the first: whoever reads a result stands behind it. */
+HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
+{
+    hpml_ctx   *ctx   = g->ctx;
+    hpml_node **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
+    g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
+    if (!found || !g->leaves) return false;
+    for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
+    for (int i = ctx->node_count - 1; i >= 0; i--)
+        for (int s = 0; found[i] && s < found[i]->src_count; s++) hpmli_graph_mark(g, found, found[i]->src[s]);
+    for (int i = 0; i < ctx->node_count; i++)
+        if (found[i]) g->nodes[g->count++] = found[i];
+    return true;
+}
+
+HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
+
+/* uses: by the index of the node that makes t, and behind them of the inputs; NULL: a parameter. */
+HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
+{
+    if (t && t->node) return &uses[t->node->index];
+    return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->leaf] : NULL;
+}
+
+/* Lives of the values. */
+HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
+{
+    int N = g->count;
+    for (int i = 0; i < N; i++) {
+        hpml_node *n      = g->nodes[i];
+        bool       back   = g->loss && n->out->needs_grad;
+        unsigned   needs  = hpmli_needs(n);
+        hpmli_use *u      = &uses[n->index];
+        n->out_root = n->out;
+        u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
+        if (u->kept) u->last = 2 * N;
+        for (int j = 0; j < n->src_count; j++) {
+            hpmli_use *s = hpmli_use_of(g, uses, n->src[j]);
+            int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->with != NULL);
+            if (s && s->last < at) s->last = at;
+            if (s) s->readers++;
+        }
+    }
+    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later */
+        hpml_node   *n = g->nodes[i];
+        hpml_tensor *x = n->src[0];
+        if (!x->node) continue;
+        const hpmli_use *u = &uses[x->node->index];
+        bool inplace = (hpmli_needs(n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
+                       x->node->out_root == x && x->dtype == n->out->dtype;
+        if (inplace || n->op == HPML_OP_RESHAPE) n->out_root = x->node->out_root;
+    }
+    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
+        hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->out_root->node->index];
+        if (r->last < u->last) r->last = u->last;
+    }
+}
+
+/* Lives of the gradients; who writes first and who adds, in the order of the backward pass: what nobody has written
+   when its own op's turn comes does not lead to the loss. */
+HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
+{
+    int N = g->count;
+    for (int i = 0; i < N; i++) {
+        hpml_node *n = g->nodes[i];
+        hpmli_use *u = &uses[n->index];
+        n->grad_root  = n->op == HPML_OP_RESHAPE && n->src[0]->node ? n->src[0]->node->grad_root : n->out;
+        u->grad_first = 2 * N, u->grad_last = 2 * N - 1 - i;
+    }
+    for (int i = N - 1; i >= 0; i--) {
+        hpml_node *n = g->nodes[i];
+        if (!n->out->needs_grad || (n->out != g->loss && !uses[n->grad_root->node->index].grad_written)) continue;
+        for (int j = 0; j < n->src_count; j++) {
+            hpml_tensor *s = n->src[j];
+            hpmli_use   *u = hpmli_use_of(g, uses, s), *r;
+            n->accumulate[j] = false;
+            if (!s || !s->needs_grad) continue;
+            if (hpmli_trainable(s)) {
+                n->accumulate[j] = g->param_last[s->param->index] >= 0;
+                g->param_last[s->param->index] = i;
+            }
+            if (!u) continue;
+            r = s->node ? &uses[s->node->grad_root->node->index] : u;
+            n->accumulate[j] = r->grad_written && !(s->node && n->op == HPML_OP_RESHAPE);
+            r->grad_written  = true;
+            if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
+            if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
+        }
+    }
+}
+
+HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
+{
+    hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
+    HPML_ASSERT(g->slot_count < 3 * g->count + 2 * g->leaf_count);
+    g->slots[g->slot_count++] = s;
+    g->memory.unshared += s.bytes;
+}
+
+HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
+{
+    int N = g->count;
+    for (int i = 0; i < N; i++) {
+        hpml_node *n    = g->nodes[i];
+        hpmli_use *u    = &uses[n->index];
+        bool       back = g->loss && n->out->needs_grad;
+        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: others write beside it, see hpmli_told */
+        if (n->out_root == n->out)
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), from, u->last, (void **)(void *)&n->out->data);
+        if (back && n->grad_root == n->out && (n->out == g->loss || u->grad_written))
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : u->grad_first, u->grad_last,
+                           (void **)(void *)&n->out->grad);
+        if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
+        if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
+    }
+    for (int i = 0; i < g->leaf_count; i++) {
+        hpml_tensor *t = g->leaves[i];
+        if (!t->data) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->data);
+        if (g->loss && t->needs_grad) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->grad);
+    }
+}
+
+/* The batch is that of the inputs; all must agree. */
+HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
+{
+    g->batchable = true;
+    for (int i = 0; i < g->leaf_count; i++) {
+        const hpml_tensor *t = g->leaves[i];
+        if (!t->batch_rows) continue;
+        if (g->batch == 0) g->batch = t->shape[0];
+        if (g->batch != t->shape[0])
+            return hpmli_false(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be "
+                               "the same", (long long)g->batch, (long long)t->shape[0]);
+    }
+    for (int i = 0; i < g->count; i++)
+        if (g->nodes[i]->mixes_batch) g->batchable = false;
+    if (g->batch == 0) g->batch = 1;
+    g->batch_now = g->batch;
+    return true;
+}
+
+HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
+{
+    hpml_ctx  *ctx  = g->ctx;
+    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + g->leaf_count + 1);
+    g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
+    g->param_count = ctx->param_count;
+    g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
+    for (int i = 0; i < g->count && ctx->backend->plan; i++) ctx->backend->plan(ctx->device, g->nodes[i]);
+    g->back_names = hpmli_new(ctx, const char *, g->count + 1);
+    if (!uses || !g->slots || !g->param_last || !g->back_names) return false;
+    for (int i = 0; i < g->count; i++) {
+        char text[160];
+        snprintf(text, sizeof text, "%s backward", g->nodes[i]->out->name);
+        g->back_names[i] = hpmli_strdup(ctx, text);
+        if (!g->back_names[i]) return false;
+    }
+    for (int i = 0; i < ctx->param_count; i++) g->param_last[i] = -1;
+    for (int i = 0; i < g->output_count; i++)
+        if (outputs[i]->node) uses[outputs[i]->node->index].kept = true;
+    if (g->loss && g->loss->node) uses[g->loss->node->index].kept = true;
+    hpmli_plan_values(g, uses);
+    if (g->loss) hpmli_plan_grads(g, uses);
+    hpmli_plan_slots(g, uses);
+    for (int i = 0; i < g->param_count; i++) {
+        g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(ctx->params[i]) + 15) / 16 * 16;
+    }
+    g->memory.gradients = (size_t)g->grad_count * sizeof(float);
+    hpmli_free(ctx, uses);
+    if (!hpmli_slots_place(ctx, g->slots, g->slot_count, &g->memory.activations)) return false;
+    g->memory.scratch = g->scratch_bytes;
+    g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
+    return true;
+}
+
+/* Its ops may be planned again, by another graph. */
+HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
+{
+    for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = g->nodes[i]->grad_root = NULL;
+}
+
+HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
+{
+    static const hpml_hooks none = HPMLI_ZEROED;
+    hpml_graph_desc d;
+    hpml_tensor    *targets[HPML_MAX_SRC + 1];
+    int             count = 0;
+    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "graph", d, desc)) return NULL;
+    if (d.output_count < 0 || d.output_count > HPML_MAX_SRC || (d.output_count == 0 && !d.loss) ||
+        (d.output_count > 0 && !d.outputs) || (d.loss && hpml_tensor_count(d.loss) != 1))
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
+                          "one number", HPML_MAX_SRC);
+    for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
+    if (d.loss) targets[count++] = d.loss;
+    if (!hpmli_recordable(count, targets)) return NULL;
+    if (d.loss && d.loss->dtype != HPML_DTYPE_F32)
+        return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected f32: a scalar, as losses and hpml_mean "
+                          "over HPML_ALL_DIMS give it", hpmli_text(d.loss));
+    if (targets[0]->ctx != ctx)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
+    hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
+    if (!g) return NULL;
+    g->ctx = ctx, g->hooks = &none, g->loss = d.loss, g->output_count = d.output_count;
+    if (!hpmli_graph_collect(g, targets, count)) return NULL;
+    for (int i = 0; i < g->count; i++)
+        if (g->nodes[i]->out_root)
+            return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
+                              "that you want as outputs of one graph, or record what leads to this one again",
+                              g->nodes[i]->out->name);
+    if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
+    hpmli_graph_leave(g);
+    return NULL;
+}
+
+HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
+{
+    if (out) memset(out, 0, sizeof *out);
+    if (g && out) *out = g->memory;
+}
+
+HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
+
+/* Gives each parameter its place in this graph's array of gradients; another graph may have had them in its own. */
+HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
+{
+    int64_t at = 0;
+    if (!g->loss || g->ctx->grads_of == g) return;
+    g->ctx->grads_of = g;
+    for (int i = 0; i < g->ctx->param_count; i++) {
+        hpml_tensor *p    = g->ctx->params[i];
+        bool         mine = i < g->param_count && g->param_last[i] >= 0;
+        p->grad = mine ? g->grads + at : NULL;
+        if (mine) at += (hpml_tensor_count(p) + 15) / 16 * 16;
+    }
+}
+
+HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
+{
+    if (!g) return HPML_ERR_ARGUMENT;
+    hpml_ctx *ctx = g->ctx;
+    if (hpmli_failed(ctx)) return ctx->status;
+    if (g->arena) return HPML_OK;
+    if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
+    g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
+    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+    if (ctx->status != HPML_OK) return ctx->status;
+    for (int i = 0; i < g->slot_count; i++) /* an input may have memory from another graph: it keeps its data */
+        if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
+    hpmli_graph_place_grads(g);
+    for (int i = 0; i < g->count; i++) {
+        hpml_node *n = g->nodes[i];
+        n->out->data = n->out_root->data;
+        if (n->grad_root) n->out->grad = n->grad_root->grad;
+        n->scratch = g->arena + g->memory.activations;
+    }
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>run   running a graph forward and backward
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* All shapes follow the batch. Before each pass, as another graph may have the same inputs. */
+HPMLI_FN void hpmli_graph_rows(hpml_graph *g)
+{
+    for (int i = 0; i < g->leaf_count + g->count; i++) {
+        hpml_tensor *t = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
+        if (t->batch_rows) t->shape[0] = t->batch_rows * g->batch_now;
+    }
+}
+
+/* All samples of a batch again, after an error as well. */
+HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
+{
+    g->batch_now = g->batch;
+    hpmli_graph_rows(g);
+}
+
+HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
+{
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
+        return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
+                          g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
+    g->batch_now = samples;
+    hpmli_graph_rows(g);
+    return HPML_OK;
+}
+
+/* What the backward pass of n writes first, and a batch that is short or empty may leave as it was: gradients of what
+   has no batch dimension. */
+HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
+{
+    for (int s = 0; s < n->src_count; s++) {
+        const hpml_tensor *t = n->src[s];
+        if (t && t->grad && !t->batch_rows && !n->accumulate[s] && t->grad != n->out->grad)
+            g->ctx->backend->zero(g->ctx->device, t->grad, hpmli_tensor_bytes(t));
+    }
+}
+
+/* One op, timed when somebody looks. */
+HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
+{
+    hpml_node          *n    = g->nodes[i];
+    const hpml_hooks   *h    = g->hooks;
+    const hpml_backend *b    = g->ctx->backend;
+    const hpml_op_impl *impl = &g->ctx->ops[n->op];
+    bool                look = g->profile || g->ctx->trace;
+    const char         *name = backward ? g->back_names[i] : n->out->name;
+    double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
+    hpml_status         status = HPML_OK;
+    if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
+    if (look && b->look) b->look(g->ctx->device, NULL, NULL);
+    for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
+        if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
+    bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
+    if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
+    if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
+    for (int s = 0; backward && s < n->src_count; n->update[s++] = NULL)
+        if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
+            status = b->update(g->ctx->device, g->ctx, n->update[s], 1), n->update[s]->n = 0;
+    if (!look) return status;
+    if (b->look) b->look(g->ctx->device, name, seconds);
+    else if (b->sync) b->sync(g->ctx->device);
+    end = hpml_now();
+    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, since, hpmli_trace_time(g->ctx, end)); /* look: of launching it */
+    if (seconds && !b->look) *seconds += end - start;
+    if (g->profile && !backward) g->profile[i].calls++;
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
+{
+    const hpml_graph *g = (const hpml_graph *)graph;
+    return g->hooks->sum(g->hooks->user, g->trainer, values, n);
+}
+
+HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
+{
+    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
+                     g->hooks->sum ? hpmli_run_sum : NULL, g };
+    return run;
+}
+
+HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
+{
+    hpml_node *n = g->nodes[i];
+    bool       before[HPML_MAX_SRC];
+    if (!n->out->needs_grad || !n->out->grad) return HPML_OK;
+    for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
+        before[s] = n->accumulate[s];
+        if (!n->src[s] || !hpmli_trainable(n->src[s])) continue;
+        int param = n->src[s]->param->index;
+        if (accumulate) n->accumulate[s] = true;
+        if (g->updates && g->param_last[param] == i) n->update[s] = &g->updates[param];
+    }
+    hpml_status status = hpmli_run_node(g, run, i, true);
+    memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
+    return status;
+}
+
+/* The hook of each gradient that is final behind node i. */
+HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
+{
+    hpml_node  *n      = g->nodes[i];
+    hpml_status status = HPML_OK;
+    for (int s = 0; n->out->needs_grad && n->out->grad && s < n->src_count && status == HPML_OK; s++)
+        if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
+            status = g->hooks->grad(g->hooks->user, g->trainer, n->src[s]->param->index);
+    return status;
+}
+
+/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. Only
+   gradients are waited for, by their hooks: then it is up to eight pieces, and behind each the hooks of all of it. */
+HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
+{
+    const hpml_backend *b     = g->ctx->backend;
+    const hpml_hooks   *h     = g->hooks;
+    bool                whole = b->begin && !(g->profile || g->ctx->trace || h->need || h->sum || g->idle);
+    bool                hooks = backward && h->grad && g->last, done, again;
+    int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
+    hpml_status         status = HPML_OK;
+    hpml_pass           pass; /* compared byte by byte */
+    memset(&pass, 0, sizeof pass);
+    pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
+    pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
+    hpmli_graph_rows(g);
+    for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
+        to = last - from < piece ? last + 1 : from + piece, pass.from = from, pass.to = to;
+        do {
+            done = again = false;
+            if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
+            for (int i = from; i < to && !done && status == HPML_OK; i++)
+                status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
+            if (whole && !done) status = b->end(g->ctx->device, run, status, &again);
+        } while (again);
+        for (int i = from; i < to && hooks && status == HPML_OK; i++) status = hpmli_run_hooks(g, last - i);
+    }
+    return status;
+}
+
+HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
+{
+    hpml_status status = hpml_graph_alloc(g);
+    if (status != HPML_OK) return status;
+    hpml_run run = hpmli_run_of(g, train, step, 1);
+    g->train = train, g->step = step;
+    return hpmli_graph_pass(g, &run, false, false);
+}
+
+HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
+{
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    if (!g->loss || !g->arena || !g->loss->grad)
+        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
+                          "forward pass before");
+    hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
+    hpmli_graph_place_grads(g);
+    g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
+    return hpmli_graph_pass(g, &run, true, accumulate);
+}
+
+/* Loss with element `at` of t moved by `by`. */
+HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
+{
+    float was, now, loss = 0;
+    g->ctx->backend->read(g->ctx->device, &was, t->data + at, sizeof was);
+    now = was + by;
+    g->ctx->backend->write(g->ctx->device, t->data + at, &now, sizeof now);
+    hpml_graph_forward(g, g->train, g->step);
+    g->ctx->backend->read(g->ctx->device, &loss, g->loss->data, sizeof loss);
+    g->ctx->backend->write(g->ctx->device, t->data + at, &was, sizeof was);
+    return (double)loss;
+}
+
+HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
+{
+    double worst = 0;
+    if (!g) return -1;
+    if (hpmli_store(g->ctx) != HPML_DTYPE_F32) {
+        hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "check_grad: results are stored as %s, whose rounding hides the "
+                   "differences that are compared; record the model on a context that stores f32",
+                   hpml_dtype_name(hpmli_store(g->ctx)));
+        return -1;
+    }
+    if (eps == 0) eps = 1e-2f;
+    if (!(eps > 0) || samples < 1) {
+        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples: expected more than 0 of both (eps 0: "
+                   "1e-2)", (double)eps, samples);
+        return -1;
+    }
+    if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
+    for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
+        hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
+        int64_t      n = hpml_tensor_count(t);
+        hpml_rng     rng   = { g->ctx->seed, 77, 0 };
+        double       scale = 0;
+        if (!t->grad || !t->needs_grad) continue;
+        float *grad = hpmli_new(g->ctx, float, n);
+        if (!grad) return -1;
+        g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
+        for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
+        scale = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
+        for (int64_t i = 0; i < samples && i < n; i++) {
+            int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
+            double  near_ = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
+            double  far   = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
+            double  slope = (8 * near_ - far) / (12 * (double)eps); /* error of order eps^4 */
+            double  error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
+            if (!(error <= worst)) worst = error;
+        }
+        hpmli_free(g->ctx, grad);
+    }
+    hpml_graph_forward(g, true, 0);
+    return worst;
+}
+
+// =====================================================================================================================
+// PART IV   OPS: forward and backward of each, and the products under them
+// =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-threads   dealing a matrix product out to threads
@@ -7003,7 +5417,7 @@ HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int threa
         int64_t best = r0 * W + c0;
         for (int64_t r = r0; r < r1; r++)
             for (int64_t c = c0; c < c1; c++)
-                if (HPMLI_WINS(x->data[from + r * W + c], x->data[from + best])) best = r * W + c;
+                if (HPMLI_MAX_OR_NAN(x->data[from + r * W + c], x->data[from + best])) best = r * W + c;
         y->data[to + o] = x->data[from + best];
         at[o] = (int32_t)best;
     }
@@ -7053,7 +5467,7 @@ HPMLI_FN void hpmli_max_pool_image(const hpmli_work *w, int64_t image, int threa
         for (int64_t r = r0; r < r1; r++)
             for (int64_t p = r * W + c0; p < r * W + c1; p++)
                 for (int64_t c = 0; c < C; c++) {
-                    bool won = HPMLI_WINS(from[p * C + c], to[c]);
+                    bool won = HPMLI_MAX_OR_NAN(from[p * C + c], to[c]);
                     at[c] = won ? (int32_t)p : at[c];
                     to[c] = won ? from[p * C + c] : to[c];
                 }
@@ -7889,6 +6303,7 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
 
 HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
 HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7907,12 +6322,16 @@ HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(ru
 #define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
 #define HPMLI_EDGE_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
 
-/* What each op's backward pass reads, see HPMLI_OP. */
-static unsigned (*const hpmli_needs[])(const hpml_node *) = {
+/* What the backward pass of this node's op reads, see HPMLI_OP. */
+HPMLI_FN unsigned hpmli_needs(const hpml_node *n)
+{
+    static unsigned (*const needs[])(const hpml_node *) = {
 #define HPMLI_X(op, name) hpmli_##name##_needs,
-    HPML_OPS(HPMLI_X)
+        HPML_OPS(HPMLI_X)
 #undef HPMLI_X
-};
+    };
+    return needs[n->op](n);
+}
 
 enum { HPMLI_LOAD = 1, HPMLI_SAVE = 2, HPMLI_ROUND = 4 }; /* before the op; behind it; load what is f32, rounded */
 
@@ -7973,7 +6392,7 @@ HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tenso
 HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
-    unsigned needs   = back ? hpmli_needs[n->op](n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
+    unsigned needs   = back ? hpmli_needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
     bool     product = n->op == HPML_OP_LINEAR || n->op == HPML_OP_MATMUL || n->op == HPML_OP_CONV2D ||
                        n->op == HPML_OP_LSTM;
     memset(e, 0, sizeof *e);
@@ -8299,712 +6718,194 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     return &cpu;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>place   a place in memory for each array of a plan: first fit
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A slot is an array with a life: the times at which it is needed. Largest first, each goes to the lowest address where
-   its bytes are free during its life: simple, and close to the best for chains. Two ways lead to the same address:
-   - a list of all slots placed before, in the order of their addresses: for n slots n^2 / 2 short steps;
-   - a binary tree over the times (a segment tree). At each node are two lists of address ranges in use, in which what
-     touches is one range: `whole`, of slots alive at all times of the node, and `part`, of slots alive at some. A life
-     is cut into at most two nodes a level; what can be in its way is their `part` and the `whole` of all nodes above.
-     Slots of one size stand in few ranges, so this takes about n log n steps for each size; networks have few sizes. */
-
-typedef struct hpmli_slot {
-    size_t   bytes, offset; /* before it has one: its number */
-    int      from, to;   /* alive, both included */
-    void   **place;      /* where the address goes once there is memory */
-} hpmli_slot;
-
-HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
-{
-    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
-    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
-    return x->offset < y->offset ? -1 : x->offset > y->offset;
-}
-
-/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
-HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
-{
-    size_t at = 0;
-    for (int i = 0; i < count; i++) {
-        const hpmli_slot *p = placed[i];
-        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
-        if (at + s->bytes <= p->offset) break;
-        at = p->offset + p->bytes;
-    }
-    return at;
-}
-
-HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
-{
-    hpmli_slot **placed = hpmli_new(ctx, hpmli_slot *, count);
-    for (int i = 0; placed && i < count; i++) {
-        int at = i;
-        slots[i].offset = hpmli_slot_fit(placed, i, &slots[i]);
-        for (; at > 0 && placed[at - 1]->offset > slots[i].offset; at--) placed[at] = placed[at - 1];
-        placed[at] = &slots[i];
-    }
-    hpmli_free(ctx, placed);
-    return placed != NULL;
-}
-
-typedef struct hpmli_range {
-    size_t from, to; /* addresses, `to` not included */
-    int    next;     /* number of the next range of its list, which is higher and does not touch; 0: none */
-} hpmli_range;
-
-typedef struct hpmli_times {
-    hpml_ctx    *ctx;
-    hpmli_range *ranges; /* (count of capacity) of all lists; number 0 is none */
-    int64_t      capacity;
-    int          count, spare;     /* spare: list of those no longer used */
-    int         *whole, *part;     /* (2 * times) first range by node; node 1 is the root, 2i and 2i + 1 are below i */
-    int          path[4 * 32 + 4]; /* (path_count) nodes that the life at hand is cut into, and those above */
-    bool         inside[4 * 32 + 4];
-    int          path_count;
-} hpmli_times;
-
-/* Walks from `node`, which stands for the times first to last, down to the nodes that lie inside the life of s. */
-HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
-{
-    int  middle = first + (last - first) / 2;
-    bool inside = s->from <= first && last <= s->to;
-    m->inside[m->path_count] = inside;
-    m->path[m->path_count++] = node;
-    if (!inside && s->from <= middle) hpmli_times_path(m, 2 * node, first, middle, s);
-    if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
-}
-
-/* The lowest offset at which `bytes` fit between the ranges of all lists on the path. */
-HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
-{
-    int    list[sizeof m->path / sizeof *m->path], count = 0;
-    size_t at = 0, before;
-    for (int k = 0; k < m->path_count; k++) {
-        int first = m->inside[k] ? m->part[m->path[k]] : m->whole[m->path[k]];
-        if (first) list[count++] = first;
-    }
-    do { /* until the offset is free in every list */
-        before = at;
-        for (int k = 0; k < count; k++)
-            for (const hpmli_range *r; r = &m->ranges[list[k]], list[k] && r->from < at + bytes; list[k] = r->next)
-                if (at < r->to) at = r->to;
-    } while (at != before);
-    return at;
-}
-
-/* Adds a range to the list that begins at *head, and joins it with those that it touches or overlaps. */
-HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
-{
-    int before = 0, at = *head;
-    for (; at && m->ranges[at].to < from; at = m->ranges[at].next) before = at;
-    while (at && m->ranges[at].from <= to) {
-        hpmli_range *r    = &m->ranges[at];
-        int          next = r->next;
-        if (r->from < from) from = r->from;
-        if (r->to > to) to = r->to;
-        r->next  = m->spare;
-        m->spare = at;
-        at       = next;
-    }
-    int added = m->spare;
-    if (added) m->spare = m->ranges[added].next;
-    else if (hpmli_grow(m->ctx, &m->ranges, m->count, &m->capacity, sizeof *m->ranges)) added = m->count++;
-    else return false;
-    hpmli_range range = { from, to, at };
-    m->ranges[added] = range;
-    if (before) m->ranges[before].next = added;
-    else *head = added;
-    return true;
-}
-
-HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
-{
-    hpmli_times m = HPMLI_ZEROED;
-    m.ctx = ctx, m.count = 1;
-    m.whole = hpmli_new(ctx, int, 4 * (int64_t)times);
-    m.part  = hpmli_new(ctx, int, 4 * (int64_t)times);
-    bool good = m.whole && m.part && hpmli_grow(ctx, &m.ranges, 0, &m.capacity, sizeof *m.ranges);
-    for (int i = 0; i < count && good; i++) {
-        hpmli_slot *s = &slots[i];
-        m.path_count = 0;
-        hpmli_times_path(&m, 1, 0, times - 1, s);
-        s->offset = hpmli_times_fit(&m, s->bytes);
-        for (int k = 0; k < m.path_count && good; k++) {
-            good = hpmli_times_add(&m, &m.part[m.path[k]], s->offset, s->offset + s->bytes);
-            if (m.inside[k]) good = good && hpmli_times_add(&m, &m.whole[m.path[k]], s->offset, s->offset + s->bytes);
-        }
-    }
-    hpmli_free(ctx, m.ranges);
-    hpmli_free(ctx, m.part);
-    hpmli_free(ctx, m.whole);
-    return good;
-}
-
-/* Sorts the slots, gives each its offset, and sets *bytes to what all need, by the faster of the two ways: the tree,
-   where there are at least 1000 slots for each size (measured with random graphs). */
-HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
-{
-    int sizes = 1, times = 1;
-    if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
-    for (int i = 0; i < count; i++) {
-        if (i > 0 && slots[i].bytes != slots[i - 1].bytes) sizes++;
-        if (slots[i].to >= times) times = slots[i].to + 1;
-    }
-    bool good = count / 1000 < sizes ? hpmli_place_list(ctx, slots, count) : hpmli_place_tree(ctx, slots, count, times);
-    for (int i = 0; i < count && good; i++)
-        if (slots[i].offset + slots[i].bytes > *bytes) *bytes = slots[i].offset + slots[i].bytes;
-    return good;
-}
+// =====================================================================================================================
+// PART V    TRAINING: optimizers, steps, gradients packed for the wire
+// =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
+// >>codec   gradients packed for the wire
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
-   is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
-   function. Two arrays may share memory when their lives do not overlap: see >>place. All this happens once; a step
-   allocates nothing.
+/* The paper prints the residual without the e that was carried in; taken literally the sums drift apart by 30 % in
+   1,000 steps, while training still looks plausible. It is here as `printed_residual`, a control.
 
-   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
-   may work in place on a source that no other op reads. A node's out_root and grad_root follow such links. */
+   A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
+   our [out][in] weights and makes long columns, so that the two floats weigh little. */
 
-typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
-    int  last;                 /* time until which the value lives */
-    int  grad_first, grad_last;
-    int  readers;              /* nodes that read the value */
-    bool kept, grad_written;
-} hpmli_use;
+#define HPMLI_ROW_SIZE(name, bytes) \
+    HPMLI_FN size_t hpmli_##name##_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols) { return bytes; }
+HPMLI_ROW_SIZE(none, (size_t)cols * sizeof(float))
+HPMLI_ROW_SIZE(bf16, (size_t)cols * sizeof(uint16_t))
+HPMLI_ROW_SIZE(onebit, 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t)) /* two levels, the bits */
+HPMLI_ROW_SIZE(twobit, (size_t)((cols + 15) / 16) * sizeof(uint32_t))
+#undef HPMLI_ROW_SIZE
 
-struct hpml_graph {
-    hpml_ctx      *ctx;
-    hpml_node    **nodes;      /* (count) in order */
-    int            count;
-    hpml_tensor  **leaves;     /* (leaf_count) inputs and constants */
-    int            leaf_count;
-    hpml_tensor   *loss;
-    int            output_count;
-    hpmli_slot    *slots;      /* (slot_count) */
-    int            slot_count;
-    hpml_memory    memory;
-    char          *arena;      /* activations, their gradients and scratch, on the device */
-    float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
-    int64_t        grad_count; /* floats */
-    size_t         scratch_bytes;
-    int            param_count; /* of the context, when this was made */
-    int           *param_last;  /* (param_count) node whose backward finishes the gradient; -1: none */
-    int64_t        batch, batch_now;
-    bool           batchable;
-    bool           train;      /* of the last forward pass ... */
-    uint64_t       step;       /* ... and its step */
-    int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
-    const char   **back_names; /* (count) for the timeline */
-    hpml_profile_row *profile; /* (count), NULL: off */
-    const hpml_hooks *hooks;   /* the trainer's, if it has one */
-    hpml_trainer  *trainer;
-    bool           last;       /* batch of an update: gradients are final, and hooks are told */
-    hpml_update   *updates;    /* (param_count) steps to be taken during the backward pass, or NULL */
-    bool           idle;       /* see hpml_run */
-};
-
-/* Whether t is among the inputs found. t->leaf may be from another graph, so the input with that index is compared. */
-HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
+HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g,
+                                       int64_t rows)
 {
-    return t->leaf < g->leaf_count && g->leaves[t->leaf] == t;
-}
-
-/* Marks what t depends on, at its place in the order of recording, which is an order of running. */
-HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
-{
-    if (!t || t->param) return;
-    if (t->node) {
-        found[t->node->index] = t->node;
-        return;
-    }
-    if (hpmli_graph_leaf(g, t)) return;
-    HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
-    t->leaf = g->leaf_count;
-    g->leaves[g->leaf_count++] = t;
-}
-
-/* From the last op recorded to the first: whoever reads a result stands behind it. */
-HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
-{
-    hpml_ctx   *ctx   = g->ctx;
-    hpml_node **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
-    g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
-    if (!found || !g->leaves) return false;
-    for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
-    for (int i = ctx->node_count - 1; i >= 0; i--)
-        for (int s = 0; found[i] && s < found[i]->src_count; s++) hpmli_graph_mark(g, found, found[i]->src[s]);
-    for (int i = 0; i < ctx->node_count; i++)
-        if (found[i]) g->nodes[g->count++] = found[i];
-    return true;
-}
-
-HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
-
-/* uses: by the index of the node that makes t, and behind them of the inputs; NULL: a parameter. */
-HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
-{
-    if (t && t->node) return &uses[t->node->index];
-    return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->leaf] : NULL;
-}
-
-/* Lives of the values. */
-HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
-{
-    int N = g->count;
-    for (int i = 0; i < N; i++) {
-        hpml_node *n      = g->nodes[i];
-        bool       back   = g->loss && n->out->needs_grad;
-        unsigned   needs  = hpmli_needs[n->op](n);
-        hpmli_use *u      = &uses[n->index];
-        n->out_root = n->out;
-        u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
-        if (u->kept) u->last = 2 * N;
-        for (int j = 0; j < n->src_count; j++) {
-            hpmli_use *s = hpmli_use_of(g, uses, n->src[j]);
-            int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->with != NULL);
-            if (s && s->last < at) s->last = at;
-            if (s) s->readers++;
-        }
-    }
-    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later */
-        hpml_node   *n = g->nodes[i];
-        hpml_tensor *x = n->src[0];
-        if (!x->node) continue;
-        const hpmli_use *u = &uses[x->node->index];
-        bool inplace = (hpmli_needs[n->op](n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
-                       x->node->out_root == x && x->dtype == n->out->dtype;
-        if (inplace || n->op == HPML_OP_RESHAPE) n->out_root = x->node->out_root;
-    }
-    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
-        hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->out_root->node->index];
-        if (r->last < u->last) r->last = u->last;
-    }
-}
-
-/* Lives of the gradients; who writes first and who adds, in the order of the backward pass: what nobody has written
-   when its own op's turn comes does not lead to the loss. */
-HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
-{
-    int N = g->count;
-    for (int i = 0; i < N; i++) {
-        hpml_node *n = g->nodes[i];
-        hpmli_use *u = &uses[n->index];
-        n->grad_root  = n->op == HPML_OP_RESHAPE && n->src[0]->node ? n->src[0]->node->grad_root : n->out;
-        u->grad_first = 2 * N, u->grad_last = 2 * N - 1 - i;
-    }
-    for (int i = N - 1; i >= 0; i--) {
-        hpml_node *n = g->nodes[i];
-        if (!n->out->needs_grad || (n->out != g->loss && !uses[n->grad_root->node->index].grad_written)) continue;
-        for (int j = 0; j < n->src_count; j++) {
-            hpml_tensor *s = n->src[j];
-            hpmli_use   *u = hpmli_use_of(g, uses, s), *r;
-            n->accumulate[j] = false;
-            if (!s || !s->needs_grad) continue;
-            if (hpmli_trainable(s)) {
-                n->accumulate[j] = g->param_last[s->param->index] >= 0;
-                g->param_last[s->param->index] = i;
-            }
-            if (!u) continue;
-            r = s->node ? &uses[s->node->grad_root->node->index] : u;
-            n->accumulate[j] = r->grad_written && !(s->node && n->op == HPML_OP_RESHAPE);
-            r->grad_written  = true;
-            if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
-            if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
-        }
-    }
-}
-
-HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
-{
-    hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
-    HPML_ASSERT(g->slot_count < 3 * g->count + 2 * g->leaf_count);
-    g->slots[g->slot_count++] = s;
-    g->memory.unshared += s.bytes;
-}
-
-HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
-{
-    int N = g->count;
-    for (int i = 0; i < N; i++) {
-        hpml_node *n    = g->nodes[i];
-        hpmli_use *u    = &uses[n->index];
-        bool       back = g->loss && n->out->needs_grad;
-        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: others write beside it, see hpmli_told */
-        if (n->out_root == n->out)
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), from, u->last, (void **)(void *)&n->out->data);
-        if (back && n->grad_root == n->out && (n->out == g->loss || u->grad_written))
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : u->grad_first, u->grad_last,
-                           (void **)(void *)&n->out->grad);
-        if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
-        if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
-    }
-    for (int i = 0; i < g->leaf_count; i++) {
-        hpml_tensor *t = g->leaves[i];
-        if (!t->data) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->data);
-        if (g->loss && t->needs_grad) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->grad);
-    }
-}
-
-/* The batch is that of the inputs; all must agree. */
-HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
-{
-    g->batchable = true;
-    for (int i = 0; i < g->leaf_count; i++) {
-        const hpml_tensor *t = g->leaves[i];
-        if (!t->batch_rows) continue;
-        if (g->batch == 0) g->batch = t->shape[0];
-        if (g->batch != t->shape[0])
-            return hpmli_false(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be "
-                               "the same", (long long)g->batch, (long long)t->shape[0]);
-    }
-    for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->mixes_batch) g->batchable = false;
-    if (g->batch == 0) g->batch = 1;
-    g->batch_now = g->batch;
-    return true;
-}
-
-HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
-{
-    hpml_ctx  *ctx  = g->ctx;
-    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + g->leaf_count + 1);
-    g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
-    g->param_count = ctx->param_count;
-    g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
-    for (int i = 0; i < g->count && ctx->backend->plan; i++) ctx->backend->plan(ctx->device, g->nodes[i]);
-    g->back_names = hpmli_new(ctx, const char *, g->count + 1);
-    if (!uses || !g->slots || !g->param_last || !g->back_names) return false;
-    for (int i = 0; i < g->count; i++) {
-        char text[160];
-        snprintf(text, sizeof text, "%s backward", g->nodes[i]->out->name);
-        g->back_names[i] = hpmli_strdup(ctx, text);
-        if (!g->back_names[i]) return false;
-    }
-    for (int i = 0; i < ctx->param_count; i++) g->param_last[i] = -1;
-    for (int i = 0; i < g->output_count; i++)
-        if (outputs[i]->node) uses[outputs[i]->node->index].kept = true;
-    if (g->loss && g->loss->node) uses[g->loss->node->index].kept = true;
-    hpmli_plan_values(g, uses);
-    if (g->loss) hpmli_plan_grads(g, uses);
-    hpmli_plan_slots(g, uses);
-    for (int i = 0; i < g->param_count; i++) {
-        g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
-        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(ctx->params[i]) + 15) / 16 * 16;
-    }
-    g->memory.gradients = (size_t)g->grad_count * sizeof(float);
-    hpmli_free(ctx, uses);
-    if (!hpmli_slots_place(ctx, g->slots, g->slot_count, &g->memory.activations)) return false;
-    g->memory.scratch = g->scratch_bytes;
-    g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
-    return true;
-}
-
-/* Its ops may be planned again, by another graph. */
-HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
-{
-    for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = g->nodes[i]->grad_root = NULL;
-}
-
-HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
-{
-    static const hpml_hooks none = HPMLI_ZEROED;
-    hpml_graph_desc d;
-    hpml_tensor    *targets[HPML_MAX_SRC + 1];
-    int             count = 0;
-    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "graph", d, desc)) return NULL;
-    if (d.output_count < 0 || d.output_count > HPML_MAX_SRC || (d.output_count == 0 && !d.loss) ||
-        (d.output_count > 0 && !d.outputs) || (d.loss && hpml_tensor_count(d.loss) != 1))
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
-                          "one number", HPML_MAX_SRC);
-    for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
-    if (d.loss) targets[count++] = d.loss;
-    if (!hpmli_recordable(count, targets)) return NULL;
-    if (d.loss && d.loss->dtype != HPML_DTYPE_F32)
-        return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected f32: a scalar, as losses and hpml_mean "
-                          "over HPML_ALL_DIMS give it", hpmli_text(d.loss));
-    if (targets[0]->ctx != ctx)
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
-    hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
-    if (!g) return NULL;
-    g->ctx = ctx, g->hooks = &none, g->loss = d.loss, g->output_count = d.output_count;
-    if (!hpmli_graph_collect(g, targets, count)) return NULL;
-    for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->out_root)
-            return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
-                              "that you want as outputs of one graph, or record what leads to this one again",
-                              g->nodes[i]->out->name);
-    if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
-    hpmli_graph_leave(g);
-    return NULL;
-}
-
-HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
-{
-    if (out) memset(out, 0, sizeof *out);
-    if (g && out) *out = g->memory;
-}
-
-HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
-
-/* Gives each parameter its place in this graph's array of gradients; another graph may have had them in its own. */
-HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
-{
-    int64_t at = 0;
-    if (!g->loss || g->ctx->grads_of == g) return;
-    g->ctx->grads_of = g;
-    for (int i = 0; i < g->ctx->param_count; i++) {
-        hpml_tensor *p    = g->ctx->params[i];
-        bool         mine = i < g->param_count && g->param_last[i] >= 0;
-        p->grad = mine ? g->grads + at : NULL;
-        if (mine) at += (hpml_tensor_count(p) + 15) / 16 * 16;
-    }
-}
-
-HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
-{
-    if (!g) return HPML_ERR_ARGUMENT;
-    hpml_ctx *ctx = g->ctx;
-    if (hpmli_failed(ctx)) return ctx->status;
-    if (g->arena) return HPML_OK;
-    if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
-    g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
-    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-    if (ctx->status != HPML_OK) return ctx->status;
-    for (int i = 0; i < g->slot_count; i++) /* an input may have memory from another graph: it keeps its data */
-        if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
-    hpmli_graph_place_grads(g);
-    for (int i = 0; i < g->count; i++) {
-        hpml_node *n = g->nodes[i];
-        n->out->data = n->out_root->data;
-        if (n->grad_root) n->out->grad = n->grad_root->grad;
-        n->scratch = g->arena + g->memory.activations;
-    }
+    if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
     return HPML_OK;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>run   running a graph forward and backward
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* All shapes follow the batch. Before each pass, as another graph may have the same inputs. */
-HPMLI_FN void hpmli_graph_rows(hpml_graph *g)
+HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
-    for (int i = 0; i < g->leaf_count + g->count; i++) {
-        hpml_tensor *t = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
-        if (t->batch_rows) t->shape[0] = t->batch_rows * g->batch_now;
-    }
+    if (add) p->kernels->vadd(out, out, (const float *)packed, rows * p->cols);
+    else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
 }
 
-/* All samples of a batch again, after an error as well. */
-HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
-{
-    g->batch_now = g->batch;
-    hpmli_graph_rows(g);
-}
+/* The others pack one row g + e, leave in e, unless it is NULL, what was lost, and say whether all was finite: a row
+   with a NaN or an infinity must reach neither the residual, which would carry it for ever, nor the others. */
+typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
 
-HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
+HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                       hpmli_pack_row *pack)
 {
-    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
-    if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
-        return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
-                          g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
-    g->batch_now = samples;
-    hpmli_graph_rows(g);
-    return HPML_OK;
-}
-
-/* What the backward pass of n writes first, and a batch that is short or empty may leave as it was: gradients of what
-   has no batch dimension. */
-HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
-{
-    for (int s = 0; s < n->src_count; s++) {
-        const hpml_tensor *t = n->src[s];
-        if (t && t->grad && !t->batch_rows && !n->accumulate[s] && t->grad != n->out->grad)
-            g->ctx->backend->zero(g->ctx->device, t->grad, hpmli_tensor_bytes(t));
-    }
-}
-
-/* One op, timed when somebody looks. */
-HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
-{
-    hpml_node          *n    = g->nodes[i];
-    const hpml_hooks   *h    = g->hooks;
-    const hpml_backend *b    = g->ctx->backend;
-    const hpml_op_impl *impl = &g->ctx->ops[n->op];
-    bool                look = g->profile || g->ctx->trace;
-    const char         *name = backward ? g->back_names[i] : n->out->name;
-    double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
-    hpml_status         status = HPML_OK;
-    if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
-    if (look && b->look) b->look(g->ctx->device, NULL, NULL);
-    for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
-        if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
-    bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
-    if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
-    if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
-    for (int s = 0; backward && s < n->src_count; n->update[s++] = NULL)
-        if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
-            status = b->update(g->ctx->device, g->ctx, n->update[s], 1), n->update[s]->n = 0;
-    if (!look) return status;
-    if (b->look) b->look(g->ctx->device, name, seconds);
-    else if (b->sync) b->sync(g->ctx->device);
-    end = hpml_now();
-    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, since, hpmli_trace_time(g->ctx, end)); /* look: of launching it */
-    if (seconds && !b->look) *seconds += end - start;
-    if (g->profile && !backward) g->profile[i].calls++;
-    return status;
-}
-
-HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
-{
-    const hpml_graph *g = (const hpml_graph *)graph;
-    return g->hooks->sum(g->hooks->user, g->trainer, values, n);
-}
-
-HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
-{
-    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
-                     g->hooks->sum ? hpmli_run_sum : NULL, g };
-    return run;
-}
-
-HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
-{
-    hpml_node *n = g->nodes[i];
-    bool       before[HPML_MAX_SRC];
-    if (!n->out->needs_grad || !n->out->grad) return HPML_OK;
-    for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
-        before[s] = n->accumulate[s];
-        if (!n->src[s] || !hpmli_trainable(n->src[s])) continue;
-        int param = n->src[s]->param->index;
-        if (accumulate) n->accumulate[s] = true;
-        if (g->updates && g->param_last[param] == i) n->update[s] = &g->updates[param];
-    }
-    hpml_status status = hpmli_run_node(g, run, i, true);
-    memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
-    return status;
-}
-
-/* The hook of each gradient that is final behind node i. */
-HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
-{
-    hpml_node  *n      = g->nodes[i];
     hpml_status status = HPML_OK;
-    for (int s = 0; n->out->needs_grad && n->out->grad && s < n->src_count && status == HPML_OK; s++)
-        if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
-            status = g->hooks->grad(g->hooks->user, g->trainer, n->src[s]->param->index);
-    return status;
-}
-
-/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. Only
-   gradients are waited for, by their hooks: then it is up to eight pieces, and behind each the hooks of all of it. */
-HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
-{
-    const hpml_backend *b     = g->ctx->backend;
-    const hpml_hooks   *h     = g->hooks;
-    bool                whole = b->begin && !(g->profile || g->ctx->trace || h->need || h->sum || g->idle);
-    bool                hooks = backward && h->grad && g->last, done, again;
-    int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
-    hpml_status         status = HPML_OK;
-    hpml_pass           pass; /* compared byte by byte */
-    memset(&pass, 0, sizeof pass);
-    pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
-    pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
-    hpmli_graph_rows(g);
-    for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
-        to = last - from < piece ? last + 1 : from + piece, pass.from = from, pass.to = to;
-        do {
-            done = again = false;
-            if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
-            for (int i = from; i < to && !done && status == HPML_OK; i++)
-                status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
-            if (whole && !done) status = b->end(g->ctx->device, run, status, &again);
-        } while (again);
-        for (int i = from; i < to && hooks && status == HPML_OK; i++) status = hpmli_run_hooks(g, last - i);
-    }
-    return status;
-}
-
-HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
-{
-    hpml_status status = hpml_graph_alloc(g);
-    if (status != HPML_OK) return status;
-    hpml_run run = hpmli_run_of(g, train, step, 1);
-    g->train = train, g->step = step;
-    return hpmli_graph_pass(g, &run, false, false);
-}
-
-HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
-{
-    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
-    if (!g->loss || !g->arena || !g->loss->grad)
-        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
-                          "forward pass before");
-    hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
-    hpmli_graph_place_grads(g);
-    g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
-    return hpmli_graph_pass(g, &run, true, accumulate);
-}
-
-/* Loss with element `at` of t moved by `by`. */
-HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
-{
-    float was, now, loss = 0;
-    g->ctx->backend->read(g->ctx->device, &was, t->data + at, sizeof was);
-    now = was + by;
-    g->ctx->backend->write(g->ctx->device, t->data + at, &now, sizeof now);
-    hpml_graph_forward(g, g->train, g->step);
-    g->ctx->backend->read(g->ctx->device, &loss, g->loss->data, sizeof loss);
-    g->ctx->backend->write(g->ctx->device, t->data + at, &was, sizeof was);
-    return (double)loss;
-}
-
-HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
-{
-    double worst = 0;
-    if (!g) return -1;
-    if (hpmli_store(g->ctx) != HPML_DTYPE_F32) {
-        hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "check_grad: results are stored as %s, whose rounding hides the "
-                   "differences that are compared; record the model on a context that stores f32",
-                   hpml_dtype_name(hpmli_store(g->ctx)));
-        return -1;
-    }
-    if (eps == 0) eps = 1e-2f;
-    if (!(eps > 0) || samples < 1) {
-        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples: expected more than 0 of both (eps 0: "
-                   "1e-2)", (double)eps, samples);
-        return -1;
-    }
-    if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
-    for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
-        hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
-        int64_t      n = hpml_tensor_count(t);
-        hpml_rng     rng   = { g->ctx->seed, 77, 0 };
-        double       scale = 0;
-        if (!t->grad || !t->needs_grad) continue;
-        float *grad = hpmli_new(g->ctx, float, n);
-        if (!grad) return -1;
-        g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
-        for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
-        scale = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
-        for (int64_t i = 0; i < samples && i < n; i++) {
-            int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
-            double  near_ = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
-            double  far   = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
-            double  slope = (8 * near_ - far) / (12 * (double)eps); /* error of order eps^4 */
-            double  error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
-            if (!(error <= worst)) worst = error;
+    for (int64_t r = 0; r < rows; r++, g += p->cols) {
+        uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
+        float   *er = e ? e + r * p->cols : NULL;
+        if (!pack(p, q, er, g)) {
+            memset(q, 0, p->row_size);
+            if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
+            status = HPML_ERR_NONFINITE;
+        } else if (er && p->desc.printed_residual) { /* the control */
+            p->codec->decode(p, er, q, 1, false);
+            p->kernels->vsub(er, g, er, p->cols);
         }
-        hpmli_free(g->ctx, grad);
     }
-    hpml_graph_forward(g, true, 0);
-    return worst;
+    return status;
+}
+#define HPMLI_ENCODE(name)                                                                                             \
+    HPMLI_FN hpml_status hpmli_##name##_encode(const hpml_packing *p, void *packed, float *e, const float *g,          \
+                                               int64_t rows)                                                           \
+    {                                                                                                                  \
+        return hpmli_encode_rows(p, packed, e, g, rows, hpmli_##name##_pack);                                          \
+    }
+
+HPMLI_FN bool hpmli_bf16_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
+{
+    return p->kernels->bf16_encode((uint16_t *)(void *)q, e, g, p->cols);
+}
+HPMLI_ENCODE(bf16)
+
+HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    if (add) p->kernels->bf16_decode_add(out, packed, rows * p->cols);
+    else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
+}
+
+/* Mean of one side, 0 for an empty one, see >>onebit. */
+HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
+{
+    if (row->count[side] == 0) return 0;
+    float mean = (float)(row->sum[side] / (double)row->count[side]);
+    return mean < row->least[side] ? row->least[side] : mean > row->most[side] ? row->most[side] : mean;
+}
+
+HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
+{
+    hpmli_onebit_row row;
+    float            level[2];
+    p->kernels->onebit_scan(&row, q + sizeof level, e, g, p->cols);
+    if (!(fabs(row.sum[0]) <= DBL_MAX && fabs(row.sum[1]) <= DBL_MAX)) return false;
+    level[0] = hpmli_onebit_level(&row, 0);
+    level[1] = hpmli_onebit_level(&row, 1);
+    memcpy(q, level, sizeof level);
+    if (e) p->kernels->onebit_carry(e, level[0], level[1], p->cols);
+    return true;
+}
+HPMLI_ENCODE(onebit)
+
+HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    const hpmli_kernels *k = p->kernels;
+    const uint8_t       *q = (const uint8_t *)packed;
+    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size) {
+        float level[2];
+        memcpy(level, q, sizeof level);
+        (add ? k->onebit_decode_add : k->onebit_decode)(out, q + sizeof level, level[0], level[1], p->cols);
+    }
+}
+
+HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
+{
+    const float t   = p->desc.threshold;
+    float       bad = 0;
+    memset(q, 0, p->row_size);
+    for (int64_t i = 0; i < p->cols; i++) {
+        float v  = g[i] + (e ? e[i] : 0), sent = v >= t ? t : v <= -t ? -t : 0;
+        q[i / 4] = (uint8_t)(q[i / 4] | (unsigned)(v >= t ? 3 : v <= -t ? 2 : 0) << (2 * (i % 4)));
+        bad += v - v; /* 0 unless v is NaN or infinite */
+        if (e) e[i] = v - sent;
+    }
+    return bad == 0;
+}
+HPMLI_ENCODE(twobit)
+#undef HPMLI_ENCODE
+
+HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    const float    t = p->desc.threshold, value[4] = { 0, 0, -t, t };
+    const uint8_t *q = (const uint8_t *)packed;
+    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size)
+        for (int64_t i = 0; i < p->cols; i++) {
+            float x = value[q[i / 4] >> (2 * (i % 4)) & 3];
+            out[i]  = add ? out[i] + x : x;
+        }
+}
+
+HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
+{
+    static const hpml_codec codecs[] = {
+        { "none", true, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
+        { "bf16", false, true, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
+        { "onebit", false, true, true, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
+        { "twobit", false, true, true, hpmli_twobit_row_size, hpmli_twobit_encode, hpmli_twobit_decode },
+    };
+    return (unsigned)kind < sizeof codecs / sizeof codecs[0] ? &codecs[kind] : NULL;
+}
+
+HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols)
+{
+    const hpml_codec *none = hpml_codec_get(HPML_CODEC_NONE);
+    if (!p) return HPML_ERR_ARGUMENT;
+    hpml_codec_desc *d = &p->desc;
+    memset(p, 0, sizeof *p);
+    if (desc) *d = *desc;
+    p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);
+    if (!p->codec || d->_begin || d->_end || d->min_elements < 0 || !(d->threshold >= 0)) return HPML_ERR_ARGUMENT;
+    if (rows < 0 || cols < 0) return HPML_ERR_SHAPE;
+    if (cols > 0 && (uint64_t)rows >= SIZE_MAX / 32 / (uint64_t)cols) return HPML_ERR_OVERFLOW;
+    if (d->min_elements == 0) d->min_elements = HPML_CODEC_MIN_ELEMENTS;
+    if (d->threshold == 0) d->threshold = 0.5f;
+    p->rows     = rows;
+    p->cols     = cols;
+    p->kernels  = hpmli_kernels_find(NULL);
+    p->row_size = p->codec->row_size(d, cols);
+    bool small  = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
+    if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
+        p->codec    = none;
+        p->row_size = none->row_size(d, cols);
+    }
+    p->size           = ((size_t)rows * p->row_size + 3) / 4 * 4;
+    p->residual_count = p->codec->lossy && !d->no_feedback ? rows * cols : 0;
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
+                                         int64_t rows)
+{
+    return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows);
+}
+
+HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows)
+{
+    p->codec->decode(p, out, packed, rows, false);
+}
+
+HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows)
+{
+    p->codec->decode(p, out, packed, rows, true);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9815,6 +7716,10 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     hpmli_graph_whole(g);
     return t->ctx->status;
 }
+
+// =====================================================================================================================
+// PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
+// =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>files   reading files, writing files that appear whole
@@ -12275,8 +10180,2244 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
                     1e-6 * (double)m->scratch, 1e-6 * (double)m->total);
     return t.used;
 }
+
 HPMLI_PLAIN_END
+
+// =====================================================================================================================
+// PART VII  KERNELS: one text, compiled once for each instruction set
+// =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>passes   the header includes itself, once for each instruction set; which set runs
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* In a pass HPMLI_ISA is defined, and of this file only the rest of PART VII is compiled. If you rename the file,
+   define HPML_SELF as its new name. */
+#ifndef HPML_SELF
+#define HPML_SELF "hpml.h"
+#endif
+#define HPMLI_ISA 0
+#include HPML_SELF
+#undef HPMLI_ISA
+#if defined(HPMLI_X86)
+#define HPMLI_ISA 1
+#include HPML_SELF
+#undef HPMLI_ISA
+#define HPMLI_ISA 2
+#include HPML_SELF
+#undef HPMLI_ISA
+#elif defined(HPMLI_NEON)
+#define HPMLI_ISA 3
+#include HPML_SELF
+#undef HPMLI_ISA
+#endif
+#undef hv
+#undef hu
+#undef hq
+#undef HV
+#undef HV_W
+#undef HV_LOOP
+#undef HV_POLY5
+#undef HV_POLY_ON
+
+/* Kernels by name, NULL when this CPU cannot run them; name NULL: the best. */
+HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
+{
+    const hpmli_kernels *runs[4];
+    int                  count = 0;
+#if defined(HPMLI_X86)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        runs[count++] = &hpmli_kernels_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) runs[count++] = &hpmli_kernels_avx2;
+#elif defined(HPMLI_NEON)
+    runs[count++] = &hpmli_kernels_neon;
+#endif
+    runs[count++] = &hpmli_kernels_scalar;
+    for (int i = 0; i < count; i++)
+        if (!name || strcmp(name, runs[i]->name) == 0) return runs[i];
+    return NULL;
+}
 #endif /* HPMLI_BODY_INCLUDED */
+#else /* HPMLI_ISA */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simd   vectors: one kernel text for all instruction sets
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* All of PART VII below this line is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1 AVX2,
+   2 AVX-512, 3 NEON): see >>passes. Kernels are written once over these few operations; `hv` is a vector of HV_W
+   floats, `hu` one of as many uint32_t, `hq` one of half as many uint64_t. gcc and clang add, multiply, shift them and
+   so on as they do numbers. Each function carries its own target attribute, so a plain `cc -O2` builds all of them and
+   the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with HV(load_n) and
+   goes through the same instructions as the others: an element's result does not depend on where it stands.
+
+   HV(name) is the name of an operation or a helper on this instruction set's vectors:
+     as_floats as_words        the same bits, as the other
+     set1 zero                 all lanes alike
+     load store                anywhere, not just at multiples of a vector's size; load_words store_words
+     load_n store_n            the first n lanes; ld st: n lanes, all of them almost always
+     fma fnma                  a b + c; c - a b
+     max min                   a > b ? a : b, so that a NaN in a gives b
+     ge gt eq                  a >= b ? x : y
+     pow2i exponent mantissa   2^a; a = 2^exponent mantissa
+     sum sum4 hmax             of all lanes; out[0..3] = the sums of four vectors
+     even odd                  lanes 0, 2, 4 .. of a, then of b; 1, 3, 5 ..
+     low high                  lanes of a and b in turn: the first half; the second
+     signmask bits             a bit for each lane, a >= 0; its bit in m ? a : b
+     load_T store_T            converted from and to bf16, f16, u8, i32; ld_T st_T: the first n lanes */
+
+/* Macros that are the same in each pass are just defined again. */
+#define HPMLI_CAT_(a, b)  a##b
+#define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
+#define HV(name)          HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX)
+#define HPMLI_KFN         static __attribute__((unused)) HPMLI_TARGET
+#define HPMLI_VFN         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
+#define HPMLI_V1(name, e) HPMLI_VFN hv name(hv a) { return e; }
+#define HPMLI_V2(name, e) HPMLI_VFN hv name(hv a, hv b) { return e; }
+#define HPMLI_V3(name, e) HPMLI_VFN hv name(hv a, hv b, hv c) { return e; }
+#define HPMLI_V4(name, e) HPMLI_VFN hv name(hv a, hv b, hv x, hv y) { return e; }
+#define hv                HV(floats)
+#define hu                HV(uints)
+#define hq                HV(quads)
+/* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
+#define HV_LOOP(n) for (int64_t i = 0, c; c = HV_W > 1 && (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
+
+#undef HPMLI_SUFFIX
+#undef HPMLI_TARGET
+#undef HPMLI_ISA_NAME
+#undef HV_W
+
+#if HPMLI_ISA == 0
+#define HPMLI_SUFFIX   _scalar
+#define HPMLI_TARGET
+#define HPMLI_ISA_NAME "scalar"
+#define HV_W           1
+typedef float    hv;
+typedef uint32_t hu;
+#elif HPMLI_ISA == 1
+#define HPMLI_SUFFIX   _avx2
+#define HPMLI_TARGET   __attribute__((target("avx2,fma,f16c")))
+#define HPMLI_ISA_NAME "avx2"
+#define HV_W           8
+typedef __m256   hv;
+typedef uint32_t hu __attribute__((vector_size(32)));
+typedef uint64_t hq __attribute__((vector_size(32)));
+#elif HPMLI_ISA == 2
+#define HPMLI_SUFFIX   _avx512
+#define HPMLI_TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define HPMLI_ISA_NAME "avx512"
+#define HV_W           16
+typedef __m512   hv;
+typedef uint32_t hu __attribute__((vector_size(64)));
+typedef uint64_t hq __attribute__((vector_size(64)));
+#elif HPMLI_ISA == 3
+#define HPMLI_SUFFIX   _neon
+#define HPMLI_TARGET
+#define HPMLI_ISA_NAME "neon"
+#define HV_W           4
+typedef float32x4_t hv;
+typedef uint32x4_t  hu;
+typedef uint64x2_t  hq;
+#endif
+
+/* What needs no instruction of its own. */
+HPMLI_VFN hv HV(as_floats)(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
+HPMLI_VFN hu HV(as_words)(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
+typedef hv HV(floats_anywhere) __attribute__((aligned(4)));
+typedef hu HV(words_anywhere) __attribute__((aligned(HV_W == 1 ? 4 : 1))); /* integers come from files as well */
+HPMLI_VFN hu HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
+HPMLI_VFN void HV(store_words)(uint32_t *p, hu a) { *(HV(words_anywhere) *)p = a; }
+HPMLI_VFN hv HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
+HPMLI_VFN void HV(store)(float *p, hv a) { *(HV(floats_anywhere) *)p = a; }
+HPMLI_V1(HV(abs), HV(as_floats)(HV(as_words)(a) & 0x7fffffffu))
+HPMLI_V1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f800000u))
+
+#if HPMLI_ISA == 0
+HPMLI_VFN hv HV(set1)(float x) { return x; }
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
+#ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
+HPMLI_V3(HV(fma), fmaf(a, b, c))
+HPMLI_V3(HV(fnma), fmaf(-a, b, c))
+#else
+HPMLI_V3(HV(fma), a * b + c)
+HPMLI_V3(HV(fnma), c - a * b)
+#endif
+HPMLI_V1(HV(sqrt), sqrtf(a))
+HPMLI_V1(HV(round), rintf(a))
+HPMLI_V4(HV(ge), a >= b ? x : y)
+HPMLI_V4(HV(gt), a > b ? x : y)
+HPMLI_V4(HV(eq), a == b ? x : y)
+HPMLI_V2(HV(even), ((void)b, a))
+HPMLI_V2(HV(odd), ((void)a, b))
+HPMLI_V2(HV(low), ((void)b, a))
+HPMLI_V2(HV(high), ((void)a, b))
+HPMLI_VFN float HV(sum)(hv a) { return a; }
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
+HPMLI_VFN float HV(hmax)(hv a) { return a; }
+HPMLI_VFN uint32_t HV(signmask)(hv a) { return a >= 0; }
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
+HPMLI_VFN hv HV(of_i32)(hu u) { return (float)(int32_t)u; }
+HPMLI_VFN hu HV(widen)(const uint16_t *p) { return *p; }
+HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { *p = (uint16_t)u; }
+HPMLI_VFN hv HV(load_f16)(const uint16_t *p)
+{
+    uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
+    if (exponent == 31) return HV(as_floats)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
+    return HV(as_floats)(sign | (exponent + 112) << 23 | fraction << 13);
+}
+HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
+{
+    uint32_t u = HV(as_words)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
+    if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
+    else if (x >= 0x477ff000u) h = 0x7c00u; /* 65520 and more round to infinity */
+    else if (x >= 0x38800000u) h = (x - 0x38000000u + 0xfffu + (x >> 13 & 1)) >> 13;
+    else h = (uint32_t)rintf(HV(as_floats)(x) * 16777216.0f); /* subnormal */
+    *p = (uint16_t)(sign | h);
+}
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p) { return (float)*p; }
+HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
+{
+    *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simd-x86   vectors: AVX2, AVX-512
+// ---------------------------------------------------------------------------------------------------------------------
+
+#pragma GCC diagnostic push /* at -O0 gcc's own headers make macros of some, which -Wconversion sees */
+#pragma GCC diagnostic ignored "-Wsign-conversion"
+#undef HPMLI_FOLD
+#undef HPMLI_MM
+#undef HPMLI_MM_ALL
+#undef HPMLI_MM_HALF
+#undef HPMLI_MM_WHERE
+
+#if HPMLI_ISA == 1
+#define HPMLI_MM(op)                   HPMLI_CAT(_mm256_, op)
+#define HPMLI_MM_ALL                   __m256i
+#define HPMLI_MM_HALF                  __m128i /* 16 bits for each lane */
+#define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op)) /* a op b ? x : y */
+HPMLI_VFN __m256i HV(lanes)(int64_t n)
+{
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HV(lanes)(n)); }
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HV(lanes)(n), a); }
+HPMLI_V1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+#define HPMLI_QUARTERS(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* 0, 2, 1, 3 */
+HPMLI_V2(HV(even), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
+HPMLI_V2(HV(odd), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
+HPMLI_V2(HV(low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
+HPMLI_V2(HV(high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
+#undef HPMLI_QUARTERS
+#define HPMLI_FOLD(name, op)                                                                                           \
+    HPMLI_VFN float HV(name)(hv a)                                                                                     \
+    {                                                                                                                  \
+        __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));                              \
+        s = _mm_##op##_ps(s, _mm_movehl_ps(s, s));                                                                     \
+        return _mm_cvtss_f32(_mm_##op##_ss(s, _mm_shuffle_ps(s, s, 1)));                                               \
+    }
+HPMLI_FOLD(sum, add)
+HPMLI_FOLD(hmax, max)
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
+{
+    __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
+HPMLI_VFN uint32_t HV(signmask)(hv a)
+{
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GE_OQ));
+}
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
+{
+    __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
+    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
+}
+HPMLI_VFN __m128i HV(low_half)(hu u)
+{
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
+}
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
+}
+#elif HPMLI_ISA == 2
+#define HPMLI_MM(op)                   HPMLI_CAT(_mm512_, op)
+#define HPMLI_MM_ALL                   __m512i
+#define HPMLI_MM_HALF                  __m256i
+#define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
+HPMLI_VFN __mmask16 HV(lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HV(lanes)(n), p); }
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HV(lanes)(n), a); }
+HPMLI_V1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+/* Lane i is lane at[i] of a, 16 and more of b. */
+#define HPMLI_PICK(name, ...)                                                                                          \
+    HPMLI_V2(name, _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b))
+HPMLI_PICK(HV(even), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+HPMLI_PICK(HV(odd), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+HPMLI_PICK(HV(low), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+HPMLI_PICK(HV(high), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#undef HPMLI_PICK
+#define HPMLI_FOLD(name, op)                                                                                           \
+    HPMLI_VFN float HV(name)(hv a)                                                                                     \
+    {                                                                                                                  \
+        float t[16]; /* through memory: gcc 12 warns about its own half-register casts */                              \
+        HV(store)(t, a);                                                                                               \
+        return hpmli_##name##_avx2(_mm256_##op##_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));                      \
+    }
+HPMLI_FOLD(sum, add)
+HPMLI_FOLD(hmax, max)
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
+{
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    __m512 s  = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* within each quarter: a, b, c, d */
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
+}
+HPMLI_VFN uint32_t HV(signmask)(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
+HPMLI_VFN __m256i HV(low_half)(hu u) { return _mm512_cvtepi32_epi16((__m512i)u); }
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
+}
+#endif
+
+#if HPMLI_ISA == 1 || HPMLI_ISA == 2
+HPMLI_VFN hv HV(set1)(float x) { return HPMLI_MM(set1_ps)(x); }
+HPMLI_V3(HV(fma), HPMLI_MM(fmadd_ps)(a, b, c))
+HPMLI_V3(HV(fnma), HPMLI_MM(fnmadd_ps)(a, b, c))
+HPMLI_V2(HV(max), HPMLI_MM(max_ps)(a, b))
+HPMLI_V2(HV(min), HPMLI_MM(min_ps)(a, b))
+HPMLI_V1(HV(sqrt), HPMLI_MM(sqrt_ps)(a))
+HPMLI_V4(HV(ge), HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
+HPMLI_V4(HV(gt), HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
+HPMLI_V4(HV(eq), HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
+HPMLI_VFN hv HV(of_i32)(hu u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
+HPMLI_VFN HPMLI_MM_HALF HV(half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
+HPMLI_VFN void HV(put_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
+HPMLI_VFN hu HV(widen)(const uint16_t *p) { return (hu)HPMLI_MM(cvtepu16_epi32)(HV(half)(p)); }
+HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { HV(put_half)(p, HV(low_half)(u)); }
+HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HV(half)(p)); }
+HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
+{
+    HV(put_half)(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
+}
+HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
+{
+    hv i = HV(as_floats)((hu)HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
+    i = HV(ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((hu)HPMLI_MM(set1_epi32)(INT32_MAX)), i);
+    i = HV(eq)(a, a, i, HV(set1)(0));
+    memcpy(p, &i, sizeof i);
+}
+#endif
+
+#pragma GCC diagnostic pop
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simd-neon   vectors: NEON; what all have in common
+// ---------------------------------------------------------------------------------------------------------------------
+
+#if HPMLI_ISA == 3
+HPMLI_VFN hv HV(set1)(float x) { return vdupq_n_f32(x); }
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n)
+{
+    float t[4] = { 0, 0, 0, 0 };
+    for (int64_t i = 0; i < n; i++) t[i] = p[i];
+    return HV(load)(t);
+}
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n)
+{
+    float t[4];
+    HV(store)(t, a);
+    for (int64_t i = 0; i < n; i++) p[i] = t[i];
+}
+HPMLI_V3(HV(fma), vfmaq_f32(c, a, b))
+HPMLI_V3(HV(fnma), vfmsq_f32(c, a, b))
+HPMLI_V1(HV(sqrt), vsqrtq_f32(a))
+HPMLI_V1(HV(round), vrndnq_f32(a))
+HPMLI_V4(HV(ge), vbslq_f32(vcgeq_f32(a, b), x, y))
+HPMLI_V4(HV(gt), vbslq_f32(vcgtq_f32(a, b), x, y))
+HPMLI_V4(HV(eq), vbslq_f32(vceqq_f32(a, b), x, y))
+HPMLI_V2(HV(even), vuzp1q_f32(a, b))
+HPMLI_V2(HV(odd), vuzp2q_f32(a, b))
+HPMLI_V2(HV(low), vzip1q_f32(a, b))
+HPMLI_V2(HV(high), vzip2q_f32(a, b))
+HPMLI_VFN float HV(sum)(hv a)
+{
+    float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
+    return vget_lane_f32(s, 0) + vget_lane_f32(s, 1);
+}
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
+{
+    HV(store)(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+}
+HPMLI_VFN float HV(hmax)(hv a) { return vmaxvq_f32(a); }
+static const uint32_t hpmli_lane_bit[4] = { 1, 2, 4, 8 };
+HPMLI_VFN uint32_t HV(signmask)(hv a)
+{
+    return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(hpmli_lane_bit)));
+}
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
+{
+    return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(hpmli_lane_bit)), a, b);
+}
+HPMLI_VFN hv HV(of_i32)(hu u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
+HPMLI_VFN hu HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
+HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { vst1_u16(p, vmovn_u32(u)); }
+HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
+{
+    uint32_t t[4];
+    for (int i = 0; i < 4; i++) t[i] = p[i];
+    return vcvtq_f32_u32(vld1q_u32(t));
+}
+HPMLI_VFN void HV(store_i32)(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
+#endif
+
+#if HPMLI_ISA == 0 || HPMLI_ISA == 3 /* as x86 has it: a NaN in a gives b */
+HPMLI_V2(HV(max), HV(gt)(a, b, a, b))
+HPMLI_V2(HV(min), HV(gt)(b, a, a, b))
+#endif
+HPMLI_VFN hv HV(zero)(void) { return HV(set1)(0); }
+HPMLI_V1(HV(exponent), HV(of_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f)
+HPMLI_V1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
+HPMLI_VFN hv HV(load_i32)(const int32_t *p) { return HV(of_i32)(HV(load_words)((const uint32_t *)p)); }
+HPMLI_VFN hv HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
+HPMLI_VFN void HV(store_bf16)(uint16_t *p, hv a) /* to the nearest, ties to even; a NaN stays one */
+{
+    hu u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
+    HV(narrow)(p, HV(as_words)(HV(eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
+}
+HPMLI_VFN void HV(store_u8)(uint8_t *p, hv a)
+{
+    int32_t t[HV_W];
+    HV(store_i32)(t, HV(min)(HV(max)(a, HV(zero)()), HV(set1)(255)));
+    for (int i = 0; i < HV_W; i++) p[i] = (uint8_t)t[i];
+}
+
+/* The first n lanes, almost always all of them. Without masked instructions a part goes through a buffer, so that the
+   conversion is the same. */
+HPMLI_VFN hv HV(ld)(const float *p, int64_t n) { return n >= HV_W ? HV(load)(p) : HV(load_n)(p, n); }
+HPMLI_VFN void HV(st)(float *p, hv a, int64_t n)
+{
+    if (n >= HV_W) HV(store)(p, a);
+    else HV(store_n)(p, a, n);
+}
+#define HPMLI_PARTIAL(type, T)                                                                                         \
+    HPMLI_VFN hv HV(ld_##type)(const T *p, int64_t n)                                                                  \
+    {                                                                                                                  \
+        T t[HV_W];                                                                                                     \
+        if (__builtin_expect(n >= HV_W, 1)) return HV(load_##type)(p);                                                 \
+        for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
+        return HV(load_##type)(t);                                                                                     \
+    }                                                                                                                  \
+    HPMLI_VFN void HV(st_##type)(T *p, hv a, int64_t n)                                                                \
+    {                                                                                                                  \
+        T t[HV_W];                                                                                                     \
+        if (__builtin_expect(n >= HV_W, 1)) HV(store_##type)(p, a);                                                    \
+        else {                                                                                                         \
+            HV(store_##type)(t, a);                                                                                    \
+            for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                               \
+        }                                                                                                              \
+    }
+HPMLI_PARTIAL(bf16, uint16_t)
+HPMLI_PARTIAL(f16, uint16_t)
+HPMLI_PARTIAL(i32, int32_t)
+HPMLI_PARTIAL(u8, uint8_t)
+#undef HPMLI_PARTIAL
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>vmath   exp, log, tanh, erf and the activations
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Range reduction and a polynomial, after Cody & Waite: exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 /
+   2. Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
+
+/* Horner's rule for five coefficients, highest first; and four more on top of p. */
+#define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
+#define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
+    op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
+
+HPMLI_VFN hv HV(exp)(hv x)
+{
+    hv clamped = HV(max)(HV(min)(x, HV(set1)(88.9f)), HV(set1)(-104.0f));
+    hv n       = HV(round)(clamped * 1.44269504088896341f);
+    hv r       = HV(fnma)(n, HV(set1)(-2.12194440e-4f), HV(fnma)(n, HV(set1)(0.693359375f), clamped));
+    hv p       = HV_POLY5(HV(fma), r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                          1.6666665459e-1f);
+    p = HV(fma)(p, r, HV(set1)(5.0000001201e-1f));
+    p = HV(fma)(p, r * r, r) + 1.0f;
+    hv low = HV(round)(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
+    return HV(eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
+}
+
+/* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
+#define HPMLI_LOG_POLY(op, f)                                                                                          \
+    HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
+               1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
+HPMLI_VFN hv HV(log)(hv x)
+{
+    hv tiny = HV(set1)(1.17549435e-38f);
+    hv s    = HV(gt)(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
+    hv e    = HV(exponent)(s) - HV(gt)(tiny, x, HV(set1)(23), HV(zero)());
+    hv m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
+    e = HV(gt)(m, big, e + 1.0f, e);
+    f = HV(gt)(m, big, m * 0.5f, m) - 1.0f;
+    z = f * f;
+    p = HPMLI_LOG_POLY(HV(fma), f);
+    y = p * f * z;
+    y = HV(fma)(e, HV(set1)(-2.12194440e-4f), y);
+    y = HV(fma)(z, HV(set1)(-0.5f), y);
+    y = HV(fma)(e, HV(set1)(0.693359375f), f + y);
+    y = HV(eq)(x, HV(set1)(INFINITY), x, y);
+    y = HV(eq)(x, HV(zero)(), HV(set1)(-INFINITY), y);
+    return HV(ge)(x, HV(zero)(), y, HV(set1)(NAN));
+}
+
+HPMLI_VFN hv HV(sigmoid)(hv x) { return 1.0f / (1.0f + HV(exp)(-x)); }
+
+/* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
+HPMLI_VFN hv HV(tanh)(hv x)
+{
+    hv a = HV(abs)(x), z = x * x, far;
+    hv p = HV_POLY5(HV(fma), z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                    -3.33332819422e-1f);
+    p = HV(fma)(p * z, x, x);
+    far = 1.0f - 2.0f / (HV(exp)(a + a) + 1.0f);
+    far = HV(ge)(x, HV(zero)(), far, -far);
+    return HV(ge)(a, HV(set1)(0.625f), far, p);
+}
+
+/* erf: the series near zero, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
+HPMLI_VFN hv HV(erf)(hv x)
+{
+    hv a = HV(abs)(x), z = x * x, t, p, far, near_;
+    t = 1.0f / HV(fma)(a, HV(set1)(0.3275911f), HV(set1)(1));
+    p = HV_POLY5(HV(fma), t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
+    far = HV(fnma)(p * t, HV(exp)(-z), HV(set1)(1));
+    far = HV(ge)(x, HV(zero)(), far, -far);
+    p = HV_POLY5(HV(fma), z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
+                 -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
+    near_ = HV(fma)(p, z, HV(set1)(1.1283792f)) * x;
+    return HV(gt)(HV(set1)(0.5f), a, near_, far);
+}
+
+/* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
+HPMLI_VFN hv HV(gelu_t)(hv x)
+{
+    hv cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
+    return HV(tanh)(cubic * 0.79788456080286535588f);
+}
+HPMLI_VFN hv HV(gelu_slope)(hv x)
+{
+    hv t  = HV(gelu_t)(x);
+    hv du = HV(fma)(x * x, HV(set1)(0.79788456080286535588f * 3 * 0.044715f), HV(set1)(0.79788456080286535588f));
+    hv dt = HV(fnma)(t, t, HV(set1)(1)) * du;
+    return 0.5f * (1.0f + t + x * dt);
+}
+/* The normal distribution: its integral, its density. */
+HPMLI_VFN hv HV(cdf)(hv x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
+HPMLI_VFN hv HV(pdf)(hv x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
+HPMLI_VFN hv HV(silu_slope)(hv x)
+{
+    hv s = HV(sigmoid)(x);
+    return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
+}
+/* The activations: y = f(x), and dy/dx from x or y, whichever is cheaper. s is the slope of leaky relu. */
+#define HPMLI_ACTS(X)                                                                                                  \
+    X(NONE, x, HV(set1)(1))                                                                                            \
+    X(RELU, HV(gt)(x, HV(zero)(), x, HV(eq)(x, x, HV(zero)(), x)), HV(gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))     \
+    X(LEAKY_RELU, HV(gt)(x, HV(zero)(), x, x * s), HV(gt)(y, HV(zero)(), HV(set1)(1), s))                              \
+    X(GELU, x * 0.5f * (1.0f + HV(gelu_t)(x)), HV(gelu_slope)(x))                                                      \
+    X(GELU_ERF, x * HV(cdf)(x), HV(fma)(x, HV(pdf)(x), HV(cdf)(x)))                                                    \
+    X(SILU, x * HV(sigmoid)(x), HV(silu_slope)(x))                                                                     \
+    X(SIGMOID, HV(sigmoid)(x), y * (1.0f - y))                                                                         \
+    X(TANH, HV(tanh)(x), HV(fnma)(y, y, HV(set1)(1)))                                                                  \
+    X(EXP, HV(exp)(x), y)                                                                                              \
+    X(LOG, HV(log)(x), 1.0f / x)                                                                                       \
+    X(SQRT, HV(sqrt)(x), 0.5f / y)                                                                                     \
+    X(SQUARE, x * x, x + x)                                                                                            \
+    X(NEG, -x, HV(set1)(-1))                                                                                           \
+    X(ABS, HV(abs)(x), HV(gt)(x, HV(zero)(), HV(set1)(1), HV(gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
+
+HPMLI_KFN void HV(act_forward)(hpml_act act, float slope, float *to, const float *from, int64_t n)
+{
+    hv s = HV(set1)(slope);
+    switch (act) {
+#define HPMLI_X(name, f, df)                                                                                           \
+    case HPML_ACT_##name:                                                                                              \
+        HV_LOOP(n) {                                                                                                   \
+            hv x = HV(ld)(from + i, c);                                                                                \
+            HV(st)(to + i, f, c);                                                                                      \
+        }                                                                                                              \
+        break;
+        HPMLI_ACTS(HPMLI_X)
+#undef HPMLI_X
+    }
+}
+
+/* xs or ys may be NULL where the slope does not read it: dy stands in. */
+HPMLI_KFN void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs, const float *ys,
+                                int64_t n, int accumulate)
+{
+    hv s = HV(set1)(slope);
+    if (!xs) xs = dy;
+    if (!ys) ys = dy;
+    switch (act) {
+#define HPMLI_X(name, f, df)                                                                                           \
+    case HPML_ACT_##name:                                                                                              \
+        HV_LOOP(n) {                                                                                                   \
+            hv x = HV(ld)(xs + i, c), y = HV(ld)(ys + i, c), d = HV(ld)(dy + i, c) * (df);                             \
+            if (accumulate) d += HV(ld)(dx + i, c);                                                                    \
+            HV(st)(dx + i, d, c);                                                                                      \
+            (void)x, (void)y;                                                                                          \
+        }                                                                                                              \
+        break;
+        HPMLI_ACTS(HPMLI_X)
+#undef HPMLI_X
+    }
+}
+
+#define HPMLI_MAP2(name, op)                                                                                           \
+    HPMLI_KFN void HV(v##name)(float *y, const float *a, const float *b, int64_t n)                                    \
+    {                                                                                                                  \
+        HV_LOOP(n) HV(st)(y + i, HV(ld)(a + i, c) op HV(ld)(b + i, c), c);                                             \
+    }
+HPMLI_MAP2(add, +)
+HPMLI_MAP2(sub, -)
+HPMLI_MAP2(mul, *)
+HPMLI_MAP2(div, /)
+#undef HPMLI_MAP2
+
+HPMLI_KFN void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(st)(y + i, HV(set1)(value), c); }
+
+/* y = a x + b y; b == 0 does not read y. */
+HPMLI_KFN void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
+{
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    if (b == 0) HV_LOOP(n) HV(st)(y + i, va * HV(ld)(x + i, c), c);
+    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb * HV(ld)(y + i, c)), c);
+}
+
+/* y = a x + b */
+HPMLI_KFN void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
+{
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb), c);
+}
+
+/* y = a (x - centre) + b, or the larger of that and 0. The centre is subtracted first, because a x and a centre are
+   both rounded at the size of the centre, and their difference would keep that error. */
+HPMLI_KFN void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
+{
+    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
+    if (relu) HV_LOOP(n) HV(st)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c) - vc, vb)), c);
+    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c) - vc, vb), c);
+}
+
+/* y (+)= a x + b (z - centre) + constant */
+HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
+                            int64_t n, int accumulate)
+{
+    hv va = HV(set1)(a), vb = HV(set1)(b), vz = HV(set1)(centre), vc = HV(set1)(constant);
+    HV_LOOP(n) {
+        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c) - vz, vc));
+        if (accumulate) r += HV(ld)(y + i, c);
+        HV(st)(y + i, r, c);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>vreduce   sums, maxima, norms
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms
+   and vmoments join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
+
+#define HPMLI_BLOCK_SUM 1024
+
+#define HPMLI_REDUCE(name, params, term)                                                                               \
+    HPMLI_KFN float HV(name) params                                                                                    \
+    {                                                                                                                  \
+        hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };                                             \
+        int64_t i    = 0;                                                                                              \
+        for (; i + 4 * HV_W <= n; i += 4 * HV_W) {                                                                     \
+            HPMLI_UNROLL                                                                                               \
+            for (int u = 0; u < 4; u++) {                                                                              \
+                const int64_t c = HV_W, at = i + u * HV_W;                                                             \
+                const hv      sum = s[u];                                                                              \
+                s[u] = term;                                                                                           \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (; i < n; i += HV_W) {                                                                                     \
+            const int64_t c = n - i < HV_W ? n - i : HV_W, at = i;                                                     \
+            const hv      sum = s[0];                                                                                  \
+            s[0] = term;                                                                                               \
+        }                                                                                                              \
+        return HV(sum)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
+    }
+HPMLI_VFN hv HV(keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_n) */
+{
+    return n >= HV_W ? v : HV(bits)((1u << n) - 1, v, HV(zero)());
+}
+HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(ld)(x + at, c))
+HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(ld)(a + at, c), HV(ld)(b + at, c), sum))
+#undef HPMLI_REDUCE
+
+#define HPMLI_WIDE(name, params, piece)                                                                                \
+    HPMLI_KFN double HV(name) params                                                                                   \
+    {                                                                                                                  \
+        double sum = 0;                                                                                                \
+        for (int64_t i = 0; i < n; i += HPMLI_BLOCK_SUM) {                                                             \
+            int64_t c = n - i < HPMLI_BLOCK_SUM ? n - i : HPMLI_BLOCK_SUM;                                             \
+            sum += (double)piece;                                                                                      \
+        }                                                                                                              \
+        return sum;                                                                                                    \
+    }
+HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c))
+HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c))
+#undef HPMLI_WIDE
+
+/* sums[0] += sum of w, sums[1] += sum of w d, with d = x - centre; w NULL: w = d, so that a centre near the mean gives
+   the squares about it, and sums[0] how far the centre is from the mean. */
+HPMLI_VFN void HV(moments)(double *sums, const bool weighted, const float *w, const float *x, float centre, int64_t n)
+{
+    const hv vc = HV(set1)(centre);
+    for (int64_t i = 0, end; i < n; i = end) {
+        hv s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() }, t[4] = { s[0], s[0], s[0], s[0] };
+        end = n - i < HPMLI_BLOCK_SUM ? n : i + HPMLI_BLOCK_SUM;
+        for (; i + 4 * HV_W <= end; i += 4 * HV_W) {
+            HPMLI_UNROLL
+            for (int u = 0; u < 4; u++) {
+                hv d = HV(load)(x + i + u * HV_W) - vc, v = weighted ? HV(load)(w + i + u * HV_W) : d;
+                s[u] = s[u] + v, t[u] = HV(fma)(v, d, t[u]);
+            }
+        }
+        for (; i < end; i += HV_W) {
+            int64_t c = end - i < HV_W ? end - i : HV_W;
+            hv      d = HV(keep)(HV(ld)(x + i, c) - vc, c), v = weighted ? HV(ld)(w + i, c) : d;
+            s[0] = s[0] + v, t[0] = HV(fma)(v, d, t[0]);
+        }
+        sums[0] += (double)HV(sum)((s[0] + s[1]) + (s[2] + s[3]));
+        sums[1] += (double)HV(sum)((t[0] + t[1]) + (t[2] + t[3]));
+    }
+}
+
+HPMLI_KFN void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
+{
+    if (w) HV(moments)(sums, true, w, x, centre, n);
+    else HV(moments)(sums, false, NULL, x, centre, n);
+}
+
+HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
+{
+    hv      m = HV(set1)(-INFINITY);
+    int64_t i = 0;
+    for (; i + HV_W <= n; i += HV_W) m = HV(max)(HV(load)(x + i), m);
+    float best = HV(hmax)(m);
+    for (; i < n; i++) best = x[i] > best ? x[i] : best;
+    return best;
+}
+
+/* The largest |x|, 0 for none; NaN where x has one. */
+HPMLI_KFN float HV(vamax)(const float *x, int64_t n)
+{
+    hv m = HV(zero)(), nan = HV(zero)();
+    HV_LOOP(n) {
+        hv v = HV(abs)(HV(ld)(x + i, c));
+        m   = HV(max)(v, m);
+        nan = HV(eq)(v, v, nan, v);
+    }
+    return HV(sum)(nan) == 0 ? HV(hmax)(m) : NAN;
+}
+
+/* y = exp(x - shift); returns the sum. The heart of a softmax. */
+HPMLI_KFN float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
+{
+    hv s = HV(zero)(), vs = HV(set1)(shift);
+    HV_LOOP(n) {
+        hv e = HV(exp)(HV(ld)(x + i, c) - vs);
+        HV(st)(y + i, e, c);
+        s += HV(keep)(e, c);
+    }
+    return HV(sum)(s);
+}
+
+/* out[j] (+)= sum over rows of x[r][j]. Blocks of rows keep the chain of additions short. */
+HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
+{
+    HV_LOOP(cols) {
+        hv total = HV(zero)();
+        for (int64_t r0 = 0; r0 < rows; r0 += 64) {
+            int64_t r = r0, end = r0 + 64 < rows ? r0 + 64 : rows;
+            hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };
+            for (; r + 4 <= end; r += 4) {
+                HPMLI_UNROLL
+                for (int u = 0; u < 4; u++) s[u] += HV(ld)(x + (r + u) * cols + i, c);
+            }
+            for (; r < end; r++) s[0] += HV(ld)(x + r * cols + i, c);
+            total += (s[0] + s[1]) + (s[2] + s[3]);
+        }
+        if (accumulate) total += HV(ld)(out + i, c);
+        HV(st)(out + i, total, c);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>vupdate   optimizer steps, one pass over the data
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
+   same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
+   LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
+   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
+
+/* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
+typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
+
+/* Stores an updated weight x at w; a non-finite x is replaced by `was` + instead, where `instead` is 0 or NaN. Only x
+   is checked, because a non-finite gradient makes x non-finite as well. */
+HPMLI_VFN void HV(stepped)(float *w, hv x, hv was, HV(found) *f, int64_t c)
+{
+    hv off = x * HV(zero)();
+    f->weight = f->weight + off;
+    HV(st)(w, HV(eq)(off, off, x, was + f->instead), c);
+}
+
+/* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
+   would stay for ever. A NaN stays one. */
+HPMLI_VFN hv HV(decayed)(float *state, hv x, int64_t c)
+{
+    x = HV(gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
+    HV(st)(state, x, c);
+    return x;
+}
+
+HPMLI_VFN hv HV(moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
+{
+    return HV(decayed)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(ld)(state, c)), c);
+}
+
+HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, HV(found) *f, int64_t c)
+{
+    hv x = HV(ld)(w, c), step;
+    g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
+    step = g;
+    if (m) {
+        hv v = HV(decayed)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), g), c);
+        step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
+    }
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
+}
+
+HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, HV(found) *f, int64_t c)
+{
+    hv x = HV(ld)(w, c), s;
+    g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
+    s = HV(fma)(g, g, HV(ld)(v, c));
+    HV(st)(v, s, c);
+    f->square = HV(fma)(s, HV(zero)(), f->square);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
+}
+
+HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
+{
+    hv x = HV(ld)(w, c), step;
+    g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
+    step = HV(moment)(v, g * g, o->u.beta2, c);
+    f->square = HV(fma)(step, HV(zero)(), f->square);
+    step = g / (HV(sqrt)(step) + HV(set1)(o->u.eps));
+    if (m) step = HV(decayed)(m, HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), step), c);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
+}
+
+/* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
+HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, HV(found) *f, int64_t c)
+{
+    hv mean   = HV(moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
+    hv square = HV(moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
+    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite sum would silently freeze its weight */
+    return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
+}
+
+HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
+{
+    hv was = HV(ld)(w, c), x = was, lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
+    if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
+    else x = HV(fnma)(lr * decay, x, x);
+    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
+}
+
+/* After an update with a non-finite result: HPML_BAD_GRADIENT if the gradient was not finite (LAMB has overwritten the
+   gradient), else HPML_BAD_STEP. Resets the state of these elements, because no later gradient would make it finite. */
+HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
+                              int64_t n)
+{
+    int found = HPML_BAD_STEP;
+    for (int64_t i = 0; i < n; i++) {
+        float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
+        bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
+        if (g - g != 0) found = HPML_BAD_GRADIENT;
+        if (lost && m && o->u.bad) m[i] = 0;
+        if (lost && v && o->u.bad) v[i] = 0;
+    }
+    return found;
+}
+
+/* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
+   direction over the gradient, which no later op reads; a gradient that is not finite counts as 0 there, because
+   the length of the whole direction would not be finite either. */
+#define HPMLI_STEP(step)                                                                                               \
+    {                                                                                                                  \
+        hv g = HV(ld)(dw + i, c);                                                                                      \
+        if (more) g = g + HV(ld)(more + i, c);                                                                         \
+        g = g * HV(set1)(o->u.grad_scale);                                                                             \
+        step;                                                                                                          \
+    }
+#define HPMLI_STEPS(step)                                                                                              \
+    for (const int64_t c = HV_W; i + c <= n; i += c) HPMLI_STEP(step)                                                  \
+    for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
+    break;
+HPMLI_VFN void HV(lamb)(const hpmli_opt_args *o, const float *w, hv g, float *r, float *m, float *v, HV(found) *f,
+                        int64_t c)
+{
+    hv off = g * HV(zero)();
+    f->gradient = f->gradient + off;
+    g = HV(eq)(off, off, g, f->instead);
+    HV(st)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(ld)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
+}
+
+HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
+{
+    const hpmli_opt_args own = *args, *o = &own;
+    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
+    float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
+    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.bad ? 0 : NAN) }, *f = &all;
+    int64_t              i = 0;
+    switch (o->u.opt) {
+    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, f, c))
+    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, f, c))
+    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
+    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
+    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, r + i, m + i, v + i, f, c))
+    }
+    if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
+    int found = HV(opt_restart)(o, dw, more, m, v, n);
+    return HV(sum)(all.gradient) == 0 ? found : HPML_BAD_GRADIENT;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>vconvert   storage types, checksums
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* All but f32, which is copied. */
+#define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
+
+HPMLI_KFN void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
+{
+    switch (dtype) {
+    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *y); break;
+#define HPMLI_X(type, name, T) \
+    case HPML_DTYPE_##type: HV_LOOP(n) HV(st)(y + i, HV(ld_##name)((const T *)x + i, c), c); break;
+    HPMLI_STORED(HPMLI_X)
+#undef HPMLI_X
+    }
+}
+
+HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
+{
+    switch (dtype) {
+    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *x); break;
+#define HPMLI_X(type, name, T) \
+    case HPML_DTYPE_##type: HV_LOOP(n) HV(st_##name)((T *)y + i, HV(ld)(x + i, c), c); break;
+    HPMLI_STORED(HPMLI_X)
+#undef HPMLI_X
+    }
+}
+
+/* CRC-32C (Castagnoli's polynomial, as in iSCSI) of n bytes more; the one of no bytes is 0. Portably eight bytes at a
+   time by tables (Kounavis and Berry 2005), which are made on the stack where there is enough to do. */
+HPMLI_KFN uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
+{
+    const unsigned char *p = (const unsigned char *)bytes;
+    crc = ~crc;
+#if HPMLI_ISA == 1 || HPMLI_ISA == 2
+    for (uint64_t word; n >= 8; p += 8, n -= 8) {
+        memcpy(&word, p, 8);
+        crc = (uint32_t)_mm_crc32_u64(crc, word);
+    }
+#else
+    uint32_t table[8][256];
+    for (uint32_t i = 0; i < 256 && n >= 1024; i++) {
+        table[0][i] = i;
+        for (int k = 0; k < 8; k++) table[0][i] = table[0][i] >> 1 ^ (0x82f63b78u & (0 - (table[0][i] & 1)));
+    }
+    for (int k = 1; k < 8 && n >= 1024; k++)
+        for (int i = 0; i < 256; i++) table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 255];
+    for (bool made = n >= 1024; made && n >= 8; p += 8, n -= 8) {
+        uint64_t word;
+        memcpy(&word, p, 8);
+        word ^= crc, crc = 0;
+        for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
+    }
+#endif
+    for (; n > 0; n--) {
+        crc ^= *p++;
+        for (int k = 0; k < 8; k++) crc = crc >> 1 ^ (0x82f63b78u & (0 - (crc & 1)));
+    }
+    return ~crc;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm   matrix product: tiles
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* After Goto & van de Geijn 2008. A tile of C, some rows by some vectors, lives in registers while k runs: each step
+   loads the vectors of B and broadcasts the numbers of A, for a multiply-add each with each: the nearer to a square,
+   the fewer loads. So that operands come from the nearest caches, k is cut into blocks of at most KC, and A and B are
+   packed into the order in which the tile reads them, where that order is not good enough as they stand. Rows and
+   vectors are dealt out evenly (16 rows are 6 + 5 + 5, not 6 + 6 + 4), so there is a tile function for each size.
+
+   Every element of C is summed over k in an order that only the shape decides, not how the work is cut, so results
+   have the same bits for any number of threads. */
+
+#undef HPMLI_MR
+#undef HPMLI_NR
+#undef HPMLI_ROWS
+#undef HPMLI_DOTS
+#undef HPMLI_DOT_MR
+#define HPMLI_NR (2 * HV_W)
+#if HPMLI_ISA == 2
+#define HPMLI_MR     14
+#define HPMLI_ROWS   HPMLI_TIMES_14
+#define HPMLI_DOT_MR 6
+#define HPMLI_DOTS   HPMLI_TIMES_6
+#elif HPMLI_ISA == 1
+#define HPMLI_MR     6
+#define HPMLI_ROWS   HPMLI_TIMES_6
+#define HPMLI_DOT_MR 2
+#define HPMLI_DOTS   HPMLI_TIMES_2
+#elif HPMLI_ISA == 3
+#define HPMLI_MR     8
+#define HPMLI_ROWS   HPMLI_TIMES_8
+#define HPMLI_DOT_MR 4
+#define HPMLI_DOTS   HPMLI_TIMES_4
+#else
+#define HPMLI_MR     4
+#define HPMLI_ROWS   HPMLI_TIMES_4
+#define HPMLI_DOT_MR 2
+#define HPMLI_DOTS   HPMLI_TIMES_2
+#endif
+
+#ifndef HPMLI_TILE_ROW
+#define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
+#define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
+#define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
+#define HPMLI_TIMES_8(X, a)  HPMLI_TIMES_6(X, a) X(a, 6) X(a, 7)
+#define HPMLI_TIMES_14(X, a) HPMLI_TIMES_8(X, a) X(a, 8) X(a, 9) X(a, 10) X(a, 11) X(a, 12) X(a, 13)
+#define HPMLI_TIMES_16(X, a) HPMLI_TIMES_14(X, a) X(a, 14) X(a, 15)
+#define HPMLI_NV (HPMLI_ISA == 2 ? 4 : 2) /* vectors in a tile, at most */
+/* Where tiles go, column after column of them. Written or added to. */
+typedef struct hpmli_tile_out {
+    int64_t tiles, next_a;          /* one below the other, A so far apart */
+    int64_t panels, next_b, next_c; /* columns, B so far apart, C from the end of one to the next */
+    float  *c;
+    int64_t ldc, fetch; /* so many rows of each are worth a prefetch */
+    int     add;
+    int64_t n;      /* columns, from more than all vectors but one; a single vector may be partial */
+    float  *packed; /* NULL, or where the first tile of a panel of B packs it on the way */
+} hpmli_tile_out;
+
+/* What else is done to C. */
+typedef struct hpmli_tile_end {
+    float        alpha, beta;
+    const float *bias_row; /* one for each row, or NULL */
+    const float *bias_col; /* one for each column, or NULL */
+    int          relu;
+} hpmli_tile_end;
+
+#define HPMLI_TILE_ARGS                                                                                                \
+    int64_t kc, const float *a, int64_t ars, int64_t acs, const float *b, int64_t ldb, const hpmli_tile_out *o
+typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
+
+/* What happens to row r of a tile; `mr`, `nv` are constants once inlined: rows and vectors that are not there vanish.
+   Every third row has a pointer, the others are at one or two strides from it. */
+#define HPMLI_TILE_ZERO(nv, r) hv s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
+#define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
+#define HPMLI_TILE_ROW(nv, r)                                                                                          \
+    if (mr > r) {                                                                                                      \
+        hv x = HV(set1)(HPMLI_TILE_AT(r));                                                                             \
+        s##r = HV(fma)(x, b0, s##r);                                                                                   \
+        if (nv > 1) t##r = HV(fma)(x, b1, t##r);                                                                       \
+        if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
+        if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
+    }
+/* Where vector i lies: the last one ends with the last column, and may share some with the one before. */
+#define HPMLI_TILE_V(i)       (nv == i + 1 ? last : i * HV_W)
+#define HPMLI_TILE_LOAD(i, p) (nv <= i ? HV(zero)() : nv == 1 ? HV(load_n)(p, lanes) : HV(load)((p) + HPMLI_TILE_V(i)))
+#define HPMLI_TILE_PUT(i, p, x)                                                                                        \
+    if (nv == 1 && i == 0) HV(store_n)(p, x, lanes);                                                                   \
+    else if (nv > i) HV(store)((p) + HPMLI_TILE_V(i), x);
+#define HPMLI_TILE_STORE(nv, r)                                                                                        \
+    if (mr > r) {                                                                                                      \
+        HPMLI_TILE_PUT(0, c, s##r) HPMLI_TILE_PUT(1, c, t##r) HPMLI_TILE_PUT(2, c, u##r) HPMLI_TILE_PUT(3, c, v##r)    \
+        c += ldc;                                                                                                      \
+    }
+#define HPMLI_TILE_ADD(nv, r)                                                                                          \
+    if (mr > r) {                                                                                                      \
+        s##r = HPMLI_TILE_LOAD(0, c) + s##r, t##r = HPMLI_TILE_LOAD(1, c) + t##r;                                      \
+        u##r = HPMLI_TILE_LOAD(2, c) + u##r, v##r = HPMLI_TILE_LOAD(3, c) + v##r;                                      \
+        HPMLI_TILE_STORE(nv, r)                                                                                        \
+    }
+#define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
+#endif
+
+/* One k: the vectors of B, then row after row. */
+#define HPMLI_TILE_B                                                                                                   \
+    hv b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
+#define HPMLI_TILE_STEP                                                                                                \
+    {                                                                                                                  \
+        HPMLI_TILE_B                                                                                                   \
+        HPMLI_ROWS(HPMLI_TILE_ROW, nv)                                                                                 \
+        a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, b += ldb;                                              \
+    }
+
+/* nv: vectors across. */
+HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
+{
+    float  *c = o->c, *packed = o->packed;
+    int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_W, fetch = o->fetch < kc ? o->fetch : kc;
+    for (int64_t t = 0, left = o->tiles * o->panels; left > 0; left--, b -= kc * ldb) {
+        const float *a0 = a + t * o->next_a, *next = c;
+        const float *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
+        HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
+        int64_t      p = 0, head = packed ? kc : fetch;
+        for (; p < head; p++) { /* more to do than to multiply */
+            if (packed) {
+                HPMLI_TILE_B
+                const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_W); /* or the next panel */
+                HPMLI_TILE_PUT(0, packed, b0) HPMLI_TILE_PUT(1, packed, b1)
+                HPMLI_TILE_PUT(2, packed, b2) HPMLI_TILE_PUT(3, packed, b3)
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_W);
+                packed += nv * HV_W;
+            }
+            if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
+                HPMLI_PREFETCH(next + lanes - 1);
+                next += ldc;
+            }
+            HPMLI_TILE_STEP
+        }
+        if (mr * nv < 20)
+            for (; p < kc; p++) HPMLI_TILE_STEP
+        else
+            HPMLI_UNROLL_4 /* the fewer instructions around the multiply-adds, the better */
+            for (; p < kc; p++) HPMLI_TILE_STEP
+        (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)lanes;
+        if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
+        else { HPMLI_ROWS(HPMLI_TILE_STORE, nv) }
+        if (++t == o->tiles) t = 0, b += o->next_b, c += o->next_c;
+    }
+}
+
+#define HPMLI_TILE(nv, r)                                                                                              \
+    HPMLI_KFN void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                                \
+    { HV(tile)(r + 1, nv, kc, a, ars, acs, b, ldb, o); }
+#define HPMLI_TILE_FN(nv, r) HV(tile_##nv##_##r),
+HPMLI_ROWS(HPMLI_TILE, 1)
+HPMLI_ROWS(HPMLI_TILE, 2)
+#if HPMLI_ISA == 2
+HPMLI_TIMES_8(HPMLI_TILE, 3)
+HPMLI_TIMES_6(HPMLI_TILE, 4)
+#endif
+
+static const int HV(tile_rows)[4] = { HPMLI_MR, HPMLI_MR, 8, 6 }; /* at most, by vectors */
+static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_FN, 1) },
+                                                              { HPMLI_ROWS(HPMLI_TILE_FN, 2) },
+#if HPMLI_ISA == 2
+                                                              { HPMLI_TIMES_8(HPMLI_TILE_FN, 3) },
+                                                              { HPMLI_TIMES_6(HPMLI_TILE_FN, 4) }
+#endif
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-pack   matrix product: packing and turning
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A matrix that lies the wrong way round is turned in registers, a square of HV_W x HV_W at a time. */
+
+/* HV_W rows of HV_W floats, transposed in registers: out[p * ld + j] = in[j * ldx + p]; zero for j >= rows. */
+HPMLI_VFN void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
+{
+#if HPMLI_ISA == 2
+    __m512 r[16], t[16];
+    HPMLI_UNROLL
+    for (int i = 0; i < 16; i++) r[i] = i < rows ? _mm512_loadu_ps(in + i * ldx) : _mm512_setzero_ps();
+    HPMLI_UNROLL
+    for (int i = 0; i < 8; i++) {
+        t[2 * i]     = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 4; i++) {
+        r[4 * i]     = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 4; i++) {
+        t[i]      = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
+        t[4 + i]  = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+        t[8 + i]  = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 8; i++) {
+        r[i]     = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 16; i++) _mm512_storeu_ps(out + i * ld, r[i]);
+#elif HPMLI_ISA == 1
+    __m256 r[8], t[8];
+    HPMLI_UNROLL
+    for (int i = 0; i < 8; i++) r[i] = i < rows ? _mm256_loadu_ps(in + i * ldx) : _mm256_setzero_ps();
+    HPMLI_UNROLL
+    for (int i = 0; i < 4; i++) {
+        t[2 * i]     = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 2; i++) {
+        r[4 * i]     = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 4; i++) {
+        t[i]     = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
+        t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 8; i++) _mm256_storeu_ps(out + i * ld, t[i]);
+#else
+    for (int64_t j = 0; j < HV_W; j++)
+        for (int64_t p = 0; p < HV_W; p++) out[p * ld + j] = j < rows ? in[j * ldx + p] : 0;
+#endif
+}
+
+/* Packs a panel dst[p * width + j] = x[p * ps + j * js], p < pc, j < jn, zero up to width, which is whole vectors. */
+HPMLI_KFN void HV(pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t width, float *dst)
+{
+    for (int64_t j = 0; j < width; j += HV_W) {
+        int64_t rows = jn - j < HV_W ? jn - j : HV_W, p = 0;
+        if (ps == 1)
+            for (; p + HV_W <= pc; p += HV_W) HV(transpose)(x + j * js + p, js, rows, dst + p * width + j, width);
+        for (; p < pc; p++)
+            for (int64_t q = 0; q < HV_W; q++) dst[p * width + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
+    }
+}
+
+/* n lanes of row r, from column j of the tile on, go into C. */
+HPMLI_VFN void HV(tile_save)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
+{
+    v *= HV(set1)(e->alpha);
+    if (e->beta != 0) v = HV(fma)(HV(set1)(e->beta), HV(ld)(c, n), v);
+    if (e->bias_col) v += HV(ld)(e->bias_col + j, n);
+    if (e->bias_row) v += HV(set1)(e->bias_row[r]);
+    if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays */
+    HV(st)(c, v, n);
+}
+
+/* The same for mr rows of a tile. */
+HPMLI_KFN void HV(save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c, int64_t ldc)
+{
+    for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_W)
+        for (int64_t j = 0; j < n; j += HV_W) HV(tile_save)(e, c + j, r, j, HV(load)(tile + j), n - j);
+}
+
+/* A tile of C^T, mr rows of NV vectors, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
+HPMLI_KFN void HV(turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
+                                   float *c, int64_t ldc)
+{
+    float square[HV_W * HV_W];
+    for (int64_t r = 0; r < mr; r += HV_W)
+        for (int64_t q = 0; q < n; q += HV_W) {
+            int64_t lanes = mr - r < HV_W ? mr - r : HV_W, rows = n - q < HV_W ? n - q : HV_W;
+            float  *to    = c + q * ldc + r;
+            HV(transpose)(tile + r * HPMLI_NV * HV_W + q, HPMLI_NV * HV_W, lanes, square, HV_W);
+            for (int64_t i = 0; i < rows; i++)
+                if (plain) HV(st)(to + i * ldc, HV(load)(square + i * HV_W), lanes);
+                else HV(tile_save)(e, to + i * ldc, q + i, r, HV(load)(square + i * HV_W), lanes);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-part   matrix product: one rectangle of C
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A product seen from the tile: `rows` of P are broadcast, columns of Q are vectors. Mostly P is A and Q is B.
+   Swapped, P is B^T and Q is A^T and tiles of C^T are turned on the way out: for products where turning B would cost
+   more. */
+typedef struct HV(view) {
+    const hpmli_gemm_part *part;
+    const float *p;
+    int64_t      p_rs, p_ks; /* row and k strides of P */
+    const float *q;
+    int64_t      q_ks, q_cs; /* k and column strides of Q */
+    float       *c;          /* first element of the part */
+    int64_t      ldc, rows, cols, k;
+    bool         swapped;
+    bool         pack_q;       /* pack panels of Q; as they stand, while the first tile is computed */
+    float       *packed_p;     /* NULL, or where the block of P is packed, tile after tile */
+    int64_t      tiles, height; /* down the block of rows, at most so high */
+    bool         plain;        /* tiles are only stored or added, ... */
+    bool         fetch;        /* ... C is worth a prefetch, */
+    hpmli_tile_end end;        /* or this is done; for the block of k */
+} HV(view);
+
+/* Columns of P, ks apart, that lie far from each other: each is in another page, and a few sets of the cache take them
+   all. They are worth packing for so many columns of Q. */
+HPMLI_VFN bool HV(far)(int64_t rs, int64_t ks, int64_t k, int64_t cols)
+{
+    return rs == 1 && ks * k >= 262144 && cols >= 4 * HPMLI_NR;
+}
+
+HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
+{
+    const hpmli_gemm_desc *d = part->d;
+    HV(view)    v;
+    int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
+    memset(&v, 0, sizeof v);
+    v.part = part;
+    v.ldc  = d->ldc;
+    v.k    = d->alpha == 0 ? 0 : d->k;
+    v.c    = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
+    v.p = v.q = part->ws; /* nothing is read when k is 0 */
+    v.rows = m, v.cols = n;
+    if (v.k == 0) return v;
+    v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_rs, v.p_rs = d->a_rs, v.p_ks = d->a_cs;
+    v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_cs, v.q_ks = d->b_rs, v.q_cs = d->b_cs;
+    /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C, into far rows. */
+    int64_t keep = (v.q_cs != 1) * n + HV(far)(v.p_rs, v.p_ks, v.k, n) * m;
+    int64_t swap = (v.p_rs != 1) * m + HV(far)(v.q_cs, v.q_ks, v.k, m) * n;
+    if (keep * v.k > swap * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
+        const float *p = v.p;
+        int64_t      rs = v.p_rs, ks = v.p_ks;
+        v.p = v.q, v.p_rs = v.q_cs, v.p_ks = v.q_ks;
+        v.q = p, v.q_cs = rs, v.q_ks = ks;
+        v.rows = n, v.cols = m, v.swapped = true;
+    }
+    v.pack_q = v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) >= 262144));
+    if (HV(far)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
+    return v;
+}
+
+/* From one packed tile of P to the next: not a power of two apart, with room for what spills over. */
+HPMLI_VFN int64_t HV(packed_size)(const HV(view) *v, int64_t kc) { return v->height * kc + 16; }
+
+/* Packs the block of P at p, tile after tile; eight k for all of them, so that lines are read from the nearest cache,
+   which those of the next eight are on their way to. Eight rows at a time: the last may spill over, into what comes
+   later. */
+HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int64_t kc)
+{
+    int64_t tiles = v->tiles, rows = mc / tiles, more = mc % tiles, height = v->height, ks = v->p_ks;
+    for (int64_t k0 = 0, n; k0 < kc; k0 += n, p += n * ks) {
+        n = kc - k0 < 8 ? kc - k0 : 8;
+        for (int64_t k = n; k < 2 * n; k++)
+            for (int64_t i = 0; i < mc; i += 16) __builtin_prefetch(p + k * ks + i);
+        for (int64_t t = 0, i = 0; t < tiles; i += rows + (t < more), t++)
+            for (int64_t j = (height - 1) / 8 * 8; j >= 0; j -= 8) {
+                float       *to   = v->packed_p + t * HV(packed_size)(v, kc) + k0 * height + j;
+                const float *from = p + i + j;
+                int64_t      left = mc - i - j;
+                for (int64_t k = 0; k < n; k++, to += height, from += ks)
+                    if (left >= 8) memcpy(to, from, 8 * sizeof(float));
+                    else for (int64_t q = 0; q < left; q++) to[q] = from[q];
+            }
+    }
+}
+
+/* Rows [i0, i0 + mc) x `count` panels of n columns from j on, over k [p0, p0 + kc). pb: room for the packed panel. */
+HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
+                                    int64_t p0, int64_t kc, float *pb, bool ready, int64_t count)
+{
+    bool         packed = v->packed_p != NULL;
+    const float *a = packed ? v->packed_p : v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
+    int64_t      ldb = v->q_ks, vectors = (n + HV_W - 1) / HV_W, width = vectors * HV_W;
+    int64_t      more = mc % v->tiles, mr = mc / v->tiles + (more > 0); /* so many tiles are one row higher */
+    bool         direct = v->plain && !v->swapped;
+    float          tile[HPMLI_MR * HPMLI_NV * HV_W];
+    hpmli_tile_end e = v->end;
+    hpmli_tile_out o;
+    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_W, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
+    if (v->pack_q) {
+        if (!ready && v->q_cs == 1) o.packed = pb;
+        else {
+            if (!ready) HV(pack)(v->q + p0 * ldb + j * v->q_cs, ldb, v->q_cs, kc, n, width, pb);
+            b = pb, ldb = width;
+        }
+    }
+    for (int64_t t = 0, i = i0; t < v->tiles; t += o.tiles, i += mr * o.tiles) {
+        int64_t ci = v->swapped ? j : i, cj = v->swapped ? i : j;
+        float  *c  = v->c + ci * v->ldc + cj;
+        if (t == more && more > 0) mr--;
+        o.tiles = !direct || o.packed ? 1 : (t < more ? more : v->tiles) - t;
+        o.next_a = packed ? HV(packed_size)(v, kc) : mr * v->p_rs;
+        o.panels = count, o.next_b = n, o.next_c = n - o.tiles * mr * v->ldc;
+        o.fetch = direct && v->fetch ? mr : 0;
+        if (direct) o.c = c;
+        HV(tiles)[vectors - 1][mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? v->height : v->p_ks, b, ldb, &o);
+        if (!direct) {
+            e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
+            e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
+            if (v->swapped) HV(turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
+            else HV(save)(tile, mr, n, &e, c, v->ldc);
+        }
+        if (o.packed) o.packed = NULL, b = pb, ldb = width;
+        a += o.next_a * o.tiles;
+    }
+}
+
+/* What is done to tiles of the block of k from p0 on. */
+HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
+{
+    const hpmli_gemm_desc *d    = v->part->d;
+    bool                   last = p0 + kc == v->k;
+    v->end.alpha    = d->alpha;
+    v->end.beta     = p0 == 0 ? d->beta : 1;
+    v->end.bias_col = last && d->bias_n ? d->bias_n + v->part->j0 : NULL;
+    v->end.bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
+    v->end.relu     = last && d->act == 1;
+    v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col &&
+                      !v->end.bias_row && !v->end.relu;
+    /* C is larger than the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
+    v->fetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
+}
+
+/* Block after block of k, of columns, of rows. For the first block of rows the panels of Q are packed, as they come. */
+HPMLI_KFN void HV(blocks)(HV(view) *v)
+{
+    float  *pb = v->part->ws;
+    int64_t k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1, row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1; /* 0: one */
+    for (int64_t kb = 0; kb < k_blocks; kb++) {
+        int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
+        HV(block_end)(v, p0, kc);
+        for (int64_t j0 = 0, nc; j0 < v->cols; j0 += nc) {
+            nc = !v->pack_q || v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
+            int64_t vectors = (nc + HV_W - 1) / HV_W;
+            int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
+            v->height = HV(tile_rows)[(vectors - 1) / panels];
+            for (int64_t rb = 0; rb < row_blocks; rb++) {
+                int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
+                v->tiles = (mc + v->height - 1) / v->height;
+                if (v->packed_p) HV(pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
+                /* panels of full width in one go: a single row of tiles, or k so short that calls would cost more */
+                bool    row   = v->plain && !v->swapped && !v->pack_q && v->height == HV(tile_rows)[most - 1];
+                int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !v->packed_p)) ? nc / (most * HV_W) : 0;
+                for (int64_t t = 0, j = 0, end, count; j < nc; t += count, j = end) {
+                    count = t < whole ? whole : 1;
+                    end   = t < whole ? whole * most * HV_W : vectors * (t + 1) / panels * HV_W;
+                    HV(panel)(v, i0, mc, j0 + j, ((end < nc ? end : nc) - j) / count, p0, kc,
+                              row_blocks > 1 ? pb + j * kc : pb, rb > 0, count);
+                }
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-thin   matrix product: small and thin shapes
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Where C is small, or only a row, packing and turning would cost more than the product itself. If both operands run
+   along k, each element is a dot product: vectors run along k, a tile of MR x 4 sums shares its loads, and no lane is
+   idle. */
+
+#ifndef HPMLI_DOT_ROW
+#define HPMLI_DOT_ZERO(L, r) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
+#define HPMLI_DOT_ROW(LOAD, r)                                                                                         \
+    if (mr > r) {                                                                                                      \
+        hv x = LOAD(p + r * p_rs);                                                                                     \
+        s##r = HV(fma)(x, b0, s##r), t##r = HV(fma)(x, b1, t##r);                                                      \
+        u##r = HV(fma)(x, b2, u##r), v##r = HV(fma)(x, b3, v##r);                                                      \
+    }
+#define HPMLI_DOT_STEP(LOAD)                                                                                           \
+    hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                     \
+    HPMLI_DOTS(HPMLI_DOT_ROW, LOAD)
+#define HPMLI_DOT_REST(p) HV(load_n)(p, k - i)
+#define HPMLI_DOT_SAVE(L, r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
+#define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
+#define HPMLI_DOT(L, r)                                                                                                \
+    HPMLI_KFN void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_rs, q, q_rs, n, out); }
+#define HPMLI_DOT_FN(L, r) HV(dot_##r),
+typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
+#endif
+
+/* Dot products of mr rows of P with 4 of Q, along k: out[r * 4 + j]. With n < 4 rows of Q the last stands in for the
+   rest. */
+HPMLI_VFN void HV(dot)(const int mr, HPMLI_DOT_ARGS)
+{
+    const float *q0 = q, *q1 = n > 1 ? q0 + q_rs : q0, *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
+    int64_t      i  = 0;
+    HPMLI_DOTS(HPMLI_DOT_ZERO, 0)
+    for (; i + HV_W <= k; i += HV_W) {
+        HPMLI_DOT_STEP(HV(load))
+        p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W;
+    }
+    if (i < k) { HPMLI_DOT_STEP(HPMLI_DOT_REST) }
+    HPMLI_DOTS(HPMLI_DOT_SAVE, 0)
+}
+
+HPMLI_DOTS(HPMLI_DOT, 0)
+static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOTS(HPMLI_DOT_FN, 0) };
+
+/* Element (i, j) of one product, finished. */
+HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
+{
+    x *= d->alpha;
+    if (d->beta != 0) x += d->beta * *c;
+    if (d->bias_n) x += d->bias_n[j];
+    if (d->bias_m) x += d->bias_m[i];
+    *c = d->act == 1 && !(x > 0) ? 0 : x;
+}
+
+HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
+{
+    const hpmli_gemm_desc *d = part->d;
+    int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
+    const float *a = d->a + part->batch * d->a_batch + part->i0 * d->a_rs;
+    const float *b = d->b + part->batch * d->b_batch + part->j0 * d->b_cs;
+    float       *c = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
+    int     turned = n * ((m + 3) / 4) < m * ((n + 3) / 4); /* which dimension goes better in fours */
+    bool    plain  = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1;
+    int64_t rows = turned ? n : m, cols = turned ? m : n;
+    int64_t p_rs = turned ? d->b_cs : d->a_rs, q_rs = turned ? d->a_rs : d->b_cs;
+    const float *p = turned ? b : a, *q = turned ? a : b;
+    int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
+    for (int64_t j = 0; j < cols; j += 4)
+        for (int64_t t = 0; t < tiles; t++) {
+            int64_t i = t * rows / tiles, mr = (t + 1) * rows / tiles - i, nr = cols - j < 4 ? cols - j : 4;
+            float   out[4 * HPMLI_DOT_MR];
+            HV(dots)[mr - 1](d->k, p + i * p_rs, p_rs, q + j * q_rs, q_rs, nr, out);
+            for (int64_t r = 0; r < mr; r++) {
+                if (plain && nr == 4) {
+                    float *to = turned ? c + j * d->ldc + i + r : c + (i + r) * d->ldc + j, *from = out + 4 * r;
+                    if (!turned) memcpy(to, from, 4 * sizeof(float));
+                    else to[0] = from[0], to[d->ldc] = from[1], to[2 * d->ldc] = from[2], to[3 * d->ldc] = from[3];
+                    continue;
+                }
+                for (int64_t s = 0; s < nr; s++) {
+                    int64_t ci = turned ? j + s : i + r, cj = turned ? i + r : j + s;
+                    HV(save_one)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
+                }
+            }
+        }
+}
+
+#define HPMLI_ROW_ZERO(nv, i) hv s##i = HV(zero)();
+#define HPMLI_ROW_ADD(nv, i)                                                                                           \
+    if (nv > i) s##i = HV(fma)(x, nv > i + 1 ? HV(load)(b + i * HV_W) : HV(ld)(b + i * HV_W, n - i * HV_W), s##i);
+#define HPMLI_ROW_SAVE(nv, i)                                                                                          \
+    if (nv > i) HV(tile_save)(&e, c + i * HV_W, 0, j + i * HV_W, s##i, nv > i + 1 ? HV_W : n - i * HV_W);
+/* One row times `nv` vectors of columns of a matrix whose rows are contiguous; the last may be partial. */
+HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
+{
+    const hpmli_gemm_desc *d = part->d;
+    const float *a = d->a + part->batch * d->a_batch, *b = d->b + part->batch * d->b_batch + j;
+    float       *c = d->c + part->batch * d->c_batch + j;
+    hpmli_tile_end e;
+    e.alpha = d->alpha, e.beta = d->beta, e.relu = d->act == 1;
+    e.bias_row = d->bias_m, e.bias_col = d->bias_n;
+    HPMLI_TIMES_16(HPMLI_ROW_ZERO, nv)
+    for (int64_t p = 0; p < d->k; p++, b += d->b_rs) {
+        hv x = HV(set1)(a[p * d->a_cs]);
+        HPMLI_TIMES_16(HPMLI_ROW_ADD, nv)
+    }
+    HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
+}
+
+/* As many vectors of C at a time as there are registers for, so that B is read in long stretches; nine rather than one
+   left over. */
+HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
+{
+    for (int64_t j = part->j0, v, n; j < part->j1; j += n) {
+        v = (part->j1 - j + HV_W - 1) / HV_W;
+        v = HPMLI_ISA == 2 && (v == 16 || v >= 24) ? 16 : v == 9 ? 9 : v >= 8 ? 8 : v >= 4 ? 4 : 1;
+        n = part->j1 - j < v * HV_W ? part->j1 - j : v * HV_W;
+        if (HPMLI_ISA == 2 && v == 16) HV(gemm_row_piece)(16, part, j, n);
+        else if (v == 9) HV(gemm_row_piece)(9, part, j, n);
+        else if (v == 8) HV(gemm_row_piece)(8, part, j, n);
+        else if (v == 4) HV(gemm_row_piece)(4, part, j, n);
+        else HV(gemm_row_piece)(1, part, j, n);
+    }
+}
+
+HPMLI_KFN void HV(gemm_part)(const hpmli_gemm_part *part)
+{
+    const hpmli_gemm_desc *d = part->d;
+    bool plain = d->alpha != 0 && d->k > 0;
+    if (plain && d->m == 1 && d->b_cs == 1 && d->n > 1) HV(gemm_row)(part);
+    else if (plain && d->a_cs == 1 && d->b_rs == 1 && (d->m == 1 || d->n == 1 ||
+             (d->k >= 128 && (d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024))))
+        HV(gemm_dots)(part);
+    else {
+        HV(view) v = HV(view_of)(part);
+        HV(blocks)(&v);
+    }
+}
+
+/* Row i of C from `count` parts of the sum over k, `apart` floats from one to the next; added up in order. */
+HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
+{
+    hpmli_tile_end e;
+    float *c = d->c + i * d->ldc;
+    e.alpha    = d->alpha;
+    e.beta     = d->beta;
+    e.relu     = d->act == 1;
+    e.bias_row = d->bias_m ? d->bias_m + i : NULL;
+    e.bias_col = d->bias_n;
+    for (int64_t j = 0; j < d->n; j += HV_W) {
+        int64_t n = d->n - j < HV_W ? d->n - j : HV_W;
+        hv      s = HV(ld)(sums + i * d->n + j, n);
+        for (int64_t t = 1; t < count; t++) s += HV(ld)(sums + t * apart + i * d->n + j, n);
+        HV(tile_save)(&e, c + j, 0, j, s, n);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>random   Philox: random numbers by number
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* One round of Philox takes the words c of a counter and the key k to
+       (high(M1 c2) ^ c1 ^ k0,  low(M1 c2),  high(M0 c0) ^ c3 ^ k1,  low(M0 c0))
+   and adds a constant to each half of the key; ten rounds make a block of four random words [Salmon et al., "Parallel
+   random numbers: as easy as 1, 2, 3", SC 2011]. In a vector register that holds whole blocks the factors c0 and c2 are
+   the even words, where the 32 x 32 -> 64 bit multiplication wants them; the products read backwards are (high, low,
+   high, low) of the line above, and the counter shifted right by one word is (c1, 0, c3, 0): a round is five
+   instructions.
+
+   The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or ends inside a
+   chunk computes all of it and keeps its part. Where a product is added to something it is a fused multiply-add, in the
+   scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
+
+/* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. HV(pairs): the 64-bit words (a, b) for
+   each; HV(products): the line above without its last two terms; HV(words): words as floats, rounded. */
+#if HPMLI_ISA == 0
+HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
+{
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)HPMLI_PHILOX_M0 * c0, p1 = (uint64_t)HPMLI_PHILOX_M1 * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)p1;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)p0;
+        k0 += HPMLI_PHILOX_W0;
+        k1 += HPMLI_PHILOX_W1;
+    }
+    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+static HPMLI_UNUSED const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
+HPMLI_VFN hv HV(words)(const uint32_t *p) { return (float)*p; }
+HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return fmaf(a, b, c); }
+#else
+#if HPMLI_ISA == 1
+HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm256_set_epi64x(b, a, b, a); }
+HPMLI_VFN hv HV(words)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
+{
+    hu words = HV(load_words)(p);
+    return HV(fma)(HV(of_i32)(words >> 8), HV(set1)(256), HV(of_i32)(words & 255u));
+}
+#elif HPMLI_ISA == 2
+HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm512_set4_epi64(b, a, b, a); }
+HPMLI_VFN hv HV(words)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
+#else
+HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b)
+{
+    return (hu)vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
+}
+HPMLI_VFN hu HV(products)(hu c, hu m)
+{
+    hu products = vrev64q_u32((hu)vmull_u32(vmovn_u64((hq)c), vmovn_u64((hq)m)));
+    return vextq_u32(products, products, 2);
+}
+HPMLI_VFN hv HV(words)(const uint32_t *p) { return vcvtq_f32_u32(HV(load_words)(p)); }
+#endif
+#if HPMLI_ISA != 3
+HPMLI_VFN hu HV(products)(hu c, hu m)
+{
+    HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
+    return (hu)HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
+}
+#endif
+HPMLI_VFN hu HV(philox_round)(hu c, hu key, hu m) { return HV(products)(c, m) ^ key ^ (hu)((hq)c >> 32); }
+HPMLI_VFN hu HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
+{
+    return (hu)((hq)HV(pairs)((int64_t)block, (int64_t)stream) + (hq)HV(load_words)(hpmli_block_numbers));
+}
+HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return HV(fma)(a, b, c); }
+#endif
+
+/* Chunk number `chunk` of a stream. Four vectors at a time hide the latency of the multiplication. */
+HPMLI_VFN void HV(chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
+{
+    uint64_t block = chunk * (HPMLI_CHUNK / 4);
+#if HPMLI_ISA == 0
+    for (int b = 0; b < HPMLI_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
+#else
+    hu m = HV(pairs)(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = HV(pairs)(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
+    for (int i = 0; i < HPMLI_CHUNK; i += 4 * HV_W, block += HV_W) {
+        hu key = HV(pairs)((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
+        HPMLI_UNROLL
+        for (int u = 0; u < 4; u++) c[u] = HV(philox_count)(block + (uint64_t)u * (HV_W / 4), stream);
+        for (int round = 0; round < 10; round++, key += bump) {
+            HPMLI_UNROLL
+            for (int u = 0; u < 4; u++) c[u] = HV(philox_round)(c[u], key, m);
+        }
+        HPMLI_UNROLL
+        for (int u = 0; u < 4; u++) HV(store_words)(w + i + u * HV_W, c[u]);
+    }
+#endif
+}
+
+/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, for log m the
+   polynomial of hpmli_log; log 2 is split in two so that e times the larger part is exact. */
+HPMLI_VFN hv HV(radius)(hv u)
+{
+    hv m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
+    e = HV(gt)(m, root2, e + 1.0f, e);
+    f = HV(gt)(m, root2, m * 0.5f, m) - 1.0f;
+    z = f * f;
+    y = HPMLI_LOG_POLY(HV(fused), f);
+    y = HV(fused)(f * z, y, e * -2.12194440e-4f);
+    y = HV(fused)(z, HV(set1)(-0.5f), y) + f;
+    y = HV(fused)(e, HV(set1)(0.693359375f), y);
+    return HV(sqrt)(HV(max)(y * -2.0f, HV(zero)()));
+}
+
+/* cos and sin of 2 pi t for t in [-1/2, 1/2]: exact reduction to an eighth of a turn, then polynomials (Cephes). */
+HPMLI_VFN void HV(cos_sin)(hv t, hv *cosine, hv *sine)
+{
+    hv q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
+    hv x = HV(fused)(q, HV(set1)(-0.25f), t) * 6.28318531f, z = x * x;
+    hv s    = HV(fused)(HV(set1)(-1.9515295891e-4f), z, HV(set1)(8.3321608736e-3f));
+    hv c    = HV(fused)(HV(set1)(2.443315711809948e-5f), z, HV(set1)(-1.388731625493765e-3f));
+    s = HV(fused)(x * z, HV(fused)(s, z, HV(set1)(-1.6666654611e-1f)), x);
+    c = HV(fused)(z, HV(fused)(z, HV(fused)(c, z, HV(set1)(4.166664568298827e-2f)), HV(set1)(-0.5f)), one);
+    hv u    = HV(eq)(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    hv v    = HV(eq)(aq, one, c, s);
+    u = HV(gt)(aq, one, -u, u);
+    v = HV(gt)(aq, one, -v, v);
+    *cosine = HV(eq)(q, one, -u, u);
+    *sine   = HV(eq)(q, HV(set1)(-1), -v, v);
+}
+
+/* Two words to two independent normals: radius from the first, angle from the second (Box & Muller). */
+HPMLI_VFN void HV(box_muller)(const uint32_t *a, const uint32_t *b, hv *x, hv *y)
+{
+    const float scale = 1.0f / 4294967296.0f;
+    hv          u = HV(fused)(HV(words)(a), HV(set1)(scale), HV(set1)(scale / 2)), r = HV(radius)(u), c, s;
+    HV(cos_sin)(HV(of_i32)(HV(load_words)(b)) * scale, &c, &s);
+    *x = r * c;
+    *y = r * s;
+}
+
+HPMLI_VFN void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
+{
+    for (int i = 0; i < HPMLI_CHUNK; i += HV_W)
+        HV(store)(x + i, HV(of_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
+}
+
+/* Words j and j + 32 of a chunk make normals j and j + 32. */
+HPMLI_VFN void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
+{
+    for (int i = 0; i < HPMLI_CHUNK / 2; i += HV_W) {
+        hv a, b;
+        HV(box_muller)(w + i, w + i + HPMLI_CHUNK / 2, &a, &b);
+        HV(store)(x + i, a);
+        HV(store)(x + i + HPMLI_CHUNK / 2, b);
+    }
+}
+
+/* Numbers first .. first + n - 1 of a stream: a walk over chunks. out: (n), of floats or of words. */
+HPMLI_KFN void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
+{
+    uint32_t w[HPMLI_CHUNK];
+    float    x[HPMLI_CHUNK], *to = (float *)out;
+    for (int64_t c; n > 0; to += c, first += (uint64_t)c, n -= c) {
+        int64_t skip = (int64_t)(first % HPMLI_CHUNK);
+        c = HPMLI_CHUNK - skip < n ? HPMLI_CHUNK - skip : n;
+        HV(chunk)(w, seed, stream, first / HPMLI_CHUNK);
+        if (kind == HPMLI_UNIFORM) HV(chunk_uniform)(c == HPMLI_CHUNK ? to : x, w);
+        else if (kind == HPMLI_NORMAL) HV(chunk_normal)(c == HPMLI_CHUNK ? to : x, w);
+        else memcpy(to, w + skip, (size_t)c * sizeof *w);
+        if (kind != HPMLI_WORDS && c < HPMLI_CHUNK) memcpy(to, x + skip, (size_t)c * sizeof *x);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>onebit   gradient codecs: 1 bit and bf16, one row
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. With v = g + e, a row becomes a bit for each element, v >=
+   0, and two levels: the mean of the elements on each side, which for this threshold is the best reconstruction in the
+   sense of least squares. Pass 1 reads g and e, leaves v in e, writes the bits and sums both sides; pass 2 finds v
+   still in the cache and takes the levels off: e = v - level, rounded once.
+
+   Every instruction set sums in the same order, hence sends the same bits: element i goes to lane i % 16 of a float
+   accumulator (one register or several), lanes are added by halves, and every 1,024 elements the result goes to a
+   double. A mean is kept within the least and greatest element of its side, so that a side whose elements are all equal
+   is exact: what was quantized once is quantized again without loss. */
+
+#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_W) /* registers that make up the lanes */
+
+typedef struct HV(onebit_acc) {
+    hv sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
+} HV(onebit_acc);
+
+/* c elements, at most 16; returns their bits. e NULL: no feedback. */
+HPMLI_VFN uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
+{
+    hv       zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
+    uint32_t bits = 0, valid = (1u << c) - 1;
+#if HV_W > 1 /* sixteen numbers are a loop */
+    HPMLI_UNROLL
+#endif
+    for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
+        int64_t at = u * HV_W, left = c > at ? c - at : 0;
+        hv      v  = HV(ld)(g + at, left), least; /* 0 in lanes behind the end */
+        if (e) {
+            v += HV(ld)(e + at, left);
+            HV(st)(e + at, v, left);
+        }
+        bits |= HV(signmask)(v) << at;
+        a->sum[0][u] += HV(ge)(v, zero, zero, v);
+        a->sum[1][u] += HV(ge)(v, zero, v, zero);
+        /* 0 does no harm to the extremes of either side, which only count when it has elements, but for one */
+        least = HV(min)(HV(ge)(v, zero, v, inf), a->least[1][u]);
+        a->least[0][u] = HV(min)(v, a->least[0][u]);
+        a->most[0][u]  = HV(max)(HV(ge)(v, zero, minf, v), a->most[0][u]);
+        a->least[1][u] = left < HV_W ? HV(bits)(valid >> at, least, a->least[1][u]) : least;
+        a->most[1][u]  = HV(max)(v, a->most[1][u]);
+    }
+    return bits & valid;
+}
+
+/* Pass 1. bits: ceil(n / 32) * 4 bytes. e: in e, out v. A NaN or infinity shows in the sums. */
+HPMLI_KFN void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
+{
+    HV(onebit_acc) a;
+    int64_t                   ones = 0;
+    row->sum[0] = row->sum[1] = 0;
+    HPMLI_UNROLL
+    for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
+        a.least[0][u] = a.least[1][u] = HV(set1)(INFINITY);
+        a.most[0][u] = a.most[1][u] = HV(set1)(-INFINITY);
+    }
+    for (int64_t i = 0; i < n;) {
+        int64_t end = n - i < HPMLI_ONEBIT_CHUNK ? n : i + HPMLI_ONEBIT_CHUNK;
+        HPMLI_UNROLL
+        for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = HV(zero)();
+        for (; i < end; i += HPMLI_ONEBIT_LANES) { /* two calls: a whole step is compiled without its checks */
+            float   *ei = e ? e + i : NULL;
+            uint32_t m  = end - i >= HPMLI_ONEBIT_LANES ? HV(onebit_step)(&a, ei, g + i, HPMLI_ONEBIT_LANES)
+                                                        : HV(onebit_step)(&a, ei, g + i, end - i);
+            bits[i / 8]     = (uint8_t)m;
+            bits[i / 8 + 1] = (uint8_t)(m >> 8);
+            ones += __builtin_popcount(m);
+        }
+        for (int side = 0; side < 2; side++) {
+            HPMLI_UNROLL
+            for (int h = HPMLI_ONEBIT_V / 2; h > 0; h /= 2)
+                for (int u = 0; u < h; u++) a.sum[side][u] += a.sum[side][u + h];
+            row->sum[side] += (double)HV(sum)(a.sum[side][0]);
+        }
+    }
+    if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* to whole words */
+    for (int side = 0; side < 2; side++) {
+        HPMLI_UNROLL
+        for (int u = 1; u < HPMLI_ONEBIT_V; u++) {
+            a.least[side][0] = HV(min)(a.least[side][0], a.least[side][u]);
+            a.most[side][0]  = HV(max)(a.most[side][0], a.most[side][u]);
+        }
+        row->least[side] = -HV(hmax)(-a.least[side][0]);
+        row->most[side]  = HV(hmax)(a.most[side][0]);
+    }
+    row->count[1] = ones;
+    row->count[0] = n - ones;
+}
+
+/* Pass 2: e holds v, gets v - level. */
+HPMLI_KFN void HV(onebit_carry)(float *e, float low, float high, int64_t n)
+{
+    hv l = HV(set1)(low), h = HV(set1)(high);
+    HV_LOOP(n) {
+        hv v = HV(ld)(e + i, c);
+        HV(st)(e + i, v - HV(ge)(v, HV(zero)(), h, l), c);
+    }
+}
+
+#define HPMLI_ONEBIT_DECODE(name, result)                                                                              \
+    HPMLI_KFN void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)                         \
+    {                                                                                                                  \
+        hv l = HV(set1)(low), h = HV(set1)(high);                                                                      \
+        for (int64_t i = 0; i < n; i += HPMLI_ONEBIT_LANES) {                                                          \
+            uint32_t m = bits[i / 8] | (uint32_t)bits[i / 8 + 1] << 8;                                                 \
+            HPMLI_UNROLL                                                                                               \
+            for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_W) {                                                       \
+                int64_t c = n - i > u ? n - i - u : 0;                                                                 \
+                float  *y = out + i + u;                                                                               \
+                hv      v = HV(bits)(m >> u, h, l);                                                                    \
+                HV(st)(y, result, c);                                                                                  \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+HPMLI_ONEBIT_DECODE(onebit_decode, v)
+HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(ld)(y, c) + v)
+#undef HPMLI_ONEBIT_DECODE
+#undef HPMLI_ONEBIT_V
+
+/* packed = bf16(g + e), e = what was lost; e NULL: no feedback. False when something does not fit: NaN, infinity, or a
+   float that rounds to infinity; 0 * lost is NaN then, and stays so in the sum. */
+HPMLI_KFN bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
+{
+    hv nan = HV(zero)();
+    HV_LOOP(n) {
+        hv v = HV(ld)(g + i, c), lost;
+        if (e) v += HV(ld)(e + i, c);
+        HV(st_bf16)(packed + i, v, c);
+        lost = v - HV(ld_bf16)(packed + i, c);
+        if (e) HV(st)(e + i, lost, c);
+        nan = HV(fma)(lost, HV(zero)(), nan);
+    }
+    return HV(sum)(nan) == 0;
+}
+
+HPMLI_KFN void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
+{
+    HV_LOOP(n) HV(st)(out + i, HV(ld)(out + i, c) + HV(ld_bf16)((const uint16_t *)packed + i, c), c);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv-kernels   convolution: tiles of pixels by channels
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A convolution is a matrix product, Y (pixels, out) = columns (pixels, K) x W (K, out), K = taps x channels. The
+   matrix of columns is never made: in an image stored pixel by pixel, channels innermost (NHWC), with its zeros around
+   it, the numbers that a pixel reads are a few long runs, one for each row of the kernel, and the next pixel's are the
+   same moved by one pixel. So each image is turned once into that order, which costs about a hundredth of the work, and
+   tiles of a few pixels by two vectors of channels read it where it stands. Results are turned back on their way out,
+   in bands of some rows.
+
+   The same tile makes all three products. The gradient of the weights has taps x channels for rows and sums over
+   pixels; that of the input has pixels of dy for rows, taps x channels for columns, and adds them to where those taps
+   read. */
+
+/* The rows of a tile are those of >>gemm. */
+HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
+{
+    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc;
+    const int64_t lanes = HV_W, last = (nv - 1) * HV_W; /* tiles are whole: the result has room for them */
+    HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
+    for (int64_t u = s->runs[0]; u > 0; u--, a += s->a_at[0], b += s->b_at[0]) {
+        const float *from = a, *with = b;
+        for (int64_t v = s->runs[1]; v > 0; v--, from += s->a_at[1], with += s->b_at[1]) {
+            const float *a0 = from, *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
+            const float *q = with;
+            for (int64_t p = s->length; p > 0; p--) {
+                hv b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_W), b2 = b1, b3 = b1;
+                HPMLI_ROWS(HPMLI_TILE_ROW, nv)
+                a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
+            }
+            (void)a3, (void)a6, (void)a9, (void)a12, (void)lanes, (void)last;
+        }
+    }
+    if (s->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
+    else { HPMLI_ROWS(HPMLI_TILE_STORE, nv) }
+}
+
+#define HPMLI_STRIP(nv, r)                                                                                             \
+    HPMLI_KFN void HV(strip_##nv##_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, nv, s, a, b, c); }
+#define HPMLI_STRIP_FN(nv, r) HV(strip_##nv##_##r),
+HPMLI_ROWS(HPMLI_STRIP, 1)
+HPMLI_ROWS(HPMLI_STRIP, 2)
+static hpmli_strip_fn *const HV(strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_FN, 1) },
+                                                         { HPMLI_ROWS(HPMLI_STRIP_FN, 2) } };
+
+/* All rows of a strip, dealt out evenly to tiles; n columns count. */
+HPMLI_VFN void HV(strip)(const hpmli_conv_strip *s, int64_t n, const float *a, const float *b, float *c)
+{
+    int64_t tiles = (s->rows + HPMLI_MR - 1) / HPMLI_MR;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t i = t * s->rows / tiles, mr = (t + 1) * s->rows / tiles - i;
+        HV(strips)[n > HV_W][mr - 1](s, a + i * s->ars, b, c + i * s->ldc);
+    }
+}
+
+/* out[j * HV_W + i] = x[i * ldx + j], i < rows, j < cols, both at most HV_W; rows that are not there are zero. */
+HPMLI_KFN void HV(square)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
+{
+    float part[HV_W * HV_W];
+    if (cols < HV_W) {
+        for (int64_t i = 0; i < rows; i++) HV(store)(part + i * HV_W, HV(load_n)(x + i * ldx, cols));
+        x = part, ldx = HV_W;
+    }
+    HV(transpose)(x, ldx, rows, out, HV_W);
+}
+
+/* y[j * ldy + i] (+)= x[i * ldx + j] + bias[j], i < rows, j < cols. spare: a vector may be read behind each row. */
+HPMLI_VFN void HV(conv_flip)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool spare, float *y, int64_t ldy,
+                             const float *bias, int relu, int accumulate)
+{
+    float square[HV_W * HV_W];
+    for (int64_t i = 0; i < rows; i += HV_W) {
+        int64_t lanes = rows - i < HV_W ? rows - i : HV_W;
+        for (int64_t j = 0; j < cols; j += HV_W) {
+            int64_t n = cols - j < HV_W ? cols - j : HV_W;
+            HV(square)(x + i * ldx + j, ldx, lanes, spare ? HV_W : n, square);
+            for (int64_t q = 0; q < n; q++) {
+                float *to = y + (j + q) * ldy + i;
+                hv     v  = HV(load)(square + q * HV_W);
+                if (bias) v += HV(set1)(bias[j + q]);
+                if (accumulate) v = HV(ld)(to, lanes) + v;
+                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
+                HV(st)(to, v, lanes);
+            }
+        }
+    }
+}
+
+/* The weights (out, in, taps) of channels [o, o + panel) as tiles read them: dst[(tap * in + c) * panel + lane]. */
+HPMLI_KFN void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
+{
+    int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC, each = d->C * d->taps;
+    if (end % HPMLI_NR) memset(dst + end / HPMLI_NR * HPMLI_NR * each, 0, (size_t)(each * HPMLI_NR) * sizeof *dst);
+    for (; o < end; o += HV_W)
+        for (int64_t c = 0; c < d->C; c++)
+            HV(conv_flip)(w + o * each + c * d->taps, each, end - o < HV_W ? end - o : HV_W, d->taps, false,
+                          dst + o / HPMLI_NR * HPMLI_NR * each + c * HPMLI_NR + o % HPMLI_NR, d->C * HPMLI_NR, NULL, 0,
+                          0);
+}
+
+/* The same weights for the gradient of the input, output channel o of them: a panel is some lanes of a block. */
+HPMLI_KFN void HV(conv_pack_back)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
+{
+    int64_t blocks = d->blocks[0] * d->blocks[1], each = d->block / d->C;
+    int64_t width = (d->block + HPMLI_NR - 1) / HPMLI_NR * HPMLI_NR;
+    for (int64_t b = 0; b < blocks; b++, dst += width * d->OC)
+        for (int64_t lane = 0, t = 0, c = 0; lane < width; lane++) {
+            dst[lane / HPMLI_NR * HPMLI_NR * d->OC + o * HPMLI_NR + lane % HPMLI_NR] =
+                lane < d->block ? w[(o * d->C + c) * d->taps + b * each + t] : 0;
+            if (++c == d->C) c = 0, t++;
+        }
+}
+
+/* An image (channels, height, width) into NHWC order; rows of the result are `pitch` floats apart. */
+HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
+                                        int64_t pitch)
+{
+    float   square[HV_W * HV_W];
+    int64_t plane = height * width, row = 0, col = 0;
+    if (channels == 1) {
+        for (; row < height; row++) memcpy(image + row * pitch, x + row * width, (size_t)width * sizeof *x);
+        return;
+    }
+    if (channels < 4) {
+        for (; row < height; row++)
+            for (int64_t c = 0; c < channels; c++)
+                for (col = 0; col < width; col++)
+                    image[row * pitch + col * channels + c] = x[c * plane + row * width + col];
+        return;
+    }
+    for (int64_t p = 0; p < plane; p += HV_W) {
+        float  *to[HV_W];
+        int64_t n = plane - p < HV_W ? plane - p : HV_W;
+        for (int64_t i = 0; i < n; i++) {
+            to[i] = image + row * pitch + col * channels;
+            if (++col == width) col = 0, row++;
+        }
+        for (int64_t c = 0; c < channels; c += HV_W) {
+            int64_t rows = channels - c < HV_W ? channels - c : HV_W;
+            HV(square)(x + c * plane + p, plane, rows, n, square);
+            for (int64_t i = 0; i < n; i++) HV(st)(to[i] + c, HV(load)(square + i * HV_W), rows);
+        }
+    }
+}
+
+/* Some channels of rows of pixels from one NHWC image to another: to (+)= from + bias. */
+HPMLI_KFN void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
+                             int accumulate)
+{
+    bool    joint = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels; /* a row is contiguous */
+    int64_t n = joint ? d->pixels * d->channels : d->channels, count = joint ? 1 : d->pixels;
+    for (int64_t r = 0; r < d->rows; r++)
+        for (int64_t p = 0; p < count; p++) {
+            const float *x = from + r * d->from_row + p * d->from_pixel;
+            float       *y = to + r * d->to_row + p * d->to_pixel;
+            HV_LOOP(n) {
+                hv v = HV(ld)(x + i, c);
+                if (bias) v += HV(ld)(bias + i, c);
+                if (accumulate) v += HV(ld)(y + i, c);
+                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
+                HV(st)(y + i, v, c);
+            }
+        }
+}
+
+/* Back from NHWC order: dx (C, H, W), or its channels in NHWC order too, (+)= its image. */
+HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
+{
+    hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_ld, d->x_ld, d->x_pitch, d->C };
+    if (d->nhwc) {
+        HV(conv_copy)(&copy, dx, image, NULL, 0, accumulate);
+        return;
+    }
+    bool    whole = d->x_pitch == d->W * d->C;
+    int64_t rows = whole ? 1 : d->H, n = whole ? d->H * d->W : d->W;
+    for (int64_t r = 0; r < rows; r++)
+        HV(conv_flip)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
+}
+
+/* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. y: the
+   group's first channel. */
+HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
+                              const float *bias, int relu, float *y, float *band)
+{
+    const int64_t    size = d->block * HPMLI_NR; /* of a run of weights */
+    hpmli_conv_strip s = { d->OW, d->col_at, 1, HPMLI_NR, HPMLI_NR, d->block, { d->blocks[0], d->blocks[1] },
+                           { d->block_at[0], d->block_at[1] }, { d->blocks[1] * size, size }, 0 };
+    for (int64_t o = o0; o < o1; o += HPMLI_NR) {
+        int64_t n = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
+        for (int64_t row = 0; row < d->OH; row += d->band) {
+            int64_t rows = d->OH - row < d->band ? d->OH - row : d->band;
+            for (int64_t r = 0; r < rows; r++)
+                HV(strip)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
+            hpmli_conv_copy copy = { 1, rows * d->OW, n, 0, d->y_ld, 0, HPMLI_NR };
+            const float    *add  = bias ? bias + o : NULL;
+            if (d->nhwc) HV(conv_copy)(&copy, y + row * d->OW * d->y_ld + o, band, add, relu, 0);
+            else HV(conv_flip)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW,
+                               d->OH * d->OW, add, relu, 0);
+        }
+    }
+}
+
+/* dx, in NHWC order, += for each block of taps, dy times its weights: the numbers that the pixels of a row of dy were
+   made of overlap, and are added one pixel after the other. */
+HPMLI_KFN void HV(conv_inputs)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
+{
+    hpmli_conv_strip s = { d->OW, d->OC, 1, HPMLI_NR, d->col_at, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
+    for (int64_t u = 0; u < d->blocks[0]; u++)
+        for (int64_t v = 0; v < d->blocks[1]; v++)
+            for (int64_t lane = 0; lane < d->block; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
+                for (int64_t i = 0; i < images; i++)
+                    for (int64_t row = 0; row < d->OH; row++)
+                        HV(strip)(&s, d->block - lane, dy + i * d->y_size + row * d->OW * d->OC, w,
+                                  dx + i * d->x_size + row * d->row_at +
+                                  u * d->block_at[0] + v * d->block_at[1] + lane);
+}
+
+/* dw (panels of out, taps, in, panel) (+)= sum over the pixels of some images. */
+HPMLI_KFN void HV(conv_weights)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
+                                int add)
+{
+    hpmli_conv_strip s = { d->block, 1, d->col_at, d->OC, HPMLI_NR, d->OW, { images, d->OH }, { d->x_size, d->row_at },
+                           { d->y_size, d->OW * d->OC }, add };
+    for (int64_t o = 0; o < d->OC; o += HPMLI_NR)
+        for (int64_t u = 0; u < d->blocks[0]; u++)
+            for (int64_t v = 0; v < d->blocks[1]; v++, dw += d->block * HPMLI_NR)
+                HV(strip)(&s, d->OC - o, x + u * d->block_at[0] + v * d->block_at[1], dy + o, dw);
+}
+
+/* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
+HPMLI_KFN void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate)
+{
+    float   sum[HV_W * HV_W];
+    int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC;
+    for (; o < end; o += HV_W) {
+        const float *from = parts + o / HPMLI_NR * HPMLI_NR * d->taps * d->C + o % HPMLI_NR;
+        for (int64_t c = 0; c < d->C; c++)
+            for (int64_t t = 0; t < d->taps; t += HV_W) {
+                int64_t n = d->taps - t < HV_W ? d->taps - t : HV_W;
+                for (int64_t i = 0; i < n; i++) {
+                    const float *p = from + ((t + i) * d->C + c) * HPMLI_NR;
+                    hv           s = HV(load)(p);
+                    for (int64_t k = 1; k < d->parts; k++) s += HV(load)(p + k * d->part_size);
+                    HV(store)(sum + i * HV_W, s);
+                }
+                HV(conv_flip)(sum, HV_W, n, end - o < HV_W ? end - o : HV_W, true, dw + (o * d->C + c) * d->taps + t,
+                              d->C * d->taps, NULL, 0, accumulate);
+            }
+    }
+}
+
+/* Corner q of n windows of 2 x 2 side by side, in the rows at x and x + width: upper left, right, lower left, right. */
+HPMLI_VFN hv HV(corner)(const float *x, int64_t width, int q, int64_t n)
+{
+    const float *p = x + q / 2 * width;
+    hv a = HV(ld)(p, 2 * n), b = 2 * n > HV_W ? HV(ld)(p + HV_W, 2 * n - HV_W) : HV(zero)();
+    return q % 2 ? HV(odd)(a, b) : HV(even)(a, b);
+}
+
+/* A row of n maxima; at: which corner each was, 0 to 3. */
+HPMLI_KFN void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
+{
+    HV_LOOP(n) {
+        hv best = HV(corner)(x + 2 * i, width, 0, c), from = HV(zero)();
+        for (int q = 1; q < 4; q++) { /* the first of equals wins, and the first NaN */
+            hv v = HV(corner)(x + 2 * i, width, q, c);
+            from = HV(eq)(best, best, HV(ge)(best, v, from, HV(set1)((float)q)), from);
+            best = HV(eq)(best, best, HV(ge)(best, v, best, v), best);
+        }
+        HV(st)(y + i, best, c);
+        HV(st)(at + i, from, c);
+    }
+}
+
+/* Back: the gradient goes to the winner, 0 to the others. */
+HPMLI_KFN void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
+                                                bool accumulate)
+{
+    HV_LOOP(n) {
+        hv from = HV(ld)(at + i, c), v = HV(ld)(dy + i, c);
+        for (int q = 0; q < 4; q += 2) {
+            hv a = HV(eq)(from, HV(set1)((float)q), v, HV(zero)());
+            hv b = HV(eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
+            for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_W) {
+                float *p = dx + 2 * i + q / 2 * width + h * HV_W;
+                hv     d = h ? HV(high)(a, b) : HV(low)(a, b);
+                if (accumulate) d += HV(ld)(p, lanes);
+                HV(st)(p, d, lanes);
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>table   the kernels of this pass
+// ---------------------------------------------------------------------------------------------------------------------
+
+static const hpmli_kernels HV(kernels) = {
+    HPMLI_ISA_NAME, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv), HV(vfill), HV(vaxpby),
+    HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide), HV(vdot_wide), HV(vmoments),
+    HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(opt_step), HV(to_f32), HV(from_f32), HV(gemm_part),
+    HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode), HV(onebit_decode_add),
+    HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_back), HV(conv_turn), HV(conv_copy),
+    HV(conv_return), HV(conv_image), HV(conv_inputs), HV(conv_weights), HV(conv_unpack), HV(max_pool_row),
+    HV(max_pool_row_back), HV(crc32c),
+};
 #endif /* HPMLI_ISA */
 #ifdef __CUDACC__
 #pragma nv_diagnostic pop
