@@ -63,7 +63,8 @@
 //     async   work in the background
 //     exchange   1-bit exchange: stripes, owners, two residuals
 //     stripes   the five steps of an exchange, on the host or on a device
-//     methods   top-k and low rank
+//     linked   the same five steps on a device, moved by its link
+//     whole-codecs   top-k and low rank: codecs of whole tensors
 //     distribute   synchronous data parallelism: buckets, overlap
 //     distribute-step   buffers, weights, double buffering
 //     exact   the same bits for every number of ranks
@@ -326,10 +327,11 @@ HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_el
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
 HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root);
 
-/* Blocks of `bytes`. all: (p, bytes), at the root only; out, in: (p, bytes), block r to and from rank r, two arrays. */
+/* Blocks of `bytes`. all: (p, bytes), at the root only; sent, received: (p, bytes), two arrays: block r of `sent` goes
+   to rank r, block r of `received` comes from rank r. */
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root);
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
-HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes);
+HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *received, size_t bytes);
 HPML_API hpml_status hpml_barrier(hpml_comm *c);
 
 /* The moves of a collective, one by one: for those who want to draw, count or simulate them. Round `round` of an
@@ -358,93 +360,87 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 // >>api-exchange   gradients added up in fewer bytes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One array of a model, yours: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
+/* One array of a model: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
 typedef struct hpml_gradient {
-    const char *name; /* for errors, saved residuals and the timeline, as long as that lives; NULL: its number */
+    const char *name; /* for errors, saved residuals and the timeline; not copied, keep it; NULL: its number */
     float      *data; /* (rows, cols) */
     int64_t     rows, cols;
 } hpml_gradient;
 
-typedef enum hpml_method {
-    HPML_METHOD_CODEC = 0, /* every row on its own, by hpml_codec: NONE, BF16, ONEBIT, TWOBIT or your own */
-    HPML_METHOD_TOPK,      /* the largest numbers; the rest waits (Lin et al. 2018, Deep Gradient Compression) */
-    HPML_METHOD_LOWRANK    /* P Q^T of a given rank (Vogels et al. 2019, PowerSGD) */
-} hpml_method;
-
-/* How gradients are added up on all ranks. What is not compressed (codec NONE, vectors, small tensors) goes through one
-   plain allreduce. Codecs that cannot be added in packed form travel as 1-bit SGD does it (Seide et al. 2014):
+/* How gradients are added up on all ranks. Tensors that are not compressed (codec NONE, vectors, small tensors) go
+   through one plain allreduce. Gradients whose packed form cannot be added travel as in 1-bit SGD (Seide et al. 2014):
      1. every rank packs its whole gradient, with its residual;
      2. stripe j of the rows goes to rank j;
      3. rank j unpacks and adds the p contributions, in the order of the ranks;
-     4. it packs the sum with a second residual, kept for its stripe alone;
-     5. everybody gets, and unpacks, the same bits.
-   2 (p-1)/p of the packed size leaves each rank, whatever p is. TOPK gathers all ranks' pairs; LOWRANK adds up P, Q. */
+     4. rank j packs the sum with a second residual, which it keeps for its stripe alone;
+     5. all ranks receive and unpack the same bits.
+   Each rank sends 2 (p-1)/p of the packed size, for any p. TOPK gathers all ranks' pairs; LOWRANK adds up P and Q. A
+   codec of your own (codec.custom) packs on the host. */
 typedef struct hpml_exchange_desc {
     uint32_t             _begin;
-    int32_t              count;     /* tensors: required */
-    const hpml_gradient *tensors;   /* (count), same order and shapes on all ranks; copied, but for their names */
-    hpml_codec_desc      codec;     /* METHOD_CODEC */
-    hpml_method          method;
-    float                ratio;     /* TOPK: share of the numbers that is sent; 0: 0.01 */
-    float                momentum;  /* TOPK: momentum correction; the optimizer then has none itself */
-    int32_t              lowrank;   /* LOWRANK: rank; 0: 2 */
-    hpml_reduce          reduce;    /* SUM or MEAN over ranks */
-    hpml_algorithm       algorithm; /* of the plain allreduce */
-    int32_t              leaves;    /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
-    int64_t              leaf_step; /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
-    int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of so many bytes; 0: one sum */
+    int32_t              count;      /* number of tensors: required */
+    const hpml_gradient *tensors;    /* (count), same order and shapes on all ranks; copied, but for their names */
+    hpml_codec_desc      codec;      /* how gradients shrink */
+    hpml_reduce          reduce;     /* SUM or MEAN over ranks */
+    hpml_algorithm       algorithm;  /* of the plain allreduce */
+    int32_t              leaves;     /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
+    int64_t              leaf_step;  /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
+    int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of this many bytes; 0: one sum */
     /* Optional, called between 3 and 4: Adagrad on the sum, as the paper does. */
     void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
     void                *user;
-    bool                 padded, linked, share; /* private. linked: tensors are on the device, and move by the link;
-                                                   share: they are a rank's part of what its node has */
     uint32_t             _end;
 } hpml_exchange_desc;
 
-/* Residuals live with the exchange, zero at first. Collective; NULL on failure, the error on the context. */
+/* Residuals live with the exchange and begin as zeros. Collective; NULL on failure, the error on the context. */
 typedef struct hpml_exchange hpml_exchange;
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc);
 HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
-/* Every tensor becomes the sum, or mean, over all ranks: the same bits everywhere. A NaN or infinity on any rank, in a
-   tensor that is compressed, gives HPML_ERR_NONFINITE on every rank; residuals of the bad rows are zero, the context
-   stays usable: skip this step. Tensors that travel as they are are added without a look: the update has one. */
+/* Every tensor becomes the sum, or mean, over all ranks: the same bits on all of them. A NaN or infinity on any rank,
+   in a tensor that is compressed, gives HPML_ERR_NONFINITE on every rank; residuals of the bad rows are zero, the
+   context stays usable: skip this step. Plain tensors are added unchecked: the optimizer's update checks them. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
 HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
-/* The same where ranks finish tensors in different orders, as in Horovod: say of each, once a run, that it is ready. In
-   the background the ranks agree on what is ready on all; a fused sum goes when all of its tensors are, so the bits do
-   not depend on the order; packed tensors go last. Gives the job with the last tensor, NULL before, or on an error. The
-   deadline names a tensor that makes all wait, and its rank. */
+/* The same where ranks finish tensors in different orders, as in Horovod: call it once a run for each tensor, when that
+   tensor is ready. In the background the ranks agree on which tensors are ready on all ranks; a fused sum begins when
+   all of its tensors are, so the bits do not depend on the order; packed tensors travel last. Returns the job with the
+   last tensor; NULL before it, or on an error. When the deadline passes, the error names a tensor for which ranks wait,
+   and the rank where it is not ready. */
 HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
-/* Bytes that this rank sends in one run: by messages exactly (AUTO: as hpml_comm_choose chooses now), by NATIVE or a
-   link as a ring would. The messages of hpml_exchange_ready are not counted. */
+/* Bytes that this rank sends in one run: exact for messages (AUTO: as hpml_comm_choose chooses now); for NATIVE and
+   device links those of a ring. The messages by which hpml_exchange_ready agrees are not counted. */
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x);
-/* Residuals: tensor by tensor, (leaves, rows, cols) of this rank, and its stripe. NULL when the codec keeps none. */
+/* Residuals of a tensor: (leaves, rows, cols) of this rank, and of its stripe. NULL when the codec has none. */
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
 
 /* How arrays that live on a device move between ranks without passing through the host: NCCL (hpml_nccl_attach in
-   hpml_cuda.cuh), or your own. What stands between begin and end runs on a stream of the link's own; no function but
-   `check` waits on the host. All ranks call the same. Errors stand on the context. */
+   hpml_cuda.cuh), or your own. Calls between begin and end are queued on a stream of the link's own; no function but
+   `check` waits on the host. All ranks make the same calls. Errors stand on the context. */
 typedef struct hpml_device_link {
-    void *user; /* what all functions get */
-    hpml_status (*begin)(void *user); /* what follows comes behind the device's work so far */
+    void *user; /* first argument of all functions */
+    hpml_status (*begin)(void *user); /* calls from here on run after the work that the device has been given so far */
     hpml_status (*allreduce)(void *user, float *x, int64_t n, bool mean); /* sum or mean, in place */
-    /* Bytes [out_at[r], out_at[r + 1]) of `out`, or with `same` mine of them, go to each other rank r; what comes from
-       rank r lands in `in` from in_at[r] to in_at[r + 1]. */
-    hpml_status (*swap)(void *user, const void *out, const size_t *out_at, bool same, void *in, const size_t *in_at);
+    /* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each other rank r, or with `same` this rank's part of
+       `sent` to all; receives from rank r into bytes [received_at[r], received_at[r + 1]) of `received`. */
+    hpml_status (*swap)(void *user, const void *sent, const size_t *sent_at, bool same, void *received,
+                        const size_t *received_at);
     hpml_status (*end)(void *user);
-    hpml_status (*wait)(void *user);  /* the device's further work comes behind all that has ended */
-    hpml_status (*check)(void *user); /* the host waits until it is done, or an error, or a deadline has passed */
-    hpml_status (*scale)(void *user, float *x, int64_t n, float times, float by); /* x times / by; the device's work */
-    void (*free)(void *user);         /* optional: called when the communicator goes or gets another link */
-    /* Not NULL: the link reaches the ranks of a node only, as many on each; `across` has those with my place on every
-       node. Then each rank adds up a share of its node's gradients, which meet the other nodes' by messages. */
+    hpml_status (*wait)(void *user);  /* later work of the device runs after all calls that have ended */
+    hpml_status (*check)(void *user); /* the host waits until the calls are done, or an error, or a deadline */
+    hpml_status (*scale)(void *user, float *x, int64_t n, float times, float by); /* x * times / by, in place, as work
+                                                                                     of the device, not of the link */
+    void (*free)(void *user);         /* optional: called when the communicator is freed or gets another link */
+    /* Not NULL: the link connects the ranks of a node only, equally many on each node; `across` has the ranks with this
+       rank's place on every node. Each rank adds up a share of its node's gradients, which meets the shares of the
+       other nodes by messages over `across`. */
     hpml_comm *across;
-    float *(*stage)(void *user, int64_t n); /* memory on the host; goes with the link */
-    /* Place r of the node gets the sum of x[at[r]] to x[at[r + 1]], mine goes to `stage`; `back`: what stands there
-       becomes mine, and all get it. In itself a begin and an end. */
+    float *(*stage)(void *user, int64_t n); /* memory on the host; freed with the link */
+    /* back false: place r of the node gets the node's sum of x[at[r]] to x[at[r + 1]], and this rank copies its part to
+       `stage`. back true: copies `stage` to this rank's part of x, and all ranks of the node get all parts. Contains
+       its own begin and end. */
     hpml_status (*share)(void *user, float *x, const int64_t *at, float *stage, bool back);
-    hpml_status (*landed)(void *user, float *stage); /* any thread waits for it; no error on the context */
+    hpml_status (*landed)(void *user, float *stage); /* any thread waits for the copy; no error on the context */
 } hpml_device_link;
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
@@ -463,11 +459,8 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
    what goes from node to node. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
-    hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
-    hpml_method     method;
-    float           ratio, momentum;
-    int32_t         lowrank;
-    hpml_algorithm  algorithm;
+    hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
+    hpml_algorithm  algorithm;    /* of plain sums */
     bool            sum;          /* the sum of the ranks' mean gradients; else the mean over the global batch */
     int64_t         global_batch; /* samples a step, all ranks; 0: ranks * model batch. Shares differ by 1 at most */
     int64_t         bucket_bytes; /* travel together; 0: 256 KiB, by a link 8 MiB; 1: every tensor alone */
@@ -3101,8 +3094,8 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 /* An algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every stride-th
    rank from `base`, and member i owns block i of the range. The move function of a phase kind sets what one member
    sends and receives in round k. Collectives execute these moves, tests count them, users draw them with
-   hpml_allreduce_move and the simulator times them. To add an algorithm, write the move function of its new phase kinds, if it has any, a
-   row of hpmlc_algorithms and a word of hpml_algorithm. */
+   hpml_allreduce_move and the simulator times them. To add an algorithm, write a word of hpml_algorithm, a row of
+   hpmlc_algorithms and, if it has new phase kinds, their move function. */
 
 typedef struct hpmlc_phase hpmlc_phase;
 
@@ -3943,7 +3936,7 @@ HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 HPMLC_FN hpml_world *hpmlc_world_of(const hpml_comm *c) { return c->room ? c->room->world : NULL; }
 
 /* Sleeps at a gate; in virtual time the turn goes on, whatever `until`. `c` is the sleeper's communicator. */
-HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double until)
+HPMLC_FN void hpmlc_wait_at(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double until)
 {
     if (c->agent) {
         hpmlc_waits(c, -1);
@@ -3952,7 +3945,7 @@ HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double unt
     } else hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
 }
 
-HPMLC_FN void hpmlc_rouse(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
+HPMLC_FN void hpmlc_wake(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
 {
     hpmlc_gate_wake(hpmlc_world_of(by), g);
     if (who->agent) hpmlc_agent_rouse(who, who->agent);
@@ -3980,15 +3973,15 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     for (;;) {
         if (b->taken != __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE)) {
             hpmlc_job_run(b);
-            hpmlc_rouse(b->twin, b->c, &b->waiter);
+            hpmlc_wake(b->twin, b->c, &b->waiter);
         } else if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) break;
-        else hpmlc_rest(b->twin, &b->worker, &seen, 1e300);
+        else hpmlc_wait_at(b->twin, &b->worker, &seen, 1e300);
     }
     hpml_world  *w = hpmlc_world_of(b->twin);
     hpmlc_agent *a = b->twin->agent;
     if (a) b->twin->agent = NULL;
     __atomic_store_n(&b->ended, true, __ATOMIC_RELEASE);
-    hpmlc_rouse(b->twin, b->c, &b->waiter); /* the last touch of b */
+    hpmlc_wake(b->twin, b->c, &b->waiter); /* the last touch of b */
     if (a) hpmlc_agent_free(w, a);
     else if (w && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
     return NULL;
@@ -4017,12 +4010,12 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *said)
 {
     unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_rest(b->c, &b->waiter, &seen, 1e300);
+    while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_wait_at(b->c, &b->waiter, &seen, 1e300);
 }
 
 #else
-HPMLC_FN void hpmlc_rouse(hpml_comm *by HPMLC_UNUSED, hpml_comm *who HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
-HPMLC_FN void hpmlc_rest(hpml_comm *c HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
+HPMLC_FN void hpmlc_wake(hpml_comm *by HPMLC_UNUSED, hpml_comm *who HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_wait_at(hpml_comm *c HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
                          double until HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_await(hpmlc_background *b HPMLC_UNUSED, const bool *said HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) {}
@@ -4037,7 +4030,7 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
 #ifndef HPML_NO_THREADS
     if (b->threaded) {
         __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
-        hpmlc_rouse(b->c, b->twin, &b->worker);
+        hpmlc_wake(b->c, b->twin, &b->worker);
         hpmlc_background_await(b, &b->ended);
         pthread_join(b->thread, NULL);
         hpmlc_gate_close(&b->worker);
@@ -4086,7 +4079,7 @@ HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *what)
     *j = *what;
     j->c = c, j->used = true, j->step = c->step, j->clock = hpml_comm_now(c);
     __atomic_add_fetch(&b->posted, 1, __ATOMIC_RELEASE);
-    if (b->threaded) hpmlc_rouse(c, b->twin, &b->worker);
+    if (b->threaded) hpmlc_wake(c, b->twin, &b->worker);
     else hpmlc_job_run(b);
     return j;
 }
@@ -4168,93 +4161,113 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Tensors are of two kinds: plain ones are added as they are, in one fused allreduce; packed ones go by stripes. A
-   message to rank j holds, contribution by contribution and tensor by tensor, the packed rows of stripe j, behind a
-   word that says whether all was finite. */
+/* A tensor is plain, then one fused allreduce adds it, or packed, then it travels by stripes. A message to rank j has a
+   header of 8 bytes, hpml_exchange.bad, and then, contribution by contribution and tensor by tensor, the packed rows of
+   stripe j. */
 
 typedef struct hpmlc_item {
     hpml_gradient g;
     hpml_packing  packing;
     bool          plain;
-    float        *residual;       /* (leaves, rows, cols) or NULL */
-    float        *stripe;         /* (my_rows, cols) or NULL */
+    float        *residual;        /* (leaves, rows, cols) or NULL */
+    float        *stripe;          /* (my_rows, cols) residual of the sum, or NULL */
     int64_t       my_row, my_rows; /* of this rank's stripe */
-    int64_t       at;             /* plain: where it begins in fused or span */
-    float        *p, *q, *work;   /* behind it: LOWRANK: P (rows, r), Q (cols, r), M (rows, cols). TOPK: u (n), the
-                                     pairs of all ranks (p, k, 2), magnitudes (n) */
+    int64_t       at;              /* plain: offset of the first float in fused or span */
+    union {                        /* codecs of whole tensors: arrays behind the residual, in one allocation */
+        struct { float *magnitude, *velocity, *pairs; } topk; /* (n), (n), (p, k, 2) the pairs of all ranks */
+        struct { float *m, *p, *q; } lowrank;                 /* M (rows, cols), P (rows, r), Q (cols, r) */
+    } whole;
 } hpmlc_item;
 
-/* Arrays that may live on a device. `open` gives n floats of one on the host: where they are, or a copy in the window,
-   one at a time; `close` brings what was changed back. On the host there is no device, and these do nothing. */
-typedef struct hpmlc_reach {
-    const hpml_backend *device; /* NULL: on the host */
-    void               *at;
+/* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
+   the array itself, or a copy in the window, one at a time; hpmlc_host_view_end writes the copy back. */
+typedef struct hpmlc_host_view {
+    const hpml_backend *device; /* NULL: arrays are on the host */
+    void               *device_user; /* first argument of the device's functions */
     float              *window; /* as large as the largest array */
-} hpmlc_reach;
+} hpmlc_host_view;
 
-HPMLC_FN bool hpmlc_reach_create(hpmlc_reach *r, hpml_ctx *ctx, int64_t largest)
+HPMLC_FN bool hpmlc_host_view_create(hpmlc_host_view *view, hpml_ctx *ctx, int64_t largest)
 {
-    r->device = hpml_ctx_backend(ctx), r->at = hpml_ctx_device(ctx);
-    r->window = (float *)hpml_ctx_alloc(ctx, (size_t)hpmlc_max(largest, 1) * sizeof(float), NULL);
-    return r->window != NULL;
+    view->device      = hpml_ctx_backend(ctx);
+    view->device_user = hpml_ctx_device(ctx);
+    view->window      = (float *)hpml_ctx_alloc(ctx, (size_t)hpmlc_max(largest, 1) * sizeof(float), NULL);
+    return view->window != NULL;
 }
 
-HPMLC_FN float *hpmlc_open(const hpmlc_reach *r, float *x, int64_t n)
+HPMLC_FN float *hpmlc_host_view_begin(const hpmlc_host_view *view, float *x, int64_t n)
 {
-    if (!r->device || n == 0) return x;
-    r->device->read(r->at, r->window, x, (size_t)n * sizeof(float));
-    return r->window;
+    if (!view->device || n == 0) return x;
+    view->device->read(view->device_user, view->window, x, (size_t)n * sizeof(float));
+    return view->window;
 }
 
-HPMLC_FN void hpmlc_close(const hpmlc_reach *r, float *x, int64_t n)
+HPMLC_FN void hpmlc_host_view_end(const hpmlc_host_view *view, float *x, int64_t n)
 {
-    if (r->device && n > 0) r->device->write(r->at, x, r->window, (size_t)n * sizeof(float));
+    if (view->device && n > 0) view->device->write(view->device_user, x, view->window, (size_t)n * sizeof(float));
 }
+
+/* How the tensors of an exchange lie, and where. */
+typedef enum hpmlc_exchange_mode {
+    HPMLC_ANYWHERE,      /* on the host, as the caller has them */
+    HPMLC_PADDED,        /* on the host, in the trainer's arena, where each is padded to 16 floats */
+    HPMLC_PADDED_LINKED, /* in the trainer's arena on a device, and moved by the communicator's device link */
+    HPMLC_NODE_SHARE     /* on the host: a rank's share of its node's sums */
+} hpmlc_exchange_mode;
+
+typedef struct hpmlc_whole hpmlc_whole;
 
 struct hpml_exchange {
-    hpml_comm         *c;
-    hpml_exchange_desc d;
-    hpmlc_item        *item;      /* (d.count) */
-    int                packed;    /* items that are not plain */
-    float             *fused;     /* plain tensors side by side; NULL: they already lie so, at `span` */
-    float             *span;
-    int64_t            plain;     /* floats in fused or span */
-    int64_t            part;      /* of them in one sum */
-    int32_t           *missing;   /* (parts) tensors that are not ready everywhere */
-    int32_t           *ready;     /* (d.count) atomic: 1: ready here, 2: everywhere */
-    int32_t           *late;      /* (d.count) 1 + a rank where it is not */
-    int                said;      /* atomic: tensors ready here */
-    hpml_job          *job;       /* the one that waits for more, */
-    hpmlc_background  *by;        /* and whose it is */
-    int32_t           *leaves;    /* (p) contributions of each rank */
-    size_t            *out_at;    /* (p + 1) where the message to each rank begins in `out` */
-    size_t             in_size;   /* bytes of one contribution to my stripe, word excluded */
-    size_t            *in_at;     /* (p + 1) where the message of each rank begins in `in` */
-    size_t            *sum_at;    /* (p + 1) the packed sums of all stripes */
-    char              *out, *in, *sums;
-    int64_t            bytes;     /* sent in one run */
-    hpmlc_reach        reach;     /* linked: the device, where tensors, residuals and messages are */
-    int                bucket;    /* its number for the timeline, from 1; 0: none */
-    int64_t            bad;       /* of the last run: 1 + a rank that had a NaN + the tensor times 2^20. 0: none */
+    hpml_comm          *c;
+    hpml_exchange_desc  d;
+    hpmlc_exchange_mode mode;
+    const hpmlc_whole  *whole;     /* the codec, if it works on whole tensors; else NULL */
+    hpmlc_item         *item;      /* (d.count) */
+    int                 packed;    /* number of items that are not plain */
+    float              *fused;     /* plain tensors side by side; NULL: they already lie so, at `span` */
+    float              *span;
+    int64_t             plain;     /* floats in fused or span */
+    int64_t             part;      /* of them in one sum */
+    int32_t            *missing;   /* (parts) tensors that are not ready on all ranks */
+    int32_t            *ready;     /* (d.count) atomic: 1: ready on this rank, 2: on all ranks */
+    int32_t            *late;      /* (d.count) 1 + a rank where the tensor is not ready */
+    int                 announced; /* atomic: tensors ready on this rank */
+    hpml_job           *job;       /* the job that waits for more tensors, */
+    hpmlc_background   *by;        /* and the background that runs it */
+    int32_t            *leaves;    /* (p) contributions of each rank */
+    int32_t             first_leaf; /* contributions of the ranks before this one */
+    int64_t             runs;      /* how often it has run */
+    uint64_t            seed;      /* of codecs that round at random */
+    size_t             *sent_at;   /* (p + 1) where the message to each rank begins in `sent` */
+    size_t              part_size; /* bytes of one contribution to this rank's stripe, header excluded */
+    size_t             *received_at; /* (p + 1) where the message from each rank begins in `received` */
+    size_t             *sum_at;    /* (p + 1) the packed sums of all stripes */
+    char               *sent, *received, *sums;
+    int64_t             bytes;     /* sent in one run, plain tensors excluded */
+    hpmlc_host_view     view;      /* linked: the device where tensors, residuals and messages are */
+    int                 bucket;    /* number for the timeline, from 1; 0: none */
+    int64_t             bad;       /* of the last run: 1 + a rank that had a NaN + the tensor * 2^20. 0: none */
 };
 
-/* Memory where the tensors are. */
+/* Allocates where the tensors are. */
 HPMLC_FN void *hpmlc_exchange_alloc(hpml_exchange *x, size_t bytes)
 {
-    void *p = x->reach.device ? x->reach.device->alloc(x->reach.at, bytes) : hpml_ctx_alloc(x->c->ctx, bytes, NULL);
+    const hpml_backend *device = x->view.device;
+    void *p = device ? device->alloc(x->view.device_user, bytes) : hpml_ctx_alloc(x->c->ctx, bytes, NULL);
     if (!p && hpml_ctx_status(x->c->ctx) == HPML_OK)
-        hpmlc_fail(x->c, HPML_ERR_MEMORY, "exchange: no %zu bytes on %s", bytes, x->reach.device->name);
+        hpmlc_fail(x->c, HPML_ERR_MEMORY, "exchange: no %zu bytes on %s", bytes, device->name);
     return p;
 }
 
 HPMLC_FN void hpmlc_exchange_release(hpml_exchange *x, void *p)
 {
-    if (!x->reach.device) hpml_ctx_release(x->c->ctx, p);
-    else if (p) x->reach.device->free(x->reach.at, p, 0);
+    if (!x->view.device) hpml_ctx_release(x->c->ctx, p);
+    else if (p) x->view.device->free(x->view.device_user, p, 0);
 }
 
-#define HPMLC_HEAD 8 /* bytes before a message: hpml_exchange.bad */
+#define HPMLC_HEADER 8 /* bytes before a message: hpml_exchange.bad */
 
+/* Returns hpml_exchange.bad for a tensor of this rank. */
 HPMLC_FN int64_t hpmlc_bad(const hpml_comm *c, int64_t tensor) { return c->origin[c->rank] + 1 + (tensor << 20); }
 
 HPMLC_FN int64_t hpmlc_stripe(const hpmlc_item *it, int p, int rank) { return hpml_block(it->g.rows, p, rank); }
@@ -4265,7 +4278,7 @@ HPMLC_FN size_t hpmlc_stripe_size(const hpmlc_item *it, int p, int rank)
     return (rows * it->packing.row_size + 7) / 8 * 8;
 }
 
-/* Bytes of one contribution to the stripes of `rank`. */
+/* Returns the bytes of one contribution to the stripes of `rank`. */
 HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
 {
     size_t size = 0;
@@ -4274,48 +4287,64 @@ HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
     return size;
 }
 
-/* Plain tensors that fill a stretch of memory need no copy. They must follow one another as given, as they would in a
-   copy, which other ranks may need; but a trainer's, which pads each to 16 floats, lie alike on all ranks. */
+/* Sets span if the plain tensors fill a range of memory, which then needs no copy. They must follow one another in the
+   order given, as they would in a copy, because other ranks may need a copy; but the tensors of a trainer, padded to 16
+   floats, lie alike on all ranks, and a node's shares do, too. */
 HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
 {
     float  *low = NULL, *high = NULL;
     int64_t all = 0;
-    bool    in_order = true, alike = x->d.padded || x->d.share;
+    bool    padded = x->mode == HPMLC_PADDED || x->mode == HPMLC_PADDED_LINKED, in_order = true;
     for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t n = it->g.rows * it->g.cols, room = x->d.padded ? (n + 15) / 16 * 16 : n;
+        int64_t n = it->g.rows * it->g.cols, taken = padded ? (n + 15) / 16 * 16 : n;
         if (!it->plain) continue;
         in_order = in_order && (!low || it->g.data == high);
         if (!low || it->g.data < low) low = it->g.data;
-        if (!high || it->g.data + room > high) high = it->g.data + room;
-        all += room;
+        if (!high || it->g.data + taken > high) high = it->g.data + taken;
+        all += taken;
     }
-    if (low && high - low == all && (in_order || alike)) x->span = low, x->plain = all;
+    if (!low || high - low != all || (!in_order && x->mode == HPMLC_ANYWHERE)) return;
+    x->span  = low;
+    x->plain = all;
 }
+
+HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec);
 
 HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
 {
-    bool sum = d->reduce == HPML_SUM || d->reduce == HPML_MEAN, ratio = d->ratio >= 0 && d->ratio <= 1;
-    if (d->_begin || d->_end || d->count < 1 || !d->tensors || d->leaves < 0 || !sum || !ratio || d->lowrank < 0 ||
-        (unsigned)d->method > HPML_METHOD_LOWRANK || d->fuse_bytes < 0)
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: no desc, "
-                          "or not cleared, or out of range", d->count, (int)d->method, (int)d->reduce,
-                          (double)d->ratio, d->lowrank);
+    const hpml_codec_desc *k = &d->codec;
+    if (d->_begin || d->_end || k->_begin || k->_end || d->count < 1 || !d->tensors)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors at %p: there is no desc, or it was not "
+                          "cleared; zero it, then set count and tensors", d->count, (const void *)d->tensors);
+    bool adds = d->reduce == HPML_SUM || d->reduce == HPML_MEAN;
+    if (!adds || d->leaves < 0 || d->fuse_bytes < 0 || (unsigned)d->algorithm >= HPML_ALGORITHM_COUNT)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: reduce %d, %d leaves, fuse_bytes %lld, algorithm %d: "
+                          "expected SUM or MEAN, no negative number, and a word of hpml_algorithm", (int)d->reduce,
+                          d->leaves, (long long)d->fuse_bytes, (int)d->algorithm);
+    if (!k->custom && !hpml_codec_get(k->kind))
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: there is no codec %d; take a word of hpml_codec_kind",
+                          (int)k->kind);
+    if (!(k->ratio >= 0 && k->ratio <= 1) || k->lowrank < 0)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: codec.ratio %g, codec.lowrank %d: expected 0 to 1, and a "
+                          "rank that is not negative", (double)k->ratio, k->lowrank);
+    const hpmlc_whole *whole = hpmlc_whole_codec(k);
     for (int i = 0; i < d->count; i++) {
         const hpml_gradient *g = &d->tensors[i];
         hpml_packing         p;
-        if (!g->data || g->rows < 1 || g->cols < 1 || hpml_packing_init(&p, &d->codec, g->rows, g->cols) != HPML_OK)
+        bool shaped = g->data && g->rows >= 1 && g->cols >= 1;
+        if (!shaped || hpml_packing_init(&p, whole ? NULL : k, g->rows, g->cols) != HPML_OK)
             return hpmlc_fail(c, HPML_ERR_SHAPE, "exchange: tensor %d \"%s\" is %lld x %lld%s, or its codec desc is "
                               "not valid", i, g->name ? g->name : "", (long long)g->rows, (long long)g->cols,
                               g->data ? "" : " without data");
     }
-    if (d->leaves > 1 && d->method != HPML_METHOD_CODEC)
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: top-k and low-rank take one contribution a rank; exact "
-                          "sums go with codecs");
+    if (d->leaves > 1 && whole)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: codecs topk and lowrank take one contribution a rank; "
+                          "exact sums go with the other codecs");
     return HPML_OK;
 }
 
-/* The maximum over all ranks, for the library's own needs: it is not on the timeline. */
-HPMLC_FN hpml_status hpmlc_reduce_unseen(hpml_comm *c, void *data, int64_t n, hpml_element element)
+/* Computes the maximum over all ranks for the library's own needs: it does not appear on the timeline. */
+HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element)
 {
     hpml_ctx *trace = c->trace;
     c->trace = NULL;
@@ -4324,16 +4353,16 @@ HPMLC_FN hpml_status hpmlc_reduce_unseen(hpml_comm *c, void *data, int64_t n, hp
     return status;
 }
 
-/* Have all ranks the same hash? */
+/* Sets *same to whether all ranks have the same hash. */
 HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
 {
     int64_t     both[2] = { (int64_t)(hash >> 2), -(int64_t)(hash >> 2) };
-    hpml_status status = hpmlc_reduce_unseen(c, both, 2, HPML_ELEMENT_I64);
+    hpml_status status = hpmlc_reduce_untraced(c, both, 2, HPML_ELEMENT_I64);
     *same = both[0] == -both[1];
     return status;
 }
 
-/* All ranks must have the same tensors: counts and shapes, folded into a number that is compared. */
+/* Fails on all ranks unless they have the same tensors: counts, shapes and row sizes, hashed and compared. */
 HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
 {
     bool     same;
@@ -4349,13 +4378,13 @@ HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
     return status;
 }
 
-HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it);
+HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it);
 
 HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
 {
     hpml_comm *c = x->c;
-    hpml_packing_init(&it->packing, &x->d.codec, it->g.rows, it->g.cols);
-    if (x->d.method != HPML_METHOD_CODEC) return hpmlc_methods_create(x, it);
+    hpml_packing_init(&it->packing, x->whole ? NULL : &x->d.codec, it->g.rows, it->g.cols);
+    if (x->whole) return hpmlc_whole_create(x, it);
     it->plain = it->packing.codec->linear;
     if (it->plain) return true;
     it->my_row  = hpmlc_stripe(it, c->size, c->rank);
@@ -4363,60 +4392,79 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     if (it->packing.residual_count == 0) return true;
     size_t all = (size_t)(it->g.rows * it->g.cols * x->d.leaves), mine = (size_t)(it->my_rows * it->g.cols);
     it->residual = (float *)hpmlc_exchange_alloc(x, all * sizeof(float));
-    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* also where I have no rows */
+    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* not NULL where there are no rows */
     return it->residual && it->stripe;
 }
 
-/* Where every message begins, and memory for them. */
+/* Computes where every message begins, and allocates them. */
 HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 {
     hpml_comm *c = x->c;
     int        p = c->size;
-    x->in_size   = hpmlc_message_size(x, c->rank);
+    x->part_size = hpmlc_message_size(x, c->rank);
     for (int r = 0; r < p; r++) {
-        size_t size      = hpmlc_message_size(x, r);
-        x->out_at[r + 1] = x->out_at[r] + HPMLC_HEAD + size * (size_t)x->d.leaves;
-        x->in_at[r + 1]  = x->in_at[r] + HPMLC_HEAD + x->in_size * (size_t)x->leaves[r];
-        x->sum_at[r + 1] = x->sum_at[r] + HPMLC_HEAD + size;
+        size_t size = hpmlc_message_size(x, r);
+        x->sent_at[r + 1]     = x->sent_at[r] + HPMLC_HEADER + size * (size_t)x->d.leaves;
+        x->received_at[r + 1] = x->received_at[r] + HPMLC_HEADER + x->part_size * (size_t)x->leaves[r];
+        x->sum_at[r + 1]      = x->sum_at[r] + HPMLC_HEADER + size;
     }
-    x->out  = (char *)hpmlc_exchange_alloc(x, x->out_at[p]);
-    x->in   = (char *)hpmlc_exchange_alloc(x, x->in_at[p]);
-    x->sums = (char *)hpmlc_exchange_alloc(x, x->sum_at[p]);
-    x->bytes += (int64_t)(x->out_at[p] - (x->out_at[c->rank + 1] - x->out_at[c->rank]));
+    x->sent     = (char *)hpmlc_exchange_alloc(x, x->sent_at[p]);
+    x->received = (char *)hpmlc_exchange_alloc(x, x->received_at[p]);
+    x->sums     = (char *)hpmlc_exchange_alloc(x, x->sum_at[p]);
+    x->bytes += (int64_t)(x->sent_at[p] - (x->sent_at[c->rank + 1] - x->sent_at[c->rank]));
     x->bytes += (int64_t)(p - 1) * (int64_t)(x->sum_at[c->rank + 1] - x->sum_at[c->rank]);
-    return x->sums != NULL && x->in && x->out;
+    return x->sums && x->received && x->sent;
 }
 
-/* Where plain tensors are among those that are added up, and what it takes to ask who is ready. */
+/* Computes the offsets of plain tensors, and allocates what hpml_exchange_ready needs. */
 HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 {
     int64_t at = 0, n = x->d.count;
-    for (hpmlc_item *it = x->item; it < x->item + n; it++)
-        if (it->plain) it->at = x->span ? it->g.data - x->span : at, at += it->g.rows * it->g.cols;
-    x->part  = x->d.fuse_bytes > 0 ? (x->d.fuse_bytes + 3) / 4 : x->plain + 1;
-    at       = 2 * n + x->plain / x->part + 1;
-    x->ready = (int32_t *)hpml_ctx_alloc(x->c->ctx, sizeof *x->ready * (size_t)at, NULL);
-    x->late  = x->ready + n, x->missing = x->late + n;
+    for (hpmlc_item *it = x->item; it < x->item + n; it++) {
+        if (!it->plain) continue;
+        it->at = x->span ? it->g.data - x->span : at;
+        at += it->g.rows * it->g.cols;
+    }
+    x->part = x->d.fuse_bytes > 0 ? (x->d.fuse_bytes + 3) / 4 : x->plain + 1;
+    int64_t words = 2 * n + x->plain / x->part + 1;
+    x->ready   = (int32_t *)hpml_ctx_alloc(x->c->ctx, sizeof *x->ready * (size_t)words, NULL);
+    x->late    = x->ready + n;
+    x->missing = x->late + n;
     return x->ready != NULL;
 }
 
-HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
+/* Allocates the arrays of a desc that has been checked. */
+HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
-    HPMLC_DESC(hpml_exchange_desc, d, desc);
-    if (hpmlc_failed(c) || hpmlc_exchange_check(c, &d) != HPML_OK) return NULL;
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
     size_t         p = (size_t)c->size;
     if (!x) return NULL;
-    x->c = c, x->d = d;
+    x->c     = c;
+    x->d     = *d;
+    x->mode  = mode;
+    x->whole = hpmlc_whole_codec(&d->codec);
+    x->seed  = d->codec.seed ? d->codec.seed : hpml_ctx_seed(c->ctx);
     if (x->d.leaves == 0) x->d.leaves = 1;
-    x->item   = (hpmlc_item *)hpml_ctx_alloc(c->ctx, sizeof *x->item * (size_t)d.count, NULL);
-    x->leaves = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof *x->leaves * p, NULL);
-    x->out_at = (size_t *)hpml_ctx_alloc(c->ctx, sizeof *x->out_at * 3 * (p + 1), NULL);
-    if (!x->item || !x->leaves || !x->out_at) return NULL;
-    x->in_at = x->out_at + p + 1, x->sum_at = x->in_at + p + 1;
-    int64_t most = 0;
+    x->item    = (hpmlc_item *)hpml_ctx_alloc(c->ctx, sizeof *x->item * (size_t)d->count, NULL);
+    x->leaves  = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof *x->leaves * p, NULL);
+    x->sent_at = (size_t *)hpml_ctx_alloc(c->ctx, sizeof *x->sent_at * 3 * (p + 1), NULL);
+    if (!x->item || !x->leaves || !x->sent_at) return NULL;
+    x->received_at = x->sent_at + p + 1;
+    x->sum_at      = x->received_at + p + 1;
+    return x;
+}
+
+/* As hpml_exchange_create, for tensors that lie as `mode` says. */
+HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
+{
+    HPMLC_DESC(hpml_exchange_desc, d, desc);
+    if (hpmlc_failed(c) || hpmlc_exchange_check(c, &d) != HPML_OK) return NULL;
+    hpml_exchange *x = hpmlc_exchange_new(c, &d, mode);
+    bool           linked = mode == HPMLC_PADDED_LINKED;
+    int64_t        most = 0;
+    if (!x) return NULL;
     for (int i = 0; i < d.count; i++) most = hpmlc_max(most, d.tensors[i].rows * d.tensors[i].cols);
-    if (d.linked && !hpmlc_reach_create(&x->reach, c->ctx, most)) return NULL;
+    if (linked && !hpmlc_host_view_create(&x->view, c->ctx, most)) return NULL;
     for (int i = 0; i < d.count; i++) {
         x->item[i].g = d.tensors[i];
         if (!hpmlc_item_create(x, &x->item[i])) return NULL;
@@ -4426,11 +4474,17 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     x->leaves[c->rank] = x->d.leaves;
     if (hpmlc_exchange_agree(x) != HPML_OK) return NULL;
     if (hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
+    for (int r = 0; r < c->rank; r++) x->first_leaf += x->leaves[r];
     hpmlc_exchange_span(x);
-    if (x->plain > 0 && !x->span && !d.linked)
+    if (x->plain > 0 && !x->span && !linked)
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
-    if (x->d.method == HPML_METHOD_CODEC && x->packed > 0 && !hpmlc_exchange_layout(x)) return NULL;
+    if (!x->whole && x->packed > 0 && !hpmlc_exchange_layout(x)) return NULL;
     return hpmlc_exchange_parts(x) ? x : NULL;
+}
+
+HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
+{
+    return hpmlc_exchange_make(c, desc, HPMLC_ANYWHERE);
 }
 
 HPML_API void hpml_exchange_free(hpml_exchange *x)
@@ -4441,9 +4495,9 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
         hpmlc_exchange_release(x, x->item[i].residual);
         hpmlc_exchange_release(x, x->item[i].stripe);
     }
-    char *messages[] = { x->out, x->in, x->sums };
+    char *messages[] = { x->sent, x->received, x->sums };
     for (size_t k = 0; k < sizeof messages / sizeof messages[0]; k++) hpmlc_exchange_release(x, messages[k]);
-    void *own[] = { x->item, x->leaves, x->out_at, x->fused, x->ready, x->reach.window };
+    void *own[] = { x->item, x->leaves, x->sent_at, x->fused, x->ready, x->view.window };
     for (size_t k = 0; k < sizeof own / sizeof own[0]; k++) hpml_ctx_release(ctx, own[k]);
     hpml_ctx_release(ctx, x);
 }
@@ -4452,27 +4506,47 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 // >>stripes   the five steps of an exchange, on the host or on a device
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLC_FN hpml_status hpmlc_encode(const hpml_exchange *x, const hpmlc_item *it, void *packed, float *e, const float *g,
+/* Mixes the seed of an exchange with a tensor and a contribution: every pair draws its own random numbers (the steps of
+   splitmix64). contribution: numbered over all ranks, so that it does not depend on which rank has it; -1: the sum. */
+HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it, int64_t contribution)
+{
+    uint64_t h = x->seed;
+    for (int k = 0; k < 2; k++) {
+        h += 0x9e3779b97f4a7c15u * (uint64_t)(k ? contribution + 2 : it - x->item + 1);
+        h = (h ^ h >> 30) * 0xbf58476d1ce4e5b9u;
+        h = (h ^ h >> 27) * 0x94d049bb133111ebu;
+        h ^= h >> 31;
+    }
+    return h;
+}
+
+/* Packs rows [row, row + rows) of a tensor, which begin at g. */
+HPMLC_FN hpml_status hpmlc_encode(const hpml_comm *c, const hpml_exchange *x, const hpmlc_item *it,
+                                  int64_t contribution, void *packed, float *e, const float *g, int64_t row,
                                   int64_t rows)
 {
-    const hpml_backend *b = x->reach.device;
-    return b ? b->encode(x->reach.at, x->c->ctx, &it->packing, packed, e, g, rows)
-             : hpml_packing_encode(&it->packing, packed, e, g, rows);
+    const hpml_backend *b = x->view.device;
+    hpml_encode_info    info;
+    if (b) return b->encode(x->view.device_user, x->c->ctx, &it->packing, packed, e, g, rows);
+    info.row  = row;
+    info.step = c->step > 0 ? c->step : x->runs;
+    info.seed = hpmlc_encode_seed(x, it, contribution);
+    return hpml_packing_encode(&it->packing, packed, e, g, rows, &info);
 }
 
 HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *out, const void *packed, int64_t rows,
                            bool add)
 {
-    const hpml_backend *b = x->reach.device;
-    if (b) b->decode(x->reach.at, x->c->ctx, &it->packing, out, packed, rows, add);
+    const hpml_backend *b = x->view.device;
+    if (b) b->decode(x->view.device_user, x->c->ctx, &it->packing, out, packed, rows, add);
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
-/* Sets the label of the next spans: the plain tensors of x in [at, end), or all others of x; x NULL: no label. */
-HPMLC_FN void hpmlc_about(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
+/* Labels the next spans on the timeline with the plain tensors of x in [at, end), or with all packed tensors of x. */
+HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
 {
     memset(&c->about, 0, sizeof c->about);
-    if (!x || !hpml_trace_on(c->trace)) return;
+    if (!hpml_trace_on(c->trace)) return;
     c->about.bucket = x->bucket;
     for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
         bool within = !plain || (it->at < end && it->at + it->g.rows * it->g.cols > at);
@@ -4482,49 +4556,66 @@ HPMLC_FN void hpmlc_about(hpml_comm *c, const hpml_exchange *x, bool plain, int6
     }
 }
 
-/* 1. Packs all rows, stripe by stripe, into messages; `back`: the end of 5., from sums. Returns hpml_exchange.bad. */
-HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x, bool back)
+HPMLC_FN void hpmlc_clear_label(hpml_comm *c) { memset(&c->about, 0, sizeof c->about); }
+
+/* Step 1: packs all rows, stripe by stripe, into the messages to their owners. Returns hpml_exchange.bad. */
+HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size;
     int64_t bad = 0;
     for (int r = 0; r < p; r++) {
-        char *at = (back ? x->sums + x->sum_at[r] : x->out + x->out_at[r]) + HPMLC_HEAD;
-        for (int l = 0; l < (back ? 1 : x->d.leaves); l++)
+        char *at = x->sent + x->sent_at[r] + HPMLC_HEADER;
+        for (int l = 0; l < x->d.leaves; l++)
             for (int i = 0; i < x->d.count; i++) {
                 hpmlc_item *it = &x->item[i];
                 if (it->plain) continue;
                 int64_t row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
                 float  *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
                 float  *g = it->g.data + l * x->d.leaf_step + row * it->g.cols;
-                if (back) hpmlc_decode(x, it, g, at, rows, false);
-                else if (rows > 0 && hpmlc_encode(x, it, at, e, g, rows) != HPML_OK && (!bad || i < bad >> 20))
-                    bad = hpmlc_bad(c, i);
+                bool    good = rows == 0 || hpmlc_encode(c, x, it, x->first_leaf + l, at, e, g, row, rows) == HPML_OK;
+                if (!good && (!bad || i < bad >> 20)) bad = hpmlc_bad(c, i);
                 at += hpmlc_stripe_size(it, p, r);
             }
     }
     return bad;
 }
 
-/* What rank r has sent for my stripe; my own never travelled. */
-HPMLC_FN const char *hpmlc_exchange_from(const hpml_exchange *x, int r, int me)
+/* End of step 5: unpacks the sums of all stripes into the tensors. */
+HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
 {
-    return r == me ? x->out + x->out_at[r] : x->in + x->in_at[r];
+    int p = c->size;
+    for (int r = 0; r < p; r++) {
+        const char *at = x->sums + x->sum_at[r] + HPMLC_HEADER;
+        for (hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+            if (it->plain) continue;
+            int64_t row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
+            hpmlc_decode(x, it, it->g.data + row * it->g.cols, at, rows, false);
+            at += hpmlc_stripe_size(it, p, r);
+        }
+    }
 }
 
-/* The word before a message: keeps the first rank that had a NaN. */
-HPMLC_FN void hpmlc_exchange_hear(int64_t *bad, const char *message)
+/* Returns the message from rank r for this rank's stripe; a rank sends none to itself. */
+HPMLC_FN const char *hpmlc_message_from(const hpml_exchange *x, int r, int me)
+{
+    return r == me ? x->sent + x->sent_at[r] : x->received + x->received_at[r];
+}
+
+/* Reads the header of a message into *bad unless a message before it has set *bad. */
+HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
 {
     int64_t other;
     memcpy(&other, message, sizeof other);
     if (*bad == 0) *bad = other;
 }
 
-/* 3. and 4. Adds what has come for my stripe, in the order of ranks and leaves, and packs the sum. Result: as pack. */
+/* Steps 3 and 4: adds the contributions to this rank's stripe, in the order of ranks and leaves, and packs the sum.
+   Returns hpml_exchange.bad. */
 HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
     int64_t bad = 0;
-    char   *to = x->sums + x->sum_at[me] + HPMLC_HEAD;
+    char   *to = x->sums + x->sum_at[me] + HPMLC_HEADER;
     size_t  offset = 0;
     for (int i = 0; i < x->d.count; i++) {
         hpmlc_item *it = &x->item[i];
@@ -4534,169 +4625,213 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
         bool    first = true;
         for (int r = 0; r < p; r++)
             for (int l = 0; l < x->leaves[r]; l++, first = false) {
-                const char *rows = hpmlc_exchange_from(x, r, me) + HPMLC_HEAD + (size_t)l * x->in_size + offset;
+                const char *rows = hpmlc_message_from(x, r, me) + HPMLC_HEADER + (size_t)l * x->part_size + offset;
                 hpmlc_decode(x, it, sum, rows, it->my_rows, !first);
             }
-        if (x->d.reduce == HPML_MEAN && x->reach.device) c->link.scale(c->link.user, sum, n, 1, (float)p);
+        if (x->d.reduce == HPML_MEAN && x->view.device) c->link.scale(c->link.user, sum, n, 1, (float)p);
         else if (x->d.reduce == HPML_MEAN) hpmlc_divide(sum, n, HPML_ELEMENT_F32, p);
         if (it->my_rows > 0) {
             if (x->d.in_stripe) x->d.in_stripe(x->d.user, i, it->my_row, it->my_rows, sum);
-            if (hpmlc_encode(x, it, to + offset, it->stripe, sum, it->my_rows) != HPML_OK) bad = hpmlc_bad(c, i);
+            hpml_status status = hpmlc_encode(c, x, it, -1, to + offset, it->stripe, sum, it->my_row, it->my_rows);
+            if (status != HPML_OK) bad = hpmlc_bad(c, i);
         }
         offset += hpmlc_stripe_size(it, p, me);
     }
     return bad;
 }
 
-/* 2. and 5. Everybody with everybody: in round k with the rank k further on. same: all get my own part of `out`. */
-HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *out, const size_t *out_at,
-                                         bool same, char *in, const size_t *in_at)
+/* Steps 2 and 5: every rank with every other one, in round k with the ranks k after and k before it. same: all ranks
+   get this rank's own part of `sent`. */
+HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *sent, const size_t *sent_at,
+                                         bool same, char *received, const size_t *received_at)
 {
-    int         tag = hpmlc_enter(c, name, (int64_t)in_at[c->size], HPML_ELEMENT_BYTE, -1, NULL, -1);
+    int         tag = hpmlc_enter(c, name, (int64_t)received_at[c->size], HPML_ELEMENT_BYTE, -1, NULL, -1);
     hpml_status status = HPML_OK;
     if (tag < 0) return hpml_ctx_status(c->ctx);
     for (int k = 1; k < c->size && status == HPML_OK; k++) {
-        int to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size, mine = same ? c->rank : to;
+        int to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size, part = same ? c->rank : to;
         c->round = k;
-        status = hpmlc_round(c, tag, to, out + out_at[mine], out_at[mine + 1] - out_at[mine], from, in + in_at[from],
-                             in_at[from + 1] - in_at[from], NULL);
+        status = hpmlc_round(c, tag, to, sent + sent_at[part], sent_at[part + 1] - sent_at[part], from,
+                             received + received_at[from], received_at[from + 1] - received_at[from], NULL);
     }
     return hpmlc_leave(c, status);
 }
 
+/* All five steps, for the packed tensors. */
 HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
     double  start = hpml_comm_now(c);
-    int64_t bad = hpmlc_exchange_pack(c, x, false), sum;
-    for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
-    hpmlc_span(c, "pack", start, hpml_comm_now(c), (int64_t)x->out_at[p]);
-    hpml_status status = hpmlc_exchange_move(c, "stripes", x->out, x->out_at, false, x->in, x->in_at);
+    int64_t bad = hpmlc_exchange_pack(c, x);
+    for (int r = 0; r < p; r++) memcpy(x->sent + x->sent_at[r], &bad, sizeof bad);
+    hpmlc_span(c, "pack", start, hpml_comm_now(c), (int64_t)x->sent_at[p]);
+    hpml_status status = hpmlc_exchange_move(c, "stripes", x->sent, x->sent_at, false, x->received, x->received_at);
     if (status != HPML_OK) return status;
-    bad = 0, sum = hpmlc_exchange_add(c, x);
-    for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, hpmlc_exchange_from(x, r, me));
-    if (!bad) bad = sum;
+    int64_t bad_sum = hpmlc_exchange_add(c, x);
+    bad = 0;
+    for (int r = 0; r < p; r++) hpmlc_merge_bad(&bad, hpmlc_message_from(x, r, me));
+    if (!bad) bad = bad_sum;
     memcpy(x->sums + x->sum_at[me], &bad, sizeof bad);
     status = hpmlc_exchange_move(c, "sums", x->sums, x->sum_at, true, x->sums, x->sum_at);
     if (status != HPML_OK) return status;
     bad = 0;
-    for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, x->sums + x->sum_at[r]);
-    hpmlc_exchange_pack(c, x, true);
+    for (int r = 0; r < p; r++) hpmlc_merge_bad(&bad, x->sums + x->sum_at[r]);
+    hpmlc_exchange_unpack(c, x);
     x->bad = bad;
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-/* What plain tensors have of fused[at] to fused[end]: into it, or back. */
-HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end, bool back)
+/* Finds where elements [at, end) of the fused array and a tensor overlap. Returns how many do, and sets *mine to the
+   first of them in the tensor and *fused to the first of them in the fused array. */
+HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, int64_t at, int64_t end, float **mine,
+                                  float **fused)
 {
-    double start = hpml_comm_now(c);
-    if (!x->fused) return;
-    for (int i = 0; i < x->d.count; i++) {
-        const hpmlc_item *it = &x->item[i];
-        int64_t from = hpmlc_max(at, it->at), to = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
-        if (!it->plain || from >= to) continue;
-        float *mine = it->g.data + (from - it->at), *fused = x->fused + from;
-        memcpy(back ? mine : fused, back ? fused : mine, (size_t)(to - from) * sizeof(float));
-    }
-    hpmlc_span(c, back ? "unfuse" : "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
+    int64_t first = hpmlc_max(at, it->at), last = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
+    if (!it->plain || first >= last) return 0;
+    *mine  = it->g.data + (first - it->at);
+    *fused = x->fused + first;
+    return last - first;
 }
 
+/* Copies plain tensors to fused[at] to fused[end]. */
+HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
+{
+    double start = hpml_comm_now(c);
+    float *mine, *fused;
+    if (!x->fused) return;
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        int64_t n = hpmlc_fused_part(x, it, at, end, &mine, &fused);
+        if (n > 0) memcpy(fused, mine, (size_t)n * sizeof(float));
+    }
+    hpmlc_span(c, "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
+}
+
+/* Copies fused[at] to fused[end] back to the plain tensors. */
+HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
+{
+    double start = hpml_comm_now(c);
+    float *mine, *fused;
+    if (!x->fused) return;
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        int64_t n = hpmlc_fused_part(x, it, at, end, &mine, &fused);
+        if (n > 0) memcpy(mine, fused, (size_t)n * sizeof(float));
+    }
+    hpmlc_span(c, "unfuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
+}
+
+/* Adds up one part of the plain tensors. */
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
-    hpmlc_about(c, x, true, at, end);
-    hpmlc_exchange_fuse(c, x, at, end, false);
+    hpmlc_set_label(c, x, true, at, end);
+    hpmlc_exchange_fuse(c, x, at, end);
     float *data = (x->fused ? x->fused : x->span) + at;
     hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
-    if (status == HPML_OK) hpmlc_exchange_fuse(c, x, at, end, true);
-    hpmlc_about(c, NULL, true, 0, 0);
+    if (status == HPML_OK) hpmlc_exchange_unfuse(c, x, at, end);
+    hpmlc_clear_label(c);
     return status;
 }
 
-HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x);
+HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x);
 
-/* All tensors that are not plain. */
+/* Exchanges all tensors that are not plain. */
 HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
     if (x->packed == 0) return HPML_OK;
-    hpmlc_about(c, x, false, 0, 0);
-    hpml_status status = x->d.method == HPML_METHOD_CODEC ? hpmlc_exchange_packed(c, x) : hpmlc_methods_run(c, x);
-    hpmlc_about(c, NULL, false, 0, 0);
+    hpmlc_set_label(c, x, false, 0, 0);
+    hpml_status status = x->whole ? hpmlc_whole_run(c, x) : hpmlc_exchange_packed(c, x);
+    hpmlc_clear_label(c);
     return status;
 }
 
-/* One exchange, on the exchange's communicator or, in the background, on its twin. */
+/* Runs an exchange on its communicator or, in the background, on the communicator's twin. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
     if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
+    x->runs++;
     hpml_status status = hpmlc_exchange_others(c, x), plain = HPML_OK;
     if (status != HPML_OK && status != HPML_ERR_NONFINITE) return status;
     for (int64_t k = 0; k * x->part < x->plain && plain == HPML_OK; k++) plain = hpmlc_exchange_part(c, x, k);
     return plain != HPML_OK ? plain : status;
 }
 
-/* Waits until more tensors are ready here than it was `told` of, or all, or a quarter of the deadline is over: then it
-   shows up with what it has, so that the others' deadlines are for the tensor. False: its owner has left. */
-HPMLC_FN bool hpmlc_exchange_news(hpml_comm *c, hpml_exchange *x, int *told)
+/* Waits until more than *ready tensors are ready on this rank, or all are, or a quarter of the deadline has passed:
+   then this rank takes part in the next agreement with what it has, because the other ranks' deadlines are for the
+   tensor and not for this rank. Updates *ready. False: the background is stopping. */
+HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
 {
     hpmlc_background *b = x->by;
     double            until = c->timeout < 0 || c->agent ? 1e300 : hpml_now() + c->timeout / 4;
     unsigned          seen  = __atomic_load_n(&b->worker.changes, __ATOMIC_ACQUIRE);
-    while (__atomic_load_n(&x->said, __ATOMIC_ACQUIRE) == *told && *told < x->d.count && hpml_now() < until) {
+    while (__atomic_load_n(&x->announced, __ATOMIC_ACQUIRE) == *ready && *ready < x->d.count && hpml_now() < until) {
         if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) return false;
-        hpmlc_rest(c, &b->worker, &seen, until);
+        hpmlc_wait_at(c, &b->worker, &seen, until);
     }
-    *told = __atomic_load_n(&x->said, __ATOMIC_ACQUIRE);
+    *ready = __atomic_load_n(&x->announced, __ATOMIC_ACQUIRE);
     return true;
 }
 
-/* Tensor i is one less, or one more, that its parts wait for; those that wait for none go. */
+/* Adds `by` to the number of tensors for which the parts of tensor i wait, and runs the parts that wait for none. */
 HPMLC_FN hpml_status hpmlc_exchange_count(hpml_comm *c, hpml_exchange *x, int i, int by)
 {
     const hpmlc_item *it = &x->item[i];
     hpml_status       status = HPML_OK;
     int64_t           last = it->plain ? (it->at + it->g.rows * it->g.cols - 1) / x->part : -1;
-    for (int64_t k = it->at / x->part; k <= last && status == HPML_OK; k++)
-        if ((x->missing[k] += by) == 0) status = hpmlc_exchange_part(c, x, k);
+    for (int64_t k = it->at / x->part; k <= last && status == HPML_OK; k++) {
+        x->missing[k] += by;
+        if (x->missing[k] == 0) status = hpmlc_exchange_part(c, x, k);
+    }
     return status;
 }
 
-/* The maximum over all ranks of `late` is 0 where a tensor is ready on all; all see the same, and do the same. */
+/* Finds out which tensors are ready on all ranks, and runs their parts: after the maximum over all ranks, late[i] is 0
+   for those, else 1 + a rank where tensor i is not ready, with the same result on all ranks. Lowers *open, the number
+   of tensors that are not ready everywhere, and sets *late to one of them. */
+HPMLC_FN hpml_status hpmlc_exchange_negotiate(hpml_comm *c, hpml_exchange *x, int *open, int *late)
+{
+    double start = hpml_comm_now(c);
+    int    n = x->d.count;
+    for (int i = 0; i < n; i++)
+        x->late[i] = __atomic_load_n(&x->ready[i], __ATOMIC_ACQUIRE) ? 0 : c->origin[c->rank] + 1;
+    hpml_status status = hpmlc_reduce_all(c, x->late, n, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
+    hpmlc_span(c, "negotiate", start, hpml_comm_now(c), 0);
+    for (int i = 0; i < n && status == HPML_OK; i++) {
+        if (x->late[i]) *late = i;
+        if (x->late[i] || __atomic_load_n(&x->ready[i], __ATOMIC_RELAXED) == 2) continue;
+        __atomic_store_n(&x->ready[i], 2, __ATOMIC_RELAXED);
+        --*open;
+        status = hpmlc_exchange_count(c, x, i, -1);
+    }
+    return status;
+}
+
+/* The job of hpml_exchange_ready: agrees on tensors until all are ready everywhere, then exchanges the packed ones. */
 HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
-    int            n = x->d.count, told = 0, open = n, i;
+    int            n = x->d.count, ready = 0, open = n, i;
     double         since = hpml_now();
     hpml_status    status = HPML_OK;
+    x->runs++;
     for (i = 0; i < n; i++) hpmlc_exchange_count(c, x, i, 1);
     while (open > 0 && status == HPML_OK) {
-        double start = hpml_comm_now(c);
-        int    before = open, late = 0;
-        if (!hpmlc_exchange_news(c, x, &told))
-            return hpmlc_fail(c, HPML_ERR_STATE, "exchange: left with %d of %d tensors ready", told, n);
-        for (i = 0; i < n; i++)
-            x->late[i] = __atomic_load_n(&x->ready[i], __ATOMIC_ACQUIRE) ? 0 : c->origin[c->rank] + 1;
-        status = hpmlc_reduce_all(c, x->late, n, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
-        hpmlc_span(c, "negotiate", start, hpml_comm_now(c), 0);
-        for (i = 0; i < n && status == HPML_OK; i++) {
-            if (x->late[i]) late = i;
-            if (x->late[i] || __atomic_load_n(&x->ready[i], __ATOMIC_RELAXED) == 2) continue;
-            __atomic_store_n(&x->ready[i], 2, __ATOMIC_RELAXED);
-            open--;
-            status = hpmlc_exchange_count(c, x, i, -1);
-        }
+        int before = open, late = 0;
+        if (!hpmlc_exchange_await(c, x, &ready))
+            return hpmlc_fail(c, HPML_ERR_STATE, "exchange: stopped with %d of %d tensors ready; call hpml_job_wait "
+                              "before the communicator is freed", ready, n);
+        status = hpmlc_exchange_negotiate(c, x, &open, &late);
         if (open < before || c->timeout < 0 || c->agent) since = hpml_now();
         const char *name = x->item[late].g.name;
         if (status == HPML_OK && hpml_now() - since > c->timeout)
             return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for tensor %d \"%s\" to get ready on rank %d, "
                               "step %lld", c->timeout, late, name ? name : "", x->late[late] - 1, (long long)c->step);
     }
-    if (status != HPML_OK) return status; /* job_wait says so: the last tensor still gives the job */
+    if (status != HPML_OK) return status; /* hpml_job_wait returns it: the last tensor still gives the job */
     status = hpmlc_exchange_others(c, x);
-    __atomic_store_n(&x->said, 0, __ATOMIC_RELEASE);
-    for (i = 0; i < n; i++) __atomic_store_n(&x->ready[i], 0, __ATOMIC_RELEASE); /* from here on the next run */
+    __atomic_store_n(&x->announced, 0, __ATOMIC_RELEASE);
+    for (i = 0; i < n; i++) __atomic_store_n(&x->ready[i], 0, __ATOMIC_RELEASE); /* now tensors may be ready again */
     return status;
 }
 
@@ -4712,13 +4847,15 @@ HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
     if (!x || hpmlc_failed(x->c)) return NULL;
     if (!x->by) x->by = hpmlc_background_of(x->c);
     if (!x->by) return NULL;
-    if (tensor < 0 || tensor >= x->d.count || __atomic_load_n(&x->ready[tensor], __ATOMIC_ACQUIRE))
-        return hpmlc_fail(x->c, HPML_ERR_ARGUMENT, "exchange: tensor %d of %d: no such one, or ready already", tensor,
-                          x->d.count), (hpml_job *)NULL;
+    if (tensor < 0 || tensor >= x->d.count || __atomic_load_n(&x->ready[tensor], __ATOMIC_ACQUIRE)) {
+        hpmlc_fail(x->c, HPML_ERR_ARGUMENT, "exchange: tensor %d of %d: no such one, or ready already", tensor,
+                   x->d.count);
+        return NULL;
+    }
     __atomic_store_n(&x->ready[tensor], 1, __ATOMIC_RELEASE);
-    bool last = __atomic_add_fetch(&x->said, 1, __ATOMIC_ACQ_REL) == x->d.count;
+    bool last = __atomic_add_fetch(&x->announced, 1, __ATOMIC_ACQ_REL) == x->d.count;
     if (!x->job && (last || x->by->threaded)) x->job = hpml_background(x->c, hpmlc_exchange_agreed, x);
-    else if (x->by->threaded) hpmlc_rouse(x->c, x->by->twin, &x->by->worker);
+    else if (x->by->threaded) hpmlc_wake(x->c, x->by->twin, &x->by->worker);
     hpml_job *job = last ? x->job : NULL;
     if (last) x->job = NULL;
     return job;
@@ -4727,8 +4864,9 @@ HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count)
 {
     if (!x || tensor < 0 || tensor >= x->d.count) return NULL;
-    if (count) *count = x->item[tensor].residual ? x->item[tensor].g.rows * x->item[tensor].g.cols * x->d.leaves : 0;
-    return x->item[tensor].residual;
+    const hpmlc_item *it = &x->item[tensor];
+    if (count) *count = it->residual ? it->g.rows * it->g.cols * x->d.leaves : 0;
+    return it->residual;
 }
 
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows)
@@ -4739,18 +4877,24 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
     return x->item[tensor].stripe;
 }
 
-/* On a device: the same five steps, hence the same bits, in its memory: packing and adding are its work, moving is the
-   link's, beside it. Begun while the backward pass runs, finished before the update, all buckets together.
-   Packing waits for one flag of the device, which tells of a NaN; no word about it travels with the messages. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>linked   the same five steps on a device, moved by its link
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The same steps, hence the same bits, in the device's memory: the device packs and adds, the link moves in parallel.
+   hpmlc_linked_begin runs during the backward pass, hpmlc_linked_finish before the update, for all buckets together.
+   Messages have no header, because packing waits for one flag of the device that reports a NaN. */
 
 HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
 {
     hpml_comm              *c    = x->c;
     const hpml_device_link *l    = &c->link;
     bool                    mean = x->d.reduce == HPML_MEAN;
-    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x, false) : 0;
+    x->runs++;
+    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
     hpml_status status = l->begin(l->user);
-    if (status == HPML_OK && x->packed > 0) status = l->swap(l->user, x->out, x->out_at, false, x->in, x->in_at);
+    if (status == HPML_OK && x->packed > 0)
+        status = l->swap(l->user, x->sent, x->sent_at, false, x->received, x->received_at);
     if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
     for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
         const hpml_gradient *g = &x->item[i].g;
@@ -4760,14 +4904,15 @@ HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
     return status == HPML_OK ? l->end(l->user) : status;
 }
 
-/* `check`: the device is waited for on the host anyway, and the link has a deadline, which the device has not. */
+/* Makes the device wait for the link. check: the host waits first, because the link has a deadline and the device has
+   none, and the host will wait for the device anyway. */
 HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
 {
     hpml_status status = check ? c->link.check(c->link.user) : HPML_OK;
     return status == HPML_OK ? c->link.wait(c->link.user) : status;
 }
 
-/* Steps 3 to 5 of some exchanges; only packed ones have any. */
+/* Steps 3 to 5 of `count` exchanges; exchanges without packed tensors have no such steps. */
 HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
 {
     const hpml_device_link *l = &c->link;
@@ -4776,8 +4921,8 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
     hpml_status status = hpmlc_linked_wait(c, check || packed);
     if (!packed || status != HPML_OK) return status;
     for (int i = 0; i < count; i++) {
-        int64_t sum = x[i]->packed > 0 ? hpmlc_exchange_add(c, x[i]) : 0;
-        if (x[i]->bad == 0) x[i]->bad = sum;
+        int64_t bad_sum = x[i]->packed > 0 ? hpmlc_exchange_add(c, x[i]) : 0;
+        if (x[i]->bad == 0) x[i]->bad = bad_sum;
     }
     if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
     status = l->begin(l->user);
@@ -4786,53 +4931,53 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
     if (status == HPML_OK) status = l->end(l->user);
     if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
     for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) hpmlc_exchange_pack(c, x[i], true);
+        if (x[i]->packed > 0) hpmlc_exchange_unpack(c, x[i]);
     return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>methods   top-k and low rank
+// >>whole-codecs   top-k and low rank: codecs of whole tensors
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, and there
-   u = v = 0. Everybody gathers the pairs of all and adds them in the order of the ranks.
+   u = v = 0. Every rank gathers the pairs of all ranks and adds them in the order of the ranks.
 
    Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): from the last Q one step of power
    iteration,
        P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
-   Both P and Q are added up as they are: any allreduce will do. With SUM the result is multiplied by p. */
+   P and Q are added up plain, by any allreduce. With SUM the result is multiplied by p. */
+
+struct hpmlc_whole { /* one row for each codec of whole tensors */
+    hpml_codec_kind kind;
+    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* of its arrays, the residual excluded */
+    void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* places its arrays */
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: packing would save nothing: plain */
+    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* not finite: contributes zeros */
+    int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* that this rank sends in one run */
+};
 
 HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
 {
-    return hpmlc_max(1, (int64_t)((double)(it->g.rows * it->g.cols) * (double)(x->d.ratio > 0 ? x->d.ratio : 0.01f)));
+    float ratio = x->d.codec.ratio > 0 ? x->d.codec.ratio : 0.01f;
+    return hpmlc_max(1, (int64_t)((double)(it->g.rows * it->g.cols) * (double)ratio));
 }
 
-HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
+HPMLC_FN int64_t hpmlc_topk_floats(const hpml_exchange *x, const hpmlc_item *it)
 {
-    return hpmlc_min(x->d.lowrank > 0 ? x->d.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
+    return 2 * it->g.rows * it->g.cols + 2 * hpmlc_topk_count(x, it) * x->c->size;
 }
 
-HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
+HPMLC_FN void hpmlc_topk_create(const hpml_exchange *x HPMLC_UNUSED, hpmlc_item *it, float *arrays)
 {
-    int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements, k = hpmlc_topk_count(x, it);
-    int64_t r = hpmlc_lowrank_of(x, it), p = x->c->size;
-    bool    top = x->d.method == HPML_METHOD_TOPK;
-    if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
-    it->plain = (it->g.rows == 1 || it->g.cols == 1 || n < least) && !x->d.codec.compress_all;
-    if (!top && (it->g.rows + it->g.cols) * r >= n) it->plain = true; /* nothing to be saved */
-    if (it->plain) return true;
-    int64_t first = top ? n : it->g.rows * r, second = top ? 2 * k * p : it->g.cols * r;
-    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(2 * n + first + second) * sizeof(float));
-    if (!it->residual) return false;
-    it->work = it->residual + n, it->p = it->work + n, it->q = it->p + first;
-    x->bytes += top ? 8 * k * (p - 1) : 0;
-    hpml_rng rng;
-    rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
-    if (!top) hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
-    return true;
+    int64_t n = it->g.rows * it->g.cols;
+    it->whole.topk.magnitude = arrays;
+    it->whole.topk.velocity  = arrays + n;
+    it->whole.topk.pairs     = arrays + 2 * n;
 }
 
-/* The k-th largest of x, which is reordered (Hoare's selection). */
+HPMLC_FN bool hpmlc_topk_saves(const hpml_exchange *x HPMLC_UNUSED, const hpmlc_item *it HPMLC_UNUSED) { return true; }
+
+/* Returns the k-th largest of x, which is reordered (Hoare's selection). */
 HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
 {
     int64_t low = 0, high = n - 1;
@@ -4843,8 +4988,11 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
             while (x[i] > pivot) i++;
             while (x[j] < pivot) j--;
             if (i > j) break;
-            t = x[i], x[i] = x[j], x[j] = t;
-            i++, j--;
+            t    = x[i];
+            x[i] = x[j];
+            x[j] = t;
+            i++;
+            j--;
         }
         if (k - 1 <= j) high = j;
         else if (k - 1 >= i) low = i;
@@ -4853,40 +5001,83 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
     return x[k - 1];
 }
 
-/* My k pairs (place, value), none where a number is not finite, to their place among all; these added up. */
-HPMLC_FN hpml_status hpmlc_topk(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
+/* Writes this rank's k pairs (place, value) to their place among all ranks' pairs: first the numbers above the k-th
+   largest, then those equal to it, from the first one on. */
+HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_item *it)
 {
-    int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, sent = 0;
-    float  *pairs = it->q + 2 * k * c->rank, *u = it->p, *v = it->residual;
-    memset(pairs, 0, (size_t)(2 * k) * sizeof *pairs);
-    for (int64_t i = 0; i < n && finite; i++) {
-        u[i] = x->d.momentum * u[i] + it->g.data[i];
+    int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, packed = 0;
+    float  *pairs = it->whole.topk.pairs + 2 * k * c->rank, *u = it->whole.topk.velocity, *v = it->residual;
+    for (int64_t i = 0; i < n; i++) {
+        u[i] = x->d.codec.momentum * u[i] + it->g.data[i];
         v[i] += u[i];
-        it->work[i] = fabsf(v[i]);
+        it->whole.topk.magnitude[i] = fabsf(v[i]);
     }
-    const float least = finite ? hpmlc_select(it->work, n, k) : 0;
-    for (int pass = 0; pass < 2; pass++) /* those above the k-th, then those equal to it, from the first on */
-        for (int64_t i = 0; i < n && sent < k && finite; i++) {
-            if (pass == 0 ? !(fabsf(v[i]) > least) : !(fabsf(v[i]) == least && v[i] != 0)) continue;
+    const float least = hpmlc_select(it->whole.topk.magnitude, n, k);
+    for (int pass = 0; pass < 2; pass++)
+        for (int64_t i = 0; i < n && packed < k; i++) {
+            bool above = fabsf(v[i]) > least, equal = fabsf(v[i]) == least && v[i] != 0;
+            if (pass == 0 ? !above : !equal) continue;
             uint32_t place = (uint32_t)i;
-            memcpy(&pairs[2 * sent], &place, sizeof place);
-            pairs[2 * sent + 1] = v[i];
+            memcpy(&pairs[2 * packed], &place, sizeof place);
+            pairs[2 * packed + 1] = v[i];
             u[i] = v[i] = 0;
-            sent++;
+            packed++;
         }
-    hpml_status status = hpml_allgather(c, it->q, 8 * k * c->size, HPML_ELEMENT_BYTE);
+}
+
+HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
+{
+    int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
+    float  *pairs = it->whole.topk.pairs;
+    memset(pairs + 2 * k * c->rank, 0, (size_t)(2 * k) * sizeof *pairs);
+    if (finite) hpmlc_topk_pack(c, x, it);
+    hpml_status status = hpml_allgather(c, pairs, 8 * k * c->size, HPML_ELEMENT_BYTE);
     memset(it->g.data, 0, (size_t)n * sizeof(float));
     for (int64_t i = 0; i < k * c->size; i++) {
         uint32_t place;
-        memcpy(&place, &it->q[2 * i], sizeof place);
-        if ((int64_t)place < n) it->g.data[place] += it->q[2 * i + 1];
+        memcpy(&place, &pairs[2 * i], sizeof place);
+        if ((int64_t)place < n) it->g.data[place] += pairs[2 * i + 1];
     }
     if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
     return status;
 }
 
-/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction
-   as well: a gradient of zeros would else leave Q at zero for ever. */
+HPMLC_FN int64_t hpmlc_topk_bytes(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return 8 * hpmlc_topk_count(x, it) * (x->c->size - 1);
+}
+
+/* Returns r, the columns of P and Q. */
+HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return hpmlc_min(x->d.codec.lowrank > 0 ? x->d.codec.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
+}
+
+HPMLC_FN int64_t hpmlc_lowrank_floats(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return it->g.rows * it->g.cols + (it->g.rows + it->g.cols) * hpmlc_lowrank_of(x, it);
+}
+
+HPMLC_FN bool hpmlc_lowrank_saves(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return (it->g.rows + it->g.cols) * hpmlc_lowrank_of(x, it) < it->g.rows * it->g.cols;
+}
+
+HPMLC_FN void hpmlc_lowrank_create(const hpml_exchange *x, hpmlc_item *it, float *arrays)
+{
+    int64_t r = hpmlc_lowrank_of(x, it);
+    it->whole.lowrank.m = arrays;
+    it->whole.lowrank.p = arrays + it->g.rows * it->g.cols;
+    it->whole.lowrank.q = it->whole.lowrank.p + it->g.rows * r;
+    hpml_rng rng; /* the same numbers on all ranks */
+    rng.seed    = 1;
+    rng.stream  = (uint64_t)(it - x->item);
+    rng.counter = 0;
+    hpml_rng_fill_normal(&rng, it->whole.lowrank.q, it->g.cols * r);
+}
+
+/* Makes the columns of (n, r) orthonormal one after another (Gram & Schmidt, twice is enough). A column of zeros gets a
+   direction as well, because a gradient of zeros would else leave Q at zero for ever. */
 HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 {
     for (int j = 0; j < r; j++)
@@ -4905,36 +5096,83 @@ HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
         }
 }
 
-HPMLC_FN hpml_status hpmlc_lowrank(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
+HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
 {
     const hpml_algorithm a = x->d.algorithm;
     int64_t              rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
-    float               *M = it->work;
-    for (int64_t i = 0; i < n; i++) M[i] = (finite ? it->g.data[i] : 0) + it->residual[i];
-    hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
-    hpml_status status = hpmlc_reduce_all(c, it->p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+    float               *m = it->whole.lowrank.m, *p = it->whole.lowrank.p, *q = it->whole.lowrank.q;
+    for (int64_t i = 0; i < n; i++) m[i] = (finite ? it->g.data[i] : 0) + it->residual[i];
+    hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, m, cols, q, r, 0, p, r);
+    hpml_status status = hpmlc_reduce_all(c, p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
     if (status != HPML_OK) return status;
-    hpmlc_orthonormal(it->p, rows, (int)r);
-    hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, M, cols, it->p, r, 0, it->q, r);
-    status = hpmlc_reduce_all(c, it->q, cols * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+    hpmlc_orthonormal(p, rows, (int)r);
+    hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, m, cols, p, r, 0, q, r);
+    status = hpmlc_reduce_all(c, q, cols * r, HPML_ELEMENT_F32, HPML_MEAN, a);
     if (status != HPML_OK) return status;
-    hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, it->p, r, it->q, r, 0, it->g.data, cols);
-    for (int64_t i = 0; i < n; i++) it->residual[i] = M[i] - it->g.data[i];
+    hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, p, r, q, r, 0, it->g.data, cols);
+    for (int64_t i = 0; i < n; i++) it->residual[i] = m[i] - it->g.data[i];
     for (int64_t i = 0; i < n && x->d.reduce == HPML_SUM; i++) it->g.data[i] *= (float)c->size;
     return HPML_OK;
 }
 
-/* Tensor by tensor; in the end all hear of one of any rank that was not finite. */
-HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x)
+HPMLC_FN int64_t hpmlc_lowrank_bytes(const hpml_exchange *x, const hpmlc_item *it)
+{
+    int64_t r = hpmlc_lowrank_of(x, it);
+    return hpmlc_allreduce_bytes(x->c, it->g.rows * r, sizeof(float), x->d.algorithm) +
+           hpmlc_allreduce_bytes(x->c, it->g.cols * r, sizeof(float), x->d.algorithm);
+}
+
+static const hpmlc_whole hpmlc_whole_codecs[] = {
+    { HPML_CODEC_TOPK, hpmlc_topk_floats, hpmlc_topk_create, hpmlc_topk_saves, hpmlc_topk_run, hpmlc_topk_bytes },
+    { HPML_CODEC_LOWRANK, hpmlc_lowrank_floats, hpmlc_lowrank_create, hpmlc_lowrank_saves, hpmlc_lowrank_run,
+      hpmlc_lowrank_bytes }
+};
+
+/* Returns the row of a codec of whole tensors; NULL: the codec works row by row. */
+HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
+{
+    for (size_t i = 0; i < sizeof hpmlc_whole_codecs / sizeof hpmlc_whole_codecs[0]; i++)
+        if (!codec->custom && hpmlc_whole_codecs[i].kind == codec->kind) return &hpmlc_whole_codecs[i];
+    return NULL;
+}
+
+/* What a checkpoint keeps besides the residual: TOPK's velocity (n), LOWRANK's Q (cols, r), which is the same on all
+   ranks; NULL: the exchange has another codec. */
+HPMLC_FN float *hpmlc_topk_velocity(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return x->whole && x->whole->kind == HPML_CODEC_TOPK ? it->whole.topk.velocity : NULL;
+}
+
+HPMLC_FN float *hpmlc_lowrank_q(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return x->whole && x->whole->kind == HPML_CODEC_LOWRANK ? it->whole.lowrank.q : NULL;
+}
+
+/* Decides whether a tensor is plain; else allocates its residual and the codec's arrays behind it. */
+HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
+{
+    int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
+    if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
+    bool small = it->g.rows == 1 || it->g.cols == 1 || n < least;
+    it->plain = (small && !x->d.codec.compress_all) || !x->whole->saves(x, it);
+    if (it->plain) return true;
+    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(n + x->whole->floats(x, it)) * sizeof(float));
+    if (!it->residual) return false;
+    x->whole->create(x, it, it->residual + n);
+    return true;
+}
+
+/* Runs tensor by tensor; at the end all ranks learn of a tensor that was not finite on any rank. */
+HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x)
 {
     hpml_status status = HPML_OK;
     for (int t = 0; t < x->d.count && status == HPML_OK; t++) {
         hpmlc_item *it = &x->item[t];
         float       bad = 0;
         if (it->plain) continue;
-        for (int64_t i = 0; i < it->g.rows * it->g.cols; i++) bad += it->g.data[i] - it->g.data[i];
+        for (int64_t i = 0; i < it->g.rows * it->g.cols; i++) bad += it->g.data[i] - it->g.data[i]; /* 0, or NaN */
         if (bad != 0) x->bad = hpmlc_bad(c, t);
-        status = (x->d.method == HPML_METHOD_TOPK ? hpmlc_topk : hpmlc_lowrank)(c, x, it, bad == 0);
+        status = x->whole->run(c, x, it, bad == 0);
     }
     if (status == HPML_OK) status = hpmlc_reduce_all(c, &x->bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     return status == HPML_OK && x->bad ? HPML_ERR_NONFINITE : status;
@@ -4943,18 +5181,13 @@ HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x)
 HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 {
     if (!x || x->c->size == 1) return 0;
-    const hpml_algorithm a = x->d.algorithm;
-    int64_t              bytes = x->bytes;
+    int64_t bytes = x->bytes;
     for (int64_t at = 0; at < x->plain; at += x->part)
-        bytes += hpmlc_allreduce_bytes(x->c, hpmlc_min(x->part, x->plain - at), sizeof(float), a);
-    if (x->d.method == HPML_METHOD_CODEC || x->packed == 0) return bytes;
-    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* whether all was finite */
-    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t r = hpmlc_lowrank_of(x, it);
-        if (it->plain || x->d.method != HPML_METHOD_LOWRANK) continue;
-        bytes += hpmlc_allreduce_bytes(x->c, it->g.rows * r, sizeof(float), a);
-        bytes += hpmlc_allreduce_bytes(x->c, it->g.cols * r, sizeof(float), a);
-    }
+        bytes += hpmlc_allreduce_bytes(x->c, hpmlc_min(x->part, x->plain - at), sizeof(float), x->d.algorithm);
+    if (!x->whole || x->packed == 0) return bytes;
+    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* hpml_exchange.bad */
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++)
+        if (!it->plain) bytes += x->whole->bytes(x, it);
     return bytes;
 }
 
@@ -5005,7 +5238,7 @@ struct hpml_distributed {
     float                scale;    /* what the sum is multiplied by, */
     hpml_status          stepped;  /* and what the optimizer said */
     double               samples, loss_sum; /* of this rank, this step */
-    hpmlc_reach          reach;     /* where the trainer's arrays live: on the host, or on a device: */
+    hpmlc_host_view          view;      /* where the trainer's arrays live: on the host, or on a device: */
     const hpml_device_link *link;   /* then this moves the gradients, */
     float               *mirror;    /* or, without one, that is their place on the host, laid out like them */
     hpml_exchange      **ended;     /* (buckets) link: those of this step */
@@ -5039,7 +5272,7 @@ HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpm
 HPMLC_FN void hpmlc_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     if (!d->mirror || n == 0) return;
-    d->reach.device->read(d->reach.at, d->mirror + at, d->first + at, (size_t)n * sizeof(float));
+    d->view.device->read(d->view.device_user, d->mirror + at, d->first + at, (size_t)n * sizeof(float));
 }
 
 /* Where the host finds, and leaves, the gradients. */
@@ -5055,11 +5288,8 @@ HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
 HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, bool warm, hpml_exchange_desc *e)
 {
     memset(e, 0, sizeof *e);
-    e->algorithm = d->d.algorithm, e->reduce = d->d.sum ? HPML_SUM : HPML_MEAN, e->padded = true;
-    e->linked = d->link != NULL;
-    if (warm) return;
-    e->codec = d->d.codec, e->method = d->d.method;
-    e->ratio = d->d.ratio, e->momentum = d->d.momentum, e->lowrank = d->d.lowrank;
+    e->algorithm = d->d.algorithm, e->reduce = d->d.sum ? HPML_SUM : HPML_MEAN;
+    if (!warm) e->codec = d->d.codec;
 }
 
 HPMLC_FN hpml_status hpmlc_shares_meet(hpml_comm *c, void *user)
@@ -5099,10 +5329,10 @@ HPMLC_FN hpml_exchange *hpmlc_bucket_exchange(hpml_distributed *d, hpmlc_bucket 
     hpml_exchange_desc e;
     hpmlc_exchange_settings(d, warm, &e);
     e.count = b->count, e.tensors = g;
-    if (!b->cut) return hpml_exchange_create(d->c, &e);
+    if (!b->cut) return hpmlc_exchange_make(d->c, &e, d->link ? HPMLC_PADDED_LINKED : HPMLC_PADDED);
     hpml_gradient *part = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *part * (size_t)(b->count + 1), NULL);
     if (!part) return NULL;
-    e.padded = e.linked = false, e.share = true, e.tensors = part, e.count = 0;
+    e.tensors = part, e.count = 0;
     for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
         int64_t first = g[i].data - d->first - b->at - b->share_at, at = hpmlc_max(first, 0);
         int64_t end = hpmlc_min(first + g[i].rows * g[i].cols, b->share_floats);
@@ -5111,7 +5341,7 @@ HPMLC_FN hpml_exchange *hpmlc_bucket_exchange(hpml_distributed *d, hpmlc_bucket 
         part[e.count++].rows = (end - at) / g[i].cols;
     }
     if (e.count == 0) part->data = b->share, part->rows = e.count = 1, part->cols = b->share_floats + 1;
-    hpml_exchange *x = hpml_exchange_create(b->link->across, &e);
+    hpml_exchange *x = hpmlc_exchange_make(b->link->across, &e, HPMLC_NODE_SHARE);
     hpml_ctx_release(d->ctx, part);
     return x;
 }
@@ -5172,7 +5402,7 @@ HPMLC_FN bool hpmlc_pair_fits(const hpml_distributed *d)
 {
     const hpml_trainer_desc    *t = hpml_trainer_settings(d->t);
     const hpml_distribute_desc *s = &d->d;
-    bool plain = s->codec.kind == HPML_CODEC_NONE && !s->codec.custom && s->method == HPML_METHOD_CODEC;
+    bool plain = s->codec.kind == HPML_CODEC_NONE && !s->codec.custom;
     bool norm  = t->clip_norm > 0 || t->optimizer == HPML_OPT_LARS || t->optimizer == HPML_OPT_LAMB ||
                  hpmlc_overflows(d->t, d->ctx);
     return d->direct && d->c->size == 2 && d->c->room && plain && s->algorithm == HPML_AUTO && !s->delayed && !norm &&
@@ -5255,9 +5485,9 @@ HPMLC_FN void hpmlc_buffers_copy(hpml_distributed *d, float *row, bool back)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, d->by_name[i]);
         int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        float       *x = back && d->reach.device ? d->reach.window : hpmlc_open(&d->reach, p->data, n);
+        float       *x = back && d->view.device ? d->view.window : hpmlc_host_view_begin(&d->view, p->data, n);
         memcpy(back ? x : row, back ? row : x, (size_t)n * sizeof(float));
-        if (back) hpmlc_close(&d->reach, p->data, n);
+        if (back) hpmlc_host_view_end(&d->view, p->data, n);
         row += n;
     }
 }
@@ -5537,13 +5767,13 @@ HPMLC_FN hpml_status hpmlc_dist_pair(hpml_distributed *d, double scale)
     int        tag = hpmlc_enter(c, "gradients", d->span, HPML_ELEMENT_F32, d->d.sum ? HPML_SUM : HPML_MEAN, NULL, -1);
     size_t     bytes = (size_t)d->span * sizeof(float);
     if (tag < 0) return hpml_ctx_status(d->ctx);
-    hpmlc_about(c, d->bucket[0].x, true, 0, d->span);
+    hpmlc_set_label(c, d->bucket[0].x, true, 0, d->span);
     d->scale = (float)scale, d->since = c->since, d->stepped = HPML_OK;
     hpml_status status = hpmlc_round(c, tag, !c->rank, (const char *)d->first, bytes, !c->rank, (char *)d, bytes,
                                      hpmlc_pair_step);
     hpmlc_dist_waited(d, d->since);
     hpmlc_leave(c, status);
-    hpmlc_about(c, NULL, true, 0, 0);
+    hpmlc_clear_label(c);
     hpmlc_steps_note(d);
     d->r.steps++;
     return status == HPML_OK ? d->stepped : status;
@@ -5562,7 +5792,7 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
     d->r.steps++;
     if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
     if (!d->d.exact) hpmlc_dist_rescale(d, samples, full);
-    if (d->mirror) d->reach.device->write(d->reach.at, d->first, d->mirror, (size_t)d->span * sizeof(float));
+    if (d->mirror) d->view.device->write(d->view.device_user, d->first, d->mirror, (size_t)d->span * sizeof(float));
     s = hpml_trainer_update_local(t, 0, d->params); /* whose norm somebody may wait for without a deadline */
     return s == HPML_OK && d->link && d->clips ? d->link->check(d->link->user) : s;
 }
@@ -5590,12 +5820,12 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpmlc_leaf_floats(d, i);
-        float       *x = hpmlc_open(&d->reach, p->grad ? p->grad : p->data, n);
+        float       *x = hpmlc_host_view_begin(&d->view, p->grad ? p->grad : p->data, n);
         if (p->grad) memcpy(row, x, (size_t)n * sizeof(float));
         else {
             for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)x[k] - (double)before[k]));
             memcpy(x, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
-            hpmlc_close(&d->reach, p->data, n);
+            hpmlc_host_view_end(&d->view, p->data, n);
             before += n;
         }
         for (const float *end = row + n; row < end; row++)
@@ -5650,7 +5880,7 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
     if (status != HPML_OK) return status;
     d->c->about.first = hpmlc_param(d, 0)->name, d->c->about.last = hpmlc_param(d, d->params - 1)->name;
     status = hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a);
-    hpmlc_about(d->c, NULL, true, 0, 0);
+    hpmlc_clear_label(d->c);
     return status;
 }
 
@@ -5664,12 +5894,12 @@ HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
         int64_t      n = hpmlc_leaf_floats(d, i);
         double       scale = hpmlc_exact_scale(d, d->largest[i]), back = scale > 0 ? 1 / scale : 0;
         bool         packed = d->bucket_of[i] >= 0;
-        float       *to = p->grad ? p->grad : p->data, *x = hpmlc_open(&d->reach, to, n);
+        float       *to = p->grad ? p->grad : p->data, *x = hpmlc_host_view_begin(&d->view, to, n);
         for (int64_t k = 0; k < n; k++) {
             double mean = (packed ? (double)d->leaf[at + k] : (double)*sum++ * back) / samples;
             x[k] = p->grad ? (float)mean : (float)((double)x[k] + mean);
         }
-        hpmlc_close(&d->reach, to, n);
+        hpmlc_host_view_end(&d->view, to, n);
         at += n;
     }
 }
@@ -5724,7 +5954,7 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
         at += hpmlc_leaf_floats(d, i);
     }
     if (e.count > 0) {
-        e.tensors = g, e.reduce = HPML_SUM, e.padded = false;
+        e.tensors = g, e.reduce = HPML_SUM;
         e.leaves = (int32_t)d->leaf_count, e.leaf_step = d->leaf_total;
         if (d->leaf_count == 0)
             return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: %lld leaves for %d ranks leave this one "
@@ -5753,8 +5983,8 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        status = hpml_broadcast(d->c, hpmlc_open(&d->reach, p->data, n), (size_t)n * sizeof(float), 0);
-        if (status == HPML_OK) hpmlc_close(&d->reach, p->data, n);
+        status = hpml_broadcast(d->c, hpmlc_host_view_begin(&d->view, p->data, n), (size_t)n * sizeof(float), 0);
+        if (status == HPML_OK) hpmlc_host_view_end(&d->view, p->data, n);
     }
     return status;
 }
@@ -5777,10 +6007,11 @@ HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distri
                           "samples (leaves of %lld), the model's batch is %lld", (long long)d->global_batch, c->size,
                           (long long)most, (long long)d->leaf, (long long)batch);
     bool several = hpml_trainer_settings(t)->accumulate > 1 || d->sync_batchnorm; /* leaves come one by one */
-    if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || several))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
-                          "step; not with sum, delayed, warm_steps, top-k, low rank, accumulate or sync_batchnorm");
-    bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
+    if (d->exact && (d->sum || d->delayed || d->warm_steps || hpmlc_whole_codec(&d->codec) || several))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs of rows and one "
+                          "batch a step; not with sum, delayed, warm_steps, codecs topk and lowrank, accumulate or "
+                          "sync_batchnorm");
+    bool lossy = d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
     if ((d->exact || lossy) && hpmlc_overflows(t, c->ctx))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "
                           "them cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
@@ -5799,8 +6030,9 @@ HPMLC_FN bool hpmlc_dist_linkable(hpml_distributed *d)
     const hpml_backend *b = hpml_ctx_backend(d->ctx);
     d->clips = hpml_trainer_settings(d->t)->clip_norm > 0;
     d->looks = (d->clips && !hpml_trainer_settings(d->t)->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
-    return d->c->link.begin && d->d.method == HPML_METHOD_CODEC && !d->d.codec.custom && !d->d.exact && !d->d.delayed &&
-           (d->d.codec.kind == HPML_CODEC_NONE || (b->encode && b->decode));
+    bool packs = b->encode && b->decode && !hpmlc_whole_codec(&d->d.codec);
+    return d->c->link.begin && !d->d.codec.custom && !d->d.exact && !d->d.delayed &&
+           (d->d.codec.kind == HPML_CODEC_NONE || packs);
 }
 
 /* Ranks take their shares of a batch by position, so that all must have the same data in the same order: shares made by
@@ -5863,7 +6095,7 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
     if (device && !d->link && !d->d.exact) d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL);
     if (hpml_ctx_status(ctx) != HPML_OK || !hpmlc_dist_names(d)) return false;
     d->now = d->before + d->buffer_total;
-    return !device || hpmlc_reach_create(&d->reach, ctx, most);
+    return !device || hpmlc_host_view_create(&d->view, ctx, most);
 }
 
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
@@ -5997,12 +6229,12 @@ typedef enum hpmlc_how { HPMLC_COUNT, HPMLC_SAVE, HPMLC_LOAD, HPMLC_ADD, HPMLC_C
 HPMLC_FN int64_t hpmlc_carry(const hpml_exchange *x, float *mine, int64_t n, float *row, int64_t at, hpmlc_how how)
 {
     if (!mine || how == HPMLC_COUNT) return mine ? n : 0;
-    float *host = hpmlc_open(&x->reach, mine, n);
+    float *host = hpmlc_host_view_begin(&x->view, mine, n);
     for (int64_t i = 0; i < n; i++) {
         if (how == HPMLC_SAVE) row[at + i] = host[i];
         else host[i] = how == HPMLC_CLEAR ? 0 : how == HPMLC_ADD ? host[i] + row[at + i] : row[at + i];
     }
-    if (how != HPMLC_SAVE) hpmlc_close(&x->reach, mine, n);
+    if (how != HPMLC_SAVE) hpmlc_host_view_end(&x->view, mine, n);
     return n;
 }
 
@@ -6019,15 +6251,15 @@ HPMLC_FN int64_t hpmlc_carried(const hpml_distributed *d, int64_t l, float *row,
         for (const hpmlc_item *it = x ? x->item : NULL; x && it < x->item + x->d.count; it++) {
             if (it->g.name != hpmlc_param(d, d->by_name[i])->name) continue;
             int64_t cols = it->g.cols, n = it->g.rows * cols, part = it->my_rows * cols;
-            float  *q = x->d.method == HPML_METHOD_LOWRANK ? it->q : NULL;
+            float  *q = hpmlc_lowrank_q(x, it);
             if (l >= 0) {
                 at += hpmlc_carry(x, it->residual ? it->residual + l * n : NULL, n, row, at, how);
-                at += hpmlc_carry(x, x->d.method == HPML_METHOD_TOPK ? it->p : NULL, n, row, at, how);
-                at += hpmlc_carry(x, x->d.share ? it->stripe : NULL, part, row, at, how);
+                at += hpmlc_carry(x, hpmlc_topk_velocity(x, it), n, row, at, how);
+                at += hpmlc_carry(x, x->mode == HPMLC_NODE_SHARE ? it->stripe : NULL, part, row, at, how);
             } else if (q)
                 at += hpmlc_carry(x, q, cols * hpmlc_lowrank_of(x, it), row, at,
                                   how == HPMLC_SAVE && x->c->rank > 0 ? HPMLC_COUNT : how);
-            else if (it->stripe && !x->d.share) {
+            else if (it->stripe && x->mode != HPMLC_NODE_SHARE) {
                 hpmlc_carry(x, it->stripe, part, row, at + it->my_row * cols, how);
                 at += n;
             }
@@ -6119,12 +6351,12 @@ HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 HPMLC_FN void hpmlc_carried_write(hpml_distributed *d, const char *path, float *rows, const int64_t counts[3])
 {
     const char *names[] = { d->d.exact ? "residual.leaves" : "residual.ranks", "residual.stripes", "gradients" };
-    const hpmlc_reach *r     = &d->reach;
+    const hpmlc_host_view *r     = &d->view;
     size_t             bytes = (size_t)(counts[0] + counts[1] + counts[2]) * sizeof(float);
     float             *at = rows, *copy = NULL;
     if (r->device && bytes > 0) {
-        at = copy = (float *)r->device->alloc(r->at, bytes);
-        if (copy) r->device->write(r->at, copy, rows, bytes);
+        at = copy = (float *)r->device->alloc(r->device_user, bytes);
+        if (copy) r->device->write(r->device_user, copy, rows, bytes);
         else hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute save: no %zu bytes on %s", bytes, r->device->name);
     }
     for (int i = 0; i < 3 && at; at += counts[i++])
@@ -6137,7 +6369,7 @@ HPMLC_FN void hpmlc_carried_write(hpml_distributed *d, const char *path, float *
     hpml_ctx_progress(d->ctx, d->progress);
     hpml_comm_busy(d->c, 0);
     for (int i = 2; i >= 0; i--) hpml_trainer_add_state(d->t, names[i], NULL, counts[i]);
-    if (copy) r->device->free(r->at, copy, bytes);
+    if (copy) r->device->free(r->device_user, copy, bytes);
 }
 
 /* Rank 0 writes for all. */
@@ -6434,7 +6666,7 @@ HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
 HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
 {
     double      first  = -hpml_trace_first(c->ctx);
-    hpml_status status = hpmlc_reduce_unseen(c, &first, 1, HPML_ELEMENT_F64);
+    hpml_status status = hpmlc_reduce_untraced(c, &first, 1, HPML_ELEMENT_F64);
     if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
     return status;
 }

@@ -4821,7 +4821,6 @@ typedef struct hpmlg_pack { /* rows of one call */
     const float   *g;        /* (rows, cols) */
     int64_t        rows, cols, row_size;
     int           *bad;      /* (1 + rows): any, and each */
-    int            printed;
     float          threshold;
 } hpmlg_pack;
 
@@ -4938,7 +4937,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
                 int i = 16 * j + lane;
                 if (i >= n) break;
                 float x = longer ? e[i] : v[j];
-                e[i] = (p.printed ? p.g[e - p.e + i] : x) - (x >= 0 ? high : low);
+                e[i] = x - (x >= 0 ? high : low);
             }
         }
     }
@@ -4958,7 +4957,7 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
     int64_t     eights = two ? (cols + 15) / 16 * 2 : (cols + 7) / 8;
     HPMLG_EACH(u, rows * eights) {
         int64_t     row = two ? hpmlg_quotient(u, eights) : 0, k = u - row * eights;
-        hpmlg_eight x = hpmlg_row_get(g, row, cols, 8 * k, 0), v = x, lost;
+        hpmlg_eight v = hpmlg_row_get(g, row, cols, 8 * k, 0), lost;
         unsigned    codes = 0, bad = 0;
         if (p.e) {
             lost = hpmlg_row_get(e, row, cols, 8 * k, 0);
@@ -4968,7 +4967,7 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
             unsigned code = v.v[j] >= p.threshold ? 3 : v.v[j] <= -p.threshold ? 2 : 0;
             float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_rounded(v.v[j], HPML_DTYPE_BF16);
             codes |= code << 2 * j;
-            lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
+            lost.v[j] = v.v[j] - sent;
             bad |= (unsigned)!isfinite(two ? v.v[j] : sent) << j;
         }
         HPMLG_ROLLED for (int j = 0; bad >> j; j++)
@@ -4992,7 +4991,7 @@ static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
 /* Which of hpml.h's codecs a tensor gets; one of the user's own has no kernels. */
 HPMLG_FN hpml_status hpmlg_pack_kind(hpml_ctx *ctx, const hpml_packing *p, int *kind)
 {
-    for (*kind = HPML_CODEC_NONE; *kind <= HPML_CODEC_TWOBIT; ++*kind)
+    for (*kind = HPML_CODEC_NONE; *kind < HPML_CODEC_COUNT; ++*kind)
         if (p->codec == hpml_codec_get((hpml_codec_kind)*kind)) return HPML_OK;
     return hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "cuda: codec \"%s\" is custom and runs on the CPU only; take one "
                          "of hpml_codec_kind, or a context without this backend", p->codec->name ? p->codec->name : "");
@@ -5002,7 +5001,7 @@ HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int
 {
     hpmlg_pack some = {};
     some.packed = (unsigned char *)packed + (size_t)row * p->row_size, some.row_size = (int64_t)p->row_size;
-    some.rows = rows, some.cols = p->cols, some.printed = p->desc.printed_residual;
+    some.rows = rows, some.cols = p->cols;
     some.threshold = p->desc.threshold > 0 ? p->desc.threshold : 0.5f;
     return some;
 }

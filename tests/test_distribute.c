@@ -388,8 +388,8 @@ TEST(codecs_train)
         ENSURE(ran(&j, 4, k ? &linked : NULL));
         ENSURE(j.same && j.report.loss < 0.9); /* ln 5 = 1.61 at the start */
     }
-    for (int m = HPML_METHOD_TOPK; m <= HPML_METHOD_LOWRANK; m++) {
-        job j = { .steps = 200, .d = { .method = (hpml_method)m, .ratio = 0.05f } };
+    for (int k = HPML_CODEC_TOPK; k <= HPML_CODEC_LOWRANK; k++) {
+        job j = { .steps = 200, .d.codec = { .kind = (hpml_codec_kind)k, .ratio = 0.05f } };
         ENSURE(ran(&j, 4, NULL));
         ENSURE(j.same && j.report.loss < 0.9);
     }
@@ -648,9 +648,11 @@ TEST(resume_has_the_same_bits)
     /* f32, 1 bit, exact, top-k; with double buffering: f32, 1 bit, batchnorm; low rank, 2 bits */
     for (int kind = 0; kind < 9; kind++) {
         hpml_distribute_desc d = { .exact = kind == 2, .delayed = kind > 3 && kind < 7,
-                                   .momentum = kind == 3 ? 0.5f : 0 };
-        d.method = kind == 3 ? HPML_METHOD_TOPK : kind == 7 ? HPML_METHOD_LOWRANK : HPML_METHOD_CODEC;
-        if (kind > 0 && kind != 4) d.codec.kind = kind == 8 ? HPML_CODEC_TWOBIT : HPML_CODEC_ONEBIT;
+                                   .codec.momentum = kind == 3 ? 0.5f : 0 };
+        static const hpml_codec_kind codec[9] = { HPML_CODEC_NONE, HPML_CODEC_ONEBIT, HPML_CODEC_ONEBIT,
+            HPML_CODEC_TOPK, HPML_CODEC_NONE, HPML_CODEC_ONEBIT, HPML_CODEC_ONEBIT, HPML_CODEC_LOWRANK,
+            HPML_CODEC_TWOBIT };
+        d.codec.kind = codec[kind];
         if (kind == 8) d.codec.threshold = 0.01f;
         const char *file = path("resume");
         bool norm = kind == 6;
@@ -754,7 +756,7 @@ TEST(state_belongs_to_the_named_tensor)
         towers first = { .d = { .codec = { .kind = HPML_CODEC_ONEBIT, .compress_all = true }, .bucket_bytes = 1,
                                 .delayed = kind == 1 || kind == 4, .exact = kind == 2 },
                          .norm = kind == 4, .save = path("towers") };
-        if (kind == 3) first.d.method = HPML_METHOD_LOWRANK;
+        if (kind == 3) first.d.codec.kind = HPML_CODEC_LOWRANK;
         towers second = first, turned, other; /* leaves' state and ranks' are not each other's */
         second.save = NULL, second.load = first.save;
         turned = other = second, turned.turned = true, turned.d.bucket_bytes = 0, other.d.exact = kind == 0;

@@ -1,5 +1,6 @@
 /* Gradients added up in fewer bytes: nothing is lost, everybody gets the same bits, and controls that must fail do. */
 #include "../hpml_comm.h"
+#include "control_codecs.h"
 #include "test.h"
 
 #include <unistd.h>
@@ -128,16 +129,16 @@ static hpml_status declare_bytes(hpml_comm *c, void *user)
     hpml_comm_counters(c, &after);
     int64_t sent = after.bytes - before.bytes;
     if (sent == hpml_exchange_bytes(x)) return hpml_ctx_status(ctx);
-    return hpml_ctx_fail(ctx, HPML_ERR_STATE, "method %d, codec %d, algorithm %d: %lld bytes declared, %lld sent",
-                         (int)d.method, (int)d.codec.kind, (int)d.algorithm, (long long)hpml_exchange_bytes(x),
+    return hpml_ctx_fail(ctx, HPML_ERR_STATE, "codec %d, algorithm %d: %lld bytes declared, %lld sent",
+                         (int)d.codec.kind, (int)d.algorithm, (long long)hpml_exchange_bytes(x),
                          (long long)sent);
 }
 
 TEST(exchange_bytes_equal_the_bytes_sent)
 {
     static const hpml_exchange_desc ways[] = { { .codec.kind = HPML_CODEC_NONE }, { .fuse_bytes = 300 },
-        { .codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 100 } }, { .method = HPML_METHOD_TOPK },
-        { .method = HPML_METHOD_LOWRANK, .codec.min_elements = 100 } };
+        { .codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 100 } }, { .codec.kind = HPML_CODEC_TOPK },
+        { .codec = { .kind = HPML_CODEC_LOWRANK, .min_elements = 100 } } };
     for (int p = 1; p <= 6; p++)
         for (size_t way = 0; way < sizeof ways / sizeof ways[0]; way++)
             EACH_ALGORITHM(a, HPML_AUTO) {
@@ -154,8 +155,8 @@ TEST(exchange_bytes_equal_the_bytes_sent)
 TEST(controls_that_must_fail)
 {
     trial none = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_ONEBIT, .no_feedback = true } }, 4, STEPS, 0);
-    trial printed = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_ONEBIT, .printed_residual = true } }, 4,
-                        STEPS, 0);
+    const hpml_codec onebit = printed_residual(HPML_CODEC_ONEBIT);
+    trial printed = run((hpml_exchange_desc){ .codec.custom = &onebit }, 4, STEPS, 0);
     printf("    drift without feedback %.3f, with the residual as printed %.3f\n", none.drift, printed.drift);
     ENSURE(none.drift > 0.01 && printed.drift > 0.01);
 }
@@ -164,9 +165,10 @@ TEST(other_codecs_lose_nothing)
 {
     trial bf16 = run((hpml_exchange_desc){ .codec.kind = HPML_CODEC_BF16 }, 4, 200, 0);
     trial two  = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_TWOBIT, .threshold = 0.5f } }, 4, STEPS, 0);
-    trial top  = run((hpml_exchange_desc){ .method = HPML_METHOD_TOPK, .ratio = 0.05f }, 4, 200, 0);
-    trial low  = run((hpml_exchange_desc){ .method = HPML_METHOD_LOWRANK, .lowrank = 2 }, 4, 200, 0);
-    trial sum  = run((hpml_exchange_desc){ .method = HPML_METHOD_LOWRANK, .lowrank = 2, .reduce = HPML_SUM }, 1, 50, 0);
+    trial top  = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_TOPK, .ratio = 0.05f } }, 4, 200, 0);
+    trial low  = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_LOWRANK, .lowrank = 2 } }, 4, 200, 0);
+    trial sum  = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_LOWRANK, .lowrank = 2 },
+                                           .reduce = HPML_SUM }, 1, 50, 0);
     ENSURE(bf16.drift >= 0 && bf16.drift < 1e-6 && bf16.same);
     ENSURE(two.drift >= 0 && two.drift < 1e-6 && two.same);
     ENSURE(top.drift >= 0 && top.drift < 1e-5 && top.same);
@@ -179,8 +181,8 @@ static hpml_status late_gradient(hpml_comm *c, void *user)
 {
     float         *g = (float *)hpml_ctx_alloc(hpml_comm_ctx(c), sizeof(float) * ROWS * COLS, NULL);
     hpml_gradient  t = { "w", g, ROWS, COLS };
-    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &t,
-                                                                      .method = HPML_METHOD_LOWRANK, .lowrank = 3 });
+    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){
+        .count = 1, .tensors = &t, .codec = { .kind = HPML_CODEC_LOWRANK, .lowrank = 3 } });
     double         size = 0;
     for (int step = 0; step < 4; step++) { /* of rank 1, from the third step on */
         for (int i = 0; i < ROWS * COLS; i++) g[i] = step < 2 ? 0 : 1;
@@ -208,14 +210,14 @@ static hpml_status both_ways(hpml_comm *c, void *user)
     memcpy(mine.b, mine.a, sizeof mine.a);
     hpml_gradient g = { "w", mine.a, ROWS, COLS };
     hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){
-        .count = 1, .tensors = &g, .codec = { .kind = HPML_CODEC_ONEBIT, .all_bits = true } });
+        .count = 1, .tensors = &g, .codec.custom = &all_bits });
     hpml_exchange_run(x);
-    hpml_allreduce(c, mine.b, ROWS * COLS, NULL);
+    hpml_allreduce(c, mine.b, ROWS * COLS, &(hpml_allreduce_desc){ .algorithm = HPML_CENTRAL });
     if (hpml_comm_rank(c) == 0) *out = mine;
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
-TEST(all_bits_equal_the_plain_sum)
+TEST(all_bits_by_stripes_equal_the_plain_sum)
 {
     static pair p;
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, both_ways, &p, NULL, 0) == HPML_OK);
@@ -254,10 +256,10 @@ TEST(bytes_are_what_the_formula_says)
     ENSURE(t.bytes == expected && t.sent == 10 * expected);
 }
 
-TEST(a_nan_is_heard_on_all_ranks)
+TEST(all_ranks_learn_of_a_nan)
 {
-    for (int m = 0; m < 3; m++) {
-        trial t = run((hpml_exchange_desc){ .codec.kind = HPML_CODEC_ONEBIT, .method = (hpml_method)m }, 3, 20, 7);
+    for (int kind = HPML_CODEC_ONEBIT; kind < HPML_CODEC_COUNT; kind++) {
+        trial t = run((hpml_exchange_desc){ .codec.kind = (hpml_codec_kind)kind }, 3, 20, 7);
         for (int r = 0; r < 3; r++) ENSURE(t.status[r] == HPML_ERR_NONFINITE);
         ENSURE(t.text[0] == 0 && t.same);
     }
@@ -280,6 +282,16 @@ static hpml_status nothing(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
+static hpml_status no_codec(hpml_comm *c, void *user)
+{
+    (void)user;
+    float         x = 0;
+    hpml_gradient g = { "w", &x, 1, 1 };
+    hpml_exchange_create(c, &(hpml_exchange_desc){
+        .count = 1, .tensors = &g, .codec.kind = hpml_codec_find("threebit") });
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
 static hpml_status no_desc(hpml_comm *c, void *user)
 {
     *(bool *)user = hpml_exchange_create(c, NULL) == NULL;
@@ -296,6 +308,8 @@ TEST(bad_input)
     ENSURE(strstr(text, "different tensors"));
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, nothing, NULL, text, sizeof text) == HPML_ERR_SHAPE);
     ENSURE(strstr(text, "without data"));
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 1 }, no_codec, NULL, text, sizeof text) == HPML_ERR_ARGUMENT);
+    ENSURE(strstr(text, "exchange: there is no codec -1"));
 }
 
 /* Adagrad on the sum, inside the stripe, as the paper places it. */
@@ -342,7 +356,7 @@ static void adagrad(void *user, int tensor, int64_t row, int64_t rows, float *su
 static void there_and_back(const hpml_packing *p, float *out, float *residual, const float *in)
 {
     static _Thread_local char packed[4 * ROWS * COLS];
-    hpml_packing_encode(p, packed, residual, in, ROWS);
+    hpml_packing_encode(p, packed, residual, in, ROWS, NULL);
     hpml_packing_decode(p, out, packed, ROWS);
 }
 

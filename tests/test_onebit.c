@@ -3,6 +3,7 @@
    (test_mpi.sh), with fewer seeds, for the weights are those of threads, bit for bit. */
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
+#include "control_codecs.h"
 #include "mlp.h"
 
 #include <pthread.h>
@@ -438,7 +439,9 @@ TEST(all_bits_are_f32)
 {
     for (int s = 0; s < SEEDS; s++) {
         training a = { .seed = s, .max_steps = 20, .momentum = 0.9 }, b = a, c = a;
-        b.d.codec = c.d.codec = onebit, b.d.codec.all_bits = true;
+        a.d.algorithm = HPML_CENTRAL; /* adds in the order of ranks, as stripes do */
+        b.d.codec.custom = &all_bits;
+        c.d.codec = onebit;
         ENSURE(go(&a) == HPML_OK && go(&b) == HPML_OK && go(&c) == HPML_OK);
         ENSURE(a.hash == b.hash && a.hash != c.hash);
     }
@@ -483,7 +486,9 @@ TEST(nothing_is_lost)
     double worst = 0;
     for (int s = 0; s < SEEDS; s++) {
         account right = { onebit, s, 1000, -1 }, none = { onebit, s, 200, -1 }, printed = none;
-        none.codec.no_feedback = true, printed.codec.printed_residual = true;
+        const hpml_codec as_printed = printed_residual(HPML_CODEC_ONEBIT);
+        none.codec.no_feedback = true;
+        printed.codec.custom = &as_printed;
         account *all[3] = { &right, &none, &printed };
         for (int i = 0; i < 3; i++)
             ENSURE(launch((hpml_launch_desc){ .ctx.threads = 1 }, false, keep_account, all[i],
