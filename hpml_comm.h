@@ -278,14 +278,14 @@ typedef struct hpml_transport {
      HIERARCHICAL  reduce-scatter inside each node, allreduce between nodes of each share, allgather inside: only
                 1/ranks_per_node of the bytes leave a node
      PAIRWISE   2 (p-1) steps of n/p, each with another rank              as RING; AUTO never takes it
-     NATIVE     the transport's own (MPI_Iallreduce; what it does about other counts on another rank is up to the MPI);
+     NATIVE     the transport's own (MPI_Iallreduce; where ranks pass different counts, the MPI decides what happens);
                 not on parts of a communicator, see hpml_comm_split
-   BUTTERFLY and HALVING fold the ranks beyond a power of two into partners first. Every algorithm gives all ranks the
-   same bits: an element is added up along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...; RING: block b starts behind
-   rank b and goes round; PAIRWISE: block b is (x_b + x_(b-1)) + x_(b-2) ..., round to x_(b+1); the others pair ranks as
-   their name says. */
+   BUTTERFLY and HALVING first add the arrays of ranks beyond a power of two to partners. Every algorithm gives all
+   ranks the same bits, because the sum of an element is formed along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...;
+   RING adds block b in the order of ranks b + 1, b + 2, ... b, PAIRWISE in the order b, b - 1, ... b + 1; the others
+   pair ranks as their name says. */
 typedef enum hpml_algorithm {
-    HPML_ALGORITHM_NONE = -1, /* there is no such one */
+    HPML_ALGORITHM_NONE = -1, /* hpml_algorithm_find: no algorithm has this name */
     HPML_AUTO = 0, HPML_CENTRAL, HPML_TREE, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL, HPML_NATIVE,
     HPML_PAIRWISE,
     HPML_ALGORITHM_COUNT /* not an algorithm: how many words there are from AUTO on */
@@ -295,8 +295,8 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name); /* "ring", ...; e
 
 typedef enum hpml_reduce { HPML_SUM = 0, HPML_MEAN, HPML_MAX } hpml_reduce;
 
-typedef enum hpml_element { /* what is added up */
-    HPML_ELEMENT_F32 = 0, HPML_ELEMENT_BF16, /* added in f32, rounded each time */
+typedef enum hpml_element { /* type of the elements that are added up */
+    HPML_ELEMENT_F32 = 0, HPML_ELEMENT_BF16, /* added in f32, each sum rounded to bf16 */
     HPML_ELEMENT_I32, HPML_ELEMENT_I64, HPML_ELEMENT_F64, HPML_ELEMENT_BYTE /* BYTE: only moved */
 } hpml_element;
 HPML_API size_t hpml_element_size(hpml_element e);
@@ -317,11 +317,12 @@ HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes); /* what A
                                                                             is NULL. Keeps what it has simulated */
 
 /* Block r of an array of n elements is [n r / p, n (r+1) / p). */
-HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n index / parts: offset of block `index`;
-                                                                       0 where there are no parts */
+HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n * index / parts: offset of block
+                                                                       `index`; 0 where parts is 0 */
 
-/* In place. reduce_scatter: then my block holds the result, the rest is scratch. allgather: at first my block is mine,
-   then all are there. reduce_to: the result is at the root; elsewhere data is scratch. */
+/* In place. reduce_scatter: block r of rank r becomes the result, the other blocks are overwritten. allgather: block r
+   of rank r is sent to all ranks. reduce_to: the root's data becomes the result, other ranks' data is
+   overwritten. */
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op);
 HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_element e);
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
@@ -334,8 +335,8 @@ HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, v
 HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *received, size_t bytes);
 HPML_API hpml_status hpml_barrier(hpml_comm *c);
 
-/* The moves of a collective, one by one: for those who want to draw, count or simulate them. Round `round` of an
-   allreduce of n elements as rank `rank` of p sees it. False when the algorithm has no such round. */
+/* Computes one move of an allreduce, for programs that draw, count or simulate them: what rank `rank` of p does in
+   round `round`, with n elements in all. False when the algorithm has no such round. */
 typedef struct hpml_move {
     int     to, from;           /* -1: none */
     int64_t send_at, send_count;       /* elements sent: the first one and how many */
@@ -345,14 +346,14 @@ typedef struct hpml_move {
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
                                   hpml_move *out);
 
-/* Started now, done by a thread of the communicator's own on a twin of it, in the order of starting, which must be the
-   same on all ranks (where it is not: hpml_exchange_ready). The array must stay untouched until hpml_job_wait has
-   returned. Jobs are reused: wait for each exactly once. Where there is no thread to be had (HPML_NO_THREADS,
-   MPI_THREAD_SINGLE) the work is done at once instead. That thread takes memory from the context's allocator, too, so
-   yours must then serve two threads. */
+/* Work in the background: a thread of the communicator runs the jobs on a twin of the communicator, in the order in
+   which they were started, which must be the same on all ranks (where it is not: hpml_exchange_ready). The array must
+   stay untouched until hpml_job_wait has returned. Wait for each job exactly once, because jobs are reused. Without
+   threads (HPML_NO_THREADS, MPI_THREAD_SINGLE) a job runs when it is started. The thread allocates with the context's
+   allocator, which must therefore be thread-safe. */
 typedef struct hpml_job hpml_job;
 HPML_API hpml_job   *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
-HPML_API hpml_job   *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user); /* anything else, on the twin */
+HPML_API hpml_job   *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user); /* calls work(twin, user) */
 HPML_API bool        hpml_job_done(const hpml_job *j);
 HPML_API hpml_status hpml_job_wait(hpml_job *j);
 
@@ -2818,6 +2819,7 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
     return c;
 }
 
+/* Ends the thread after the jobs that have been posted, and frees the twin. */
 HPMLC_FN void hpmlc_background_stop(hpml_comm *c);
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c);
 
@@ -3442,7 +3444,8 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 // >>reduce   adding up elements; the mean
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* into[i] = into[i] + from[i], or the larger. Blocks of 16, not overlapping, let any compiler use vectors at -O2. */
+/* into[i] <- into[i] + from[i], or the larger of both. Loops of 16 elements of arrays that do not overlap let any
+   compiler use vectors at -O2. */
 #define HPMLC_REDUCE(name, type, wide, read, write, expression)                                                        \
     HPMLC_FN void hpmlc_##name(void *HPMLC_RESTRICT into, const void *HPMLC_RESTRICT from, size_t bytes)               \
     {                                                                                                                  \
@@ -3494,14 +3497,15 @@ static const struct { size_t size; hpmlc_reduce_fn *sum, *max; } hpmlc_types[] =
 
 HPML_API size_t hpml_element_size(hpml_element e) { return (unsigned)e <= HPML_ELEMENT_BYTE ? hpmlc_types[e].size : 0; }
 
+/* Returns the function that adds (or takes the larger of) elements; NULL: there is none. */
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
     if ((unsigned)e > HPML_ELEMENT_BYTE || (unsigned)op > HPML_MAX) return NULL;
     return op == HPML_MAX ? hpmlc_types[e].max : hpmlc_types[e].sum;
 }
 
-/* The mean of p ranks, after the sum: the same operation on the same bits on every rank. Blocks of 16 as above; times
-   1 / p is the same bits as divided by p where p is a power of two. */
+/* Makes the sum of p ranks their mean: the same operation on the same bits on every rank. Where p is a power of two,
+   x * (1 / p) has the same bits as x / p and is faster. Loops of 16 elements as above. */
 HPMLC_FN void hpmlc_divide_f32(float *x, int64_t n, float p)
 {
     const int   rest = (int)p & ((int)p - 1);
@@ -3533,7 +3537,7 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A buffer of the communicator's that only grows. */
+/* Returns the communicator's buffer, grown to at least `size` bytes. NULL: no memory. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
 {
     if (size <= c->scratch_size) return c->scratch;
@@ -3564,6 +3568,7 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, 
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
+/* Executes the moves of a plan on `data`. op: a word of hpml_reduce, or -1: the plan adds nothing. */
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e, int op, int tag)
 {
     size_t           size   = hpml_element_size(e);
@@ -3595,10 +3600,11 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
     return status;
 }
 
-/* With .check: rank 0 collects, in words, what each rank is about to do, and tells all of them what it thinks. */
+/* With .check: rank 0 collects from each rank a text that describes the collective it has entered, compares them, and
+   sends the verdict to all ranks, which fail if two texts differ. */
 HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
 {
-    hpmlc_plan  tell;
+    hpmlc_plan  reply;
     char        theirs[96], verdict[256] = { 0 };
     hpml_status status = HPML_OK;
     if (c->rank > 0) status = hpmlc_round(c, tag, 0, mine, sizeof theirs, -1, NULL, 0, NULL);
@@ -3608,16 +3614,16 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
             snprintf(verdict, sizeof verdict, "collective %u differs: rank 0 is in %s, rank %d in %s", c->sequence,
                      mine, c->origin[i], theirs);
     }
-    hpmlc_plan_single(&tell, &hpmlc_star_down, c->size, c->rank, 0, sizeof verdict);
-    if (status == HPML_OK) status = hpmlc_run(c, &tell, verdict, HPML_ELEMENT_BYTE, -1, tag);
+    hpmlc_plan_single(&reply, &hpmlc_star_down, c->size, c->rank, 0, sizeof verdict);
+    if (status == HPML_OK) status = hpmlc_run(c, &reply, verdict, HPML_ELEMENT_BYTE, -1, tag);
     if (status != HPML_OK) return status;
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
 }
 
-/* Every collective begins here: a tag of its own, the name for messages, the check of what all ranks must pass, with
-   `how` and `which` for what is this collective's own ("root" 3; which -1: no number). Returns the tag, or -1. */
-HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element element, int op, const char *how,
-                         int which)
+/* Begins every collective: takes a tag of its own, keeps the name for errors, and with .check compares what all ranks
+   must pass: also `detail` and `number`, for example "root" and 3 (number -1: none). Returns the tag; -1: an error. */
+HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element element, int op, const char *detail,
+                         int number)
 {
     static const char *const elements[] = { "f32", "bf16", "i32", "i64", "f64", "bytes" }; /* as hpml_element */
     static const char *const ops[]      = { "", ", sum", ", mean", ", max" }; /* none, then as hpml_reduce */
@@ -3629,8 +3635,8 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     if (c->check && c->size > 1) {
         char words[96] = { 0 };
         int  used = snprintf(words, sizeof words, "%s of %lld %s%s%s%s", name, (long long)n, elements[element],
-                             ops[op + 1], how ? ", " : "", how ? how : "");
-        if (how && which >= 0) snprintf(words + used, sizeof words - (size_t)used, " %d", which);
+                             ops[op + 1], detail ? ", " : "", detail ? detail : "");
+        if (detail && number >= 0) snprintf(words + used, sizeof words - (size_t)used, " %d", number);
         if (hpmlc_check(c, words, tag) != HPML_OK) return -1;
     }
     c->round = 0;
@@ -3640,6 +3646,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     return tag;
 }
 
+/* Ends every collective: counts its seconds and puts it on the timeline. Returns `status`. */
 HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
@@ -3649,7 +3656,7 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
     return status;
 }
 
-/* The largest of all ranks' values, on all of them. */
+/* Replaces n values by the largest of all ranks, on all ranks. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n)
 {
     hpmlc_plan plan;
@@ -3659,7 +3666,7 @@ HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, 
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)most, HPML_ELEMENT_I64, HPML_MAX, tag));
 }
 
-/* One phase of all ranks as one team, rooted at `root`. */
+/* Runs a collective of one phase, with all ranks as one team whose member 0 is `root`. */
 HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, const hpmlc_kind *kind, void *data, int64_t n,
                                      hpml_element e, int op, int root)
 {
@@ -3695,45 +3702,63 @@ HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_el
     return hpmlc_phase_run(c, "reduce", &hpmlc_tree_up, data, n, e, (int)op, root);
 }
 
-/* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. A
-   barrier doubles k instead: after k rounds everybody has heard, directly or not, of 2^k - 1 others. */
-HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *out, char *in, size_t bytes, int root)
+/* Collectives of blocks: in round k a rank sends to the one k after it and receives from the one k before it, unless a
+   root alone sends or receives. A barrier doubles k instead: after round k each rank has a message, direct or not, from
+   the 2 k - 1 ranks before it. */
+typedef struct hpmlc_block_rule {
+    const char *name;
+    bool        root_sends;    /* the root alone sends: it has a block for each rank, the others have none */
+    bool        root_receives; /* the root alone receives: a block from each rank */
+    bool        doubles;       /* k doubles from round to round; else it grows by 1 */
+} hpmlc_block_rule;
+
+static const hpmlc_block_rule hpmlc_gather_rule     = { "gather", false, true, false };
+static const hpmlc_block_rule hpmlc_scatter_rule    = { "scatter", true, false, false };
+static const hpmlc_block_rule hpmlc_all_to_all_rule = { "all_to_all", false, false, false };
+static const hpmlc_block_rule hpmlc_barrier_rule    = { "barrier", false, false, true };
+
+/* Runs a collective of blocks of `bytes`. sent: a block for each rank, or where the root alone receives, one block;
+   received: a block from each rank, or where the root alone sends, one block. */
+HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, const char *sent, char *received,
+                                  size_t bytes, int root)
 {
-    bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0, barrier = *name == 'b';
-    if (c && (gather || scatter) && (root < 0 || root >= c->size))
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks", name, root, c->size);
-    int tag = hpmlc_enter(c, name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root < 0 ? NULL : "root", root);
+    bool rooted = rule->root_sends || rule->root_receives;
+    if (c && rooted && (root < 0 || root >= c->size))
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks", rule->name, root, c->size);
+    int tag = hpmlc_enter(c, rule->name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, rooted ? "root" : NULL, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    if (in && out && bytes > 0 && (root < 0 || root == c->rank))
-        memmove(in + (scatter ? 0 : (size_t)c->rank * bytes), out + (gather ? 0 : (size_t)c->rank * bytes), bytes);
+    size_t me = (size_t)c->rank;
+    size_t sent_step = rule->root_receives ? 0 : bytes, received_step = rule->root_sends ? 0 : bytes;
+    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* a rank's own block */
+        memmove(received + me * received_step, sent + me * sent_step, bytes);
     hpml_status status = HPML_OK;
-    for (int k = 1; k < c->size && status == HPML_OK; k += barrier ? k : 1) {
+    for (int k = 1; k < c->size && status == HPML_OK; k += rule->doubles ? k : 1) {
         int         to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size;
-        bool        sends = gather ? to == root : scatter ? c->rank == root : true;
-        bool        takes = gather ? c->rank == root : scatter ? from == root : true;
-        const char *mine   = out && !gather ? out + (size_t)to * bytes : out;
-        char       *theirs = in && !scatter ? in + (size_t)from * bytes : in;
+        bool        sends    = (!rule->root_sends || c->rank == root) && (!rule->root_receives || to == root);
+        bool        receives = (!rule->root_receives || c->rank == root) && (!rule->root_sends || from == root);
+        const char *out = sent ? sent + (size_t)to * sent_step : NULL;
+        char       *in  = received ? received + (size_t)from * received_step : NULL;
         c->round = k;
-        status = hpmlc_round(c, tag, sends ? to : -1, mine, bytes, takes ? from : -1, theirs, bytes, NULL);
+        status = hpmlc_round(c, tag, sends ? to : -1, out, bytes, receives ? from : -1, in, bytes, NULL);
     }
     return hpmlc_leave(c, status);
 }
 
-HPML_API hpml_status hpml_barrier(hpml_comm *c) { return hpmlc_blocks(c, "barrier", NULL, NULL, 0, -1); }
+HPML_API hpml_status hpml_barrier(hpml_comm *c) { return hpmlc_blocks(c, &hpmlc_barrier_rule, NULL, NULL, 0, -1); }
 
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root)
 {
-    return hpmlc_blocks(c, "gather", (const char *)mine, (char *)all, bytes, root);
+    return hpmlc_blocks(c, &hpmlc_gather_rule, (const char *)mine, (char *)all, bytes, root);
 }
 
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root)
 {
-    return hpmlc_blocks(c, "scatter", (const char *)all, (char *)mine, bytes, root);
+    return hpmlc_blocks(c, &hpmlc_scatter_rule, (const char *)all, (char *)mine, bytes, root);
 }
 
-HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes)
+HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *received, size_t bytes)
 {
-    return hpmlc_blocks(c, "all_to_all", (const char *)out, (char *)in, bytes, -1);
+    return hpmlc_blocks(c, &hpmlc_all_to_all_rule, (const char *)sent, (char *)received, bytes, -1);
 }
 
 /* Returns the seconds of an allreduce of 2^k bytes: simulated once, then kept, because no formula describes how
@@ -3787,7 +3812,7 @@ HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes)
     return best;
 }
 
-/* Chooses the algorithm where it is AUTO. Returns the elements of one piece, see hpml_transport; 0: no memory. */
+/* Sets the algorithm where it is AUTO. Returns the elements of one piece, see hpml_transport; 0: no memory. */
 HPMLC_FN int64_t hpmlc_allreduce_piece(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
 {
     if (*a != HPML_AUTO) return hpmlc_max(n, 1);
@@ -3796,7 +3821,8 @@ HPMLC_FN int64_t hpmlc_allreduce_piece(hpml_comm *c, int64_t n, int64_t size, hp
     return c->t->piece > 0 && n > 1 << 21 ? (int64_t)c->t->piece / size : hpmlc_max(n, 1);
 }
 
-/* Bytes that this rank sends in an allreduce of n elements. NATIVE and links do not say: as a ring. */
+/* Returns the bytes that this rank sends in an allreduce of n elements. For native algorithms and device links, which
+   do not report theirs: the bytes of a ring. */
 HPMLC_FN int64_t hpmlc_allreduce_bytes(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
 {
     const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
@@ -3822,21 +3848,22 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     HPMLC_DESC(hpml_allreduce_desc, d, desc);
     if (c && (d._begin || d._end || !hpmlc_reducer(d.element, d.reduce) ||
               (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, op %d, element %d, data %p: the desc is not "
-                          "cleared, or out of range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, reduce %d, element %d, data %p: out of "
+                          "range, or the desc was not zeroed", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
     int tag = hpmlc_enter(c, "allreduce", n, d.element, (int)d.reduce, hpml_algorithm_name(d.algorithm), -1);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     int64_t size = (int64_t)hpml_element_size(d.element), step = hpmlc_allreduce_piece(c, n, size, &d.algorithm);
-    if (step == 0) return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory");
+    if (step == 0)
+        return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory for the simulation with which AUTO chooses");
     if (hpmlc_algorithm_row(d.algorithm)->native) {
         if (!c->t->allreduce)
-            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another "
-                              "algorithm", c->t->name);
+            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native algorithm; choose "
+                              "another one", c->t->name);
         status = c->t->allreduce(c, data, n, (int)d.element, (int)d.reduce);
         if (status == HPML_OK && d.reduce == HPML_MEAN) hpmlc_divide(data, n, d.element, c->size);
     } else {
         int64_t at = 0;
-        do { /* piece by piece, see hpml_transport; once, too, when n is 0 */
+        do { /* piece by piece, see hpml_transport; with n 0, one empty piece */
             int64_t count = hpmlc_min(n - at, step);
             hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
             status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, (int)d.reduce, tag);
@@ -3846,15 +3873,18 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     return hpmlc_leave(c, status);
 }
 
+/* As hpml_allreduce, without a desc. */
 HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce,
                                       hpml_algorithm algorithm)
 {
     HPMLC_ZERO(hpml_allreduce_desc, d);
-    d.element = element, d.reduce = reduce, d.algorithm = algorithm;
+    d.element   = element;
+    d.reduce    = reduce;
+    d.algorithm = algorithm;
     return hpml_allreduce(c, data, n, &d);
 }
 
-/* alpha from small messages, beta from large ones; the slowest rank's figures count for all. */
+/* Measures alpha by small messages and beta by large ones; all ranks take the figures of the slowest one. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 {
     enum { LARGE = 1 << 20 };
@@ -3884,20 +3914,22 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 // >>async   work in the background
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A thread with a twin of the communicator and a hidden context (errors are handed over when a job is waited for). Jobs
-   run in the order of posting, so all ranks meet. */
+/* A background is a thread with a twin of the communicator and a context of its own, whose error hpml_job_wait copies
+   to the communicator's context. Jobs run in the order in which they are posted, the same on all ranks, so that the
+   ranks' collectives match. */
 
 struct hpml_job {
     hpml_comm          *c;
     hpml_rank_fn       *work;
     void               *user;
-    void               *data; /* of an allreduce */
+    void               *data; /* of hpml_iallreduce */
     int64_t             n;
     hpml_allreduce_desc desc;
     hpml_status         status;
-    bool                used, done;
-    int64_t             step;  /* of the trainer, when it was posted */
-    double              clock; /* CLOCK: when it was posted, then when it was done */
+    bool                used;  /* posted, and hpml_job_wait has not returned it */
+    bool                done;
+    int64_t             step;  /* the trainer's step when the job was posted */
+    double              clock; /* CLOCK: when the job was posted, then when it was done: seconds */
 };
 
 HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
@@ -3920,7 +3952,7 @@ struct hpmlc_background {
 #endif
 };
 
-/* The oldest job that waits. */
+/* Runs the oldest job that has been posted. */
 HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 {
     hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
@@ -3935,7 +3967,8 @@ HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 
 HPMLC_FN hpml_world *hpmlc_world_of(const hpml_comm *c) { return c->room ? c->room->world : NULL; }
 
-/* Sleeps at a gate; in virtual time the turn goes on, whatever `until`. `c` is the sleeper's communicator. */
+/* Sleeps until the gate changes or until hpml_now() is `until`. In virtual time it gives the turn to another thread
+   instead, and `until` does not count. c: the communicator of the thread that sleeps. */
 HPMLC_FN void hpmlc_wait_at(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double until)
 {
     if (c->agent) {
@@ -3945,15 +3978,17 @@ HPMLC_FN void hpmlc_wait_at(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double 
     } else hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
 }
 
-HPMLC_FN void hpmlc_wake(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
+/* Wakes the thread of communicator `sleeper` that waits at the gate; `by` is the communicator of the calling thread. */
+HPMLC_FN void hpmlc_wake(hpml_comm *by, hpml_comm *sleeper, hpmlc_gate *g)
 {
     hpmlc_gate_wake(hpmlc_world_of(by), g);
-    if (who->agent) hpmlc_agent_rouse(who, who->agent);
+    if (sleeper->agent) hpmlc_agent_rouse(sleeper, sleeper->agent);
 }
 
-/* This thread mostly waits, and others wait for what it does next: it asks to be woken when the time has come, not 50
-   us later, and to run for moments only, which lets it run at once although all cores compute. Refused: no matter. */
-HPMLC_FN void hpmlc_background_prompt(void)
+/* Lowers the latency of the calling thread, which mostly waits and for which other ranks wait: a timer slack of 1 us
+   instead of 50, and a short time slice (Linux 6.12 and later), so that the thread preempts computing threads. Where
+   the system refuses, nothing changes. */
+HPMLC_FN void hpmlc_background_low_latency(void)
 {
 #if defined(__linux__) && defined(PR_SET_TIMERSLACK) && defined(SYS_sched_setattr)
     struct { uint32_t size, policy; uint64_t flags; int32_t nice; uint32_t priority; uint64_t runtime, rest[2]; } a;
@@ -3964,11 +3999,12 @@ HPMLC_FN void hpmlc_background_prompt(void)
 #endif
 }
 
+/* Runs jobs until hpmlc_background_stop; then leaves the world, whose deadlock detection counts running threads. */
 HPMLC_FN void *hpmlc_background_main(void *arg)
 {
     hpmlc_background *b    = (hpmlc_background *)arg;
     unsigned          seen = 0;
-    hpmlc_background_prompt();
+    hpmlc_background_low_latency();
     if (b->twin->agent) hpmlc_agent_enter(b->twin);
     for (;;) {
         if (b->taken != __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE)) {
@@ -3981,12 +4017,13 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     hpmlc_agent *a = b->twin->agent;
     if (a) b->twin->agent = NULL;
     __atomic_store_n(&b->ended, true, __ATOMIC_RELEASE);
-    hpmlc_wake(b->twin, b->c, &b->waiter); /* the last touch of b */
+    hpmlc_wake(b->twin, b->c, &b->waiter); /* b may be freed from here on */
     if (a) hpmlc_agent_free(w, a);
     else if (w && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
     return NULL;
 }
 
+/* Starts the thread. Without one (threaded stays false) jobs run when they are posted. */
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     hpml_world *w = hpmlc_world_of(b->c);
@@ -4001,23 +4038,23 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
     if (own) b->twin->agent = own;
     b->threaded = pthread_create(&b->thread, NULL, hpmlc_background_main, b) == 0;
     if (b->threaded) return;
-    b->twin->agent = b->c->agent; /* work is done at once, in its owner's time */
+    b->twin->agent = b->c->agent; /* jobs run when they are posted, on the poster's clock */
     if (own) hpmlc_agent_free(w, own);
     else if (w) __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
 }
 
-/* Until the thread says so; meanwhile a deadlock is seen, and virtual time goes on. */
-HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *said)
+/* Waits until the background thread sets *flag. Deadlocks are detected meanwhile, and virtual time advances. */
+HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *flag)
 {
     unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_wait_at(b->c, &b->waiter, &seen, 1e300);
+    while (!__atomic_load_n(flag, __ATOMIC_ACQUIRE)) hpmlc_wait_at(b->c, &b->waiter, &seen, 1e300);
 }
 
 #else
-HPMLC_FN void hpmlc_wake(hpml_comm *by HPMLC_UNUSED, hpml_comm *who HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_wake(hpml_comm *by HPMLC_UNUSED, hpml_comm *sleeper HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_wait_at(hpml_comm *c HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
                          double until HPMLC_UNUSED) {}
-HPMLC_FN void hpmlc_background_await(hpmlc_background *b HPMLC_UNUSED, const bool *said HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_background_await(hpmlc_background *b HPMLC_UNUSED, const bool *flag HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) {}
 
 #endif
@@ -4040,14 +4077,16 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
     hpml_ctx_free(b->ctx);
 }
 
-/* Collective, at the first job. */
+/* Returns the communicator's background, which the first call creates: collective then. NULL: the error is on the
+   context. */
 HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
 {
     if (c->background) return c->background;
     hpmlc_background *b = (hpmlc_background *)hpml_ctx_alloc(c->ctx, sizeof *b, NULL);
     if (!b) return NULL;
     HPMLC_ZERO(hpml_ctx_desc, d);
-    d.threads = 1, d.allocator = hpml_ctx_allocator(c->ctx);
+    d.threads   = 1;
+    d.allocator = hpml_ctx_allocator(c->ctx);
     int32_t *all = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof *all * (size_t)c->size, NULL);
     for (int i = 0; all && i < c->size; i++) all[i] = i;
     b->c    = c;
@@ -4055,29 +4094,34 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
     b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, 0) : NULL;
     hpml_ctx_release(c->ctx, all);
     if (!b->twin) {
-        hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s",
+        hpmlc_fail(c, HPML_ERR_MEMORY, "background: the twin of the communicator cannot be created: %s",
                    b->ctx ? hpml_ctx_error(b->ctx) : "no memory");
         hpml_ctx_free(b->ctx);
         return NULL;
     }
-    b->twin->spin  = 0; /* leaves the core to those who compute */
+    b->twin->spin  = 0; /* sleeps at once, because computing threads need the core */
     b->twin->trace = c->ctx;
     c->background  = b;
     hpmlc_background_thread(b);
     return b;
 }
 
-/* A copy of `what`. */
-HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *what)
+/* Posts a copy of `job`. NULL: the error is on the context. */
+HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *job)
 {
     hpmlc_background *b = hpmlc_failed(c) ? NULL : hpmlc_background_of(c);
     if (!b) return NULL;
     hpml_job *j = &b->job[b->posted % HPMLC_JOBS];
-    if (j->used)
-        return hpmlc_fail(c, HPML_ERR_STATE, "%d jobs in the background have not been waited for", HPMLC_JOBS),
-               (hpml_job *)NULL;
-    *j = *what;
-    j->c = c, j->used = true, j->step = c->step, j->clock = hpml_comm_now(c);
+    if (j->used) {
+        hpmlc_fail(c, HPML_ERR_STATE, "background: %d jobs have been started without a wait; call hpml_job_wait once "
+                   "for each", HPMLC_JOBS);
+        return NULL;
+    }
+    *j = *job;
+    j->c     = c;
+    j->used  = true;
+    j->step  = c->step;
+    j->clock = hpml_comm_now(c);
     __atomic_add_fetch(&b->posted, 1, __ATOMIC_RELEASE);
     if (b->threaded) hpmlc_wake(c, b->twin, &b->worker);
     else hpmlc_job_run(b);
@@ -4087,14 +4131,17 @@ HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *what)
 HPML_API hpml_job *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user)
 {
     HPMLC_ZERO(hpml_job, j);
-    j.work = work, j.user = user;
+    j.work = work;
+    j.user = user;
     return work ? hpmlc_job_post(c, &j) : NULL;
 }
 
 HPML_API hpml_job *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
     HPMLC_ZERO(hpml_job, j);
-    j.work = hpmlc_job_allreduce, j.data = data, j.n = n;
+    j.work = hpmlc_job_allreduce;
+    j.data = data;
+    j.n    = n;
     if (desc) j.desc = *desc;
     return hpmlc_job_post(c, &j);
 }
@@ -4105,7 +4152,8 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
-    __atomic_store_n(&b->twin->spin, j->c->spin, __ATOMIC_RELAXED); /* nobody computes here: the core is the twin's */
+    __atomic_store_n(&b->twin->spin, j->c->spin, __ATOMIC_RELAXED); /* this thread only waits, so the twin may spin on
+    the core */
     hpmlc_background_await(b, &j->done);
     __atomic_store_n(&b->twin->spin, 0, __ATOMIC_RELAXED);
     hpmlc_agent_until(j->c, j->clock);
@@ -4115,7 +4163,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
     return j->status;
 }
 
-/* Waits until nothing is under way: then what the twin has counted, and what jobs carry, may be looked at. */
+/* Waits until no job is in flight: then the twin's counters and the residuals that jobs change may be read. */
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 {
     hpmlc_background *b = c->background;
@@ -4124,8 +4172,11 @@ HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 
 HPMLC_FN void hpmlc_counters_add(hpml_counters *to, const hpml_counters *more)
 {
-    to->messages += more->messages, to->bytes += more->bytes, to->between_bytes += more->between_bytes;
-    to->rounds += more->rounds, to->seconds += more->seconds;
+    to->messages += more->messages;
+    to->bytes += more->bytes;
+    to->between_bytes += more->between_bytes;
+    to->rounds += more->rounds;
+    to->seconds += more->seconds;
 }
 
 HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
@@ -4137,11 +4188,12 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
     if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
 }
 
-HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int what)
+/* Returns messages (which 0) or bytes (which 1) sent to a rank, by the communicator and its twin. */
+HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int which)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
     hpmlc_background_drain(c);
-    return c->to[peer][what] + (c->background ? c->background->twin->to[peer][what] : 0);
+    return c->to[peer][which] + (c->background ? c->background->twin->to[peer][which] : 0);
 }
 
 HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer) { return hpmlc_sent_to(c, peer, 0); }
