@@ -561,15 +561,16 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // >>api-simulate   step time on machines you do not have
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* How long would a step of synchronous training take on 512 ranks behind 10 Gbit/s? The moves of all ranks are played
-   in virtual time, without threads and payloads: the moves, links and cards of HPML_TRANSPORT_CLOCK and the same times,
-   but thousands of ranks take milliseconds to seconds. What is modelled:
+/* How long would a step of synchronous training take on 512 ranks behind 10 Gbit/s? The simulator plays the moves of
+   all ranks in virtual time, without threads and payloads: the same moves, links and cards as HPML_TRANSPORT_CLOCK give
+   the same times, but thousands of ranks take milliseconds to seconds. It models:
      - a message takes latency + bytes / bandwidth. A node's card for traffic with other nodes (out and in at once)
        serves one message after another; latency does not occupy it: k in line take latency + k bytes / bandwidth
-     - a backward pass from the last layer to the first; a bucket is exchanged once its first layer is done and the
-       bucket before it is through: one stream of communication a rank, beside the computation, not slowed down by it
+     - a backward pass from the last layer to the first; a bucket is exchanged when the backward pass of its first layer
+       and the exchange of the bucket before it have ended: one stream of communication a rank, which overlaps the
+       computation and is not slowed down by it
      - stragglers: network.slow multiplies a rank's computation
-   What is not: jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
+   It does not model jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
 typedef struct hpml_simulate_desc {
     uint32_t       _begin;
     int32_t        ranks;            /* 1 to 65536 */
@@ -577,30 +578,32 @@ typedef struct hpml_simulate_desc {
     int32_t        layers;
     const double  *forward_s;        /* (layers) seconds on one rank for its part of the batch; NULL: 0 */
     const double  *backward_s;       /* (layers) */
-    double         update_s;         /* of all weights, once all gradients are there */
-    const int64_t *elements;         /* (layers) of the gradient; 0: this layer has no parameters */
-    hpml_algorithm algorithm;        /* AUTO: what hpml_allreduce would take. NATIVE: nobody knows */
-    hpml_element   element;          /* as which gradients travel: F32, BF16, ... */
-    const int64_t *packed;           /* (layers) bytes of each gradient as a codec packs it. They cannot be added on the
-                                        way: each rank sends every owner its stripe (all to all); the owner adds, packs,
-                                        and sends the sum round (allgather), whatever the algorithm. NULL: no codec */
-    double         codec_s_per_byte; /* to pack and unpack a byte of f32 gradient, there and back; part of the stream */
-    size_t         bucket_bytes;     /* of f32 gradient: so much is exchanged together; 0: 25 MiB, 1: one by one */
-    bool           no_overlap;       /* begin when the whole backward pass is done */
-    bool           delayed;          /* exchange the gradients of the step before, beside this one (double buffering) */
+    double         update_s;         /* seconds to update all weights, after the last exchange */
+    const int64_t *elements;         /* (layers) elements of the gradient; 0: this layer has no parameters */
+    hpml_algorithm algorithm;        /* AUTO: what hpml_allreduce would choose. NATIVE: refused, its moves are unknown
+    */
+    hpml_element   element;          /* type in which gradients travel: F32, BF16, ... */
+    const int64_t *packed;           /* (layers) bytes of each gradient as a codec packs it. Packed gradients cannot be
+                                        added on the way: each rank sends every owner its stripe (all to all); the owner
+                                        adds, packs, and sends the sum to all ranks (allgather); `algorithm` does not
+                                        count. NULL: no codec */
+    double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, twice; part of the stream */
+    size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
+    bool           no_overlap;       /* exchange after the backward pass, not during it */
+    bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
     uint32_t       _end;
 } hpml_simulate_desc;
 
 typedef struct hpml_simulation {
     double  step_s;         /* of the slowest rank: compute_s + straggle_s + exposed_s */
-    double  compute_s;      /* forward, backward and update of a rank that is not slow */
-    double  straggle_s;     /* what the slowest rank computes longer */
-    double  exposed_s;      /* communication that no computation hides */
-    double  comm_s;         /* communication in all, packing included; hidden is comm_s - exposed_s */
+    double  compute_s;      /* seconds of forward, backward and update on a rank that is not slow */
+    double  straggle_s;     /* seconds that the slowest rank computes longer */
+    double  exposed_s;      /* seconds of communication that overlap no computation */
+    double  comm_s;         /* seconds of communication, packing included; comm_s - exposed_s overlap computation */
     double  efficiency;     /* compute_s / step_s: at 1, p ranks do p batches in the time of one */
     int64_t bytes_per_rank; /* sent by the rank that sends most */
     int64_t messages;       /* of the rank that sends most */
-    int64_t between_bytes;  /* that leave a node, all ranks together */
+    int64_t between_bytes;  /* sent from node to node, by all ranks together */
     int32_t buckets;
 } hpml_simulation;
 
@@ -611,9 +614,10 @@ HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t s
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes);
 
 /* Rules of thumb. Amdahl: the speedup of p ranks when the share `serial` of the work cannot be divided. Optimal ranks,
-   from "1-Bit Stochastic Gradient Descent" (Seide et al. 2014): with more, ranks wait for the network. divisible_s: the
-   work of a step that ranks share (half a minibatch when double buffering, and what is done to each stripe); comm_s:
-   the exchange (T_comm / Z when packed Z times smaller); fixed_s: what each rank does anyway (the update). Infinite if
+   from "1-Bit Stochastic Gradient Descent" (Seide et al. 2014): more ranks would wait for the network. divisible_s:
+   seconds of work in a step that ranks share (half a minibatch with double buffering, and the work on each stripe);
+   comm_s: seconds of the exchange (T_comm / Z when packed Z times smaller); fixed_s: seconds of work that every rank
+   does (the update). Infinite if
    comm_s <= fixed_s: then the update is the limit, and the network is never saturated. */
 HPML_API double hpml_amdahl(double serial, double ranks); /* 1 / (serial + (1 - serial) / ranks) */
 HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s); /* divisible / (comm - fixed) */
@@ -6764,12 +6768,12 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // >>simulate   moves in virtual time, by a queue of ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Every rank has a clock. Ranks that want to send wait in a queue by (clock, rank), as threads do in >>clock, so
-   messages enter the cards in the same order and the times are the same. That costs some 50 to 100 ns a message. Two
-   shapes have p^2 messages and need less, because the order of turns does not matter in them:
+/* Every rank has a clock. Ranks that are about to send wait in a queue by (clock, rank), as threads do in >>clock, so
+   that messages enter the cards in the same order and the times are the same. That costs some 50 to 100 ns a message.
+   Two shapes have p^2 messages and need less, because the order of turns does not matter in them:
      ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
-                  alike, what happens on one happens on all: the ranks of one node stand for all
-     all to all   the ranks of one node stand for all likewise
+                  in the same state, the ranks of one node represent those of all nodes
+     all to all   the ranks of one node represent those of all nodes likewise
    Tests compare both with the queue. */
 
 typedef struct hpmlc_sim_event {
@@ -6778,15 +6782,15 @@ typedef struct hpmlc_sim_event {
     int    run;  /* in the heap: the run whose first event this is */
 } hpmlc_sim_event;
 
-typedef struct hpmlc_sim_letter { /* has been sent to a rank that waits for something else */
-    int    from, next;
+typedef struct hpmlc_sim_letter { /* a message to a rank that does not wait for it yet */
+    int    from, next; /* the sender; the next letter of the receiver, -1: none */
     double arrival;
 } hpmlc_sim_letter;
 
-typedef struct hpmlc_sim_rank { /* what the queue keeps of a rank, side by side because turns come in any order */
+typedef struct hpmlc_sim_rank { /* a rank in the queue. One struct: turns come in any order, so members share a line */
     int     phase, round;
     int     to, from;    /* of its move, -1: none */
-    int64_t bytes;       /* that the move sends */
+    int64_t bytes;       /* sent by the move */
     int     want;        /* the rank whose message is awaited, or -1 */
     int     first, last; /* letters, -1: none */
     int     next;        /* the next rank of its run, -1: none */
@@ -6795,35 +6799,41 @@ typedef struct hpmlc_sim_rank { /* what the queue keeps of a rank, side by side 
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
 typedef struct hpmlc_sim {
-    hpml_comm         layout;             /* what a communicator knows of them */
+    hpml_comm         layout;             /* a communicator without a transport: nodes and links of the ranks */
     int               p, nodes, per_node; /* per_node: 0 where nodes are not all alike */
     bool              mixed;              /* neighbours in a ring are on different nodes, several on each */
-    bool              plain;              /* no short cuts; for tests */
+    bool              plain;              /* for tests: always play the queue */
     double            latency[2], rate[2]; /* inside, between: seconds, seconds a byte */
     int32_t          *node;               /* (p) */
     double           *clock;              /* (p) */
-    double           *out, *in;           /* (p + nodes) when cards are free: of ranks inside their node, of nodes */
+    double           *out, *in;           /* (p + nodes) seconds when cards get free: of ranks inside nodes, of nodes */
     int64_t          *bytes, *messages;   /* (p) sent */
     int64_t           between;            /* bytes between nodes */
     double           *work;               /* (4 p) scratch */
-    /* of the queue */
+    /* The collective that is played, and the queue: */
     hpmlc_sim_kind    kind;
     int64_t           n;
     size_t            size;               /* of an element */
     hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) */
-    int32_t          *phases;             /* (p) how many of them a rank has; in an all to all: scratch */
+    int32_t          *phases;             /* (p) phases of each rank; in an all to all: scratch */
     hpmlc_sim_rank   *rank;               /* (p) */
     hpmlc_sim_event  *run;                /* (p) the last event of each run, the latest first */
     hpmlc_sim_event  *heap;               /* (p) the first event of each run, the earliest at the top */
     int               runs;
     hpmlc_sim_letter *letter;
-    int               letters, free_letter; /* room, first of the unused */
+    int               letters, free_letter; /* letters allocated; first unused one, -1: none */
     bool              failed;             /* out of memory */
 } hpmlc_sim;
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
 {
-    free(s->node), free(s->clock), free(s->bytes), free(s->phase), free(s->rank), free(s->run), free(s->letter);
+    free(s->node);
+    free(s->clock);
+    free(s->bytes);
+    free(s->phase);
+    free(s->rank);
+    free(s->run);
+    free(s->letter);
 }
 
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
@@ -6834,7 +6844,8 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->p           = p;
     s->nodes       = hpmlc_network_nodes(net, p);
     size_t cards   = n + (size_t)s->nodes;
-    s->latency[0]  = net->inside.latency, s->latency[1] = net->between.latency;
+    s->latency[0]  = net->inside.latency;
+    s->latency[1]  = net->between.latency;
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
@@ -6846,8 +6857,12 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* with heap */
     s->failed      = !s->node || !s->clock || !s->bytes || !s->phase || !s->rank || !s->run;
     if (s->failed) return false;
-    s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
-    s->phases = s->node + n, s->heap = s->run + n;
+    s->out      = s->clock + n;
+    s->in       = s->out + cards;
+    s->work     = s->in + cards;
+    s->messages = s->bytes + n;
+    s->phases   = s->node + n;
+    s->heap     = s->run + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
     c->size = p;
     c->node = s->node;
@@ -6859,18 +6874,20 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     return true;
 }
 
-/* Who stands for a rank where nodes are all alike: the one in the same place on the first node; on one node rank 0. */
-HPMLC_FN int hpmlc_sim_stand(const hpmlc_sim *s, int rank)
+/* Returns the rank that represents a rank where all nodes are in the same state: the one in the same place of the first
+   node; where there is only one node, rank 0. */
+HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
 {
-    return s->nodes == 1 ? 0 : s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
+    if (s->nodes == 1) return 0;
+    return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* The cards of a message: its own ranks' inside a node, else the nodes'. */
+/* Returns the index of the card that a message of this rank uses: the rank's own inside a node, else the node's. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
 
-/* When a message that is sent now will be there: the rule of hpmlc_arrival. But in an all to all as many bytes enter a
-   node as leave it, all the time; so the card coming in is not counted. (Reserved in the order of sending, it would
-   hold up the card going out, and that one the next: a traffic jam that no switch has.) */
+/* Sends a message now and returns when it arrives, in seconds: the rule of hpmlc_arrival. But in an all to all as many
+   bytes enter a node as leave it at any time, so the receiving card is not counted: reserved in the order of sending,
+   it would delay the sending card, and that card the next one, a congestion that no switch has. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->node[from] != s->node[to];
@@ -6893,15 +6910,16 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
     return a.time < b.time || (a.time <= b.time && a.rank < b.rank);
 }
 
-/* The queue is made of runs: lists of ranks in the order of their turns. A rank goes behind the latest of the runs'
-   ends that is before it, else it begins a run; so the ends stay sorted, and a run that gets empty is the one that
-   ends earliest, the last. Ranks that do the same at the same time need few runs, whose ends stay in the cache; a heap
-   of all ranks misses it at every step. */
+/* Puts a rank into the queue. The queue is a set of runs: lists of ranks in the order of their turns. A rank is
+   appended to the run with the latest end that is before the rank's turn; where there is none, it begins a run. So the
+   ends stay sorted, and a run that gets empty is the one with the earliest end, the last. Ranks that do the same at the
+   same time need few runs, whose ends stay in the cache; a heap of all ranks would miss the cache at every step. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
     int             low = 0, high = s->runs;
-    e.time = s->clock[rank], e.rank = rank;
+    e.time = s->clock[rank];
+    e.rank = rank;
     s->rank[rank].next = -1;
     while (low < high) {
         int middle = (low + high) / 2;
@@ -6918,12 +6936,16 @@ HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
     s->run[low] = e;
 }
 
+/* Takes the rank with the next turn out of the queue. */
 HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
 {
     hpmlc_sim_event e = s->heap[0];
     int             top = e.rank, next = s->rank[top].next, i = 0, child;
     if (next < 0) e = s->heap[--s->runs];
-    else e.time = s->clock[next], e.rank = next;
+    else {
+        e.time = s->clock[next];
+        e.rank = next;
+    }
     while ((child = 2 * i + 1) < s->runs) {
         if (child + 1 < s->runs && hpmlc_sim_before(s->heap[child + 1], s->heap[child])) child++;
         if (!hpmlc_sim_before(s->heap[child], e)) break;
@@ -6934,6 +6956,7 @@ HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
     return top;
 }
 
+/* Returns the elements of block i. */
 HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
 {
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
@@ -6943,10 +6966,11 @@ HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
 HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
-    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* in round k with the rank k further on, as hpmlc_blocks */
+    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* round k: to the rank k after r, as in hpmlc_blocks */
         int k = q->round + 1;
         if (k >= s->p) return false;
-        q->to = (r + k) % s->p, q->from = (r + s->p - k) % s->p;
+        q->to    = (r + k) % s->p;
+        q->from  = (r + s->p - k) % s->p;
         q->bytes = hpmlc_sim_block(s, q->to) * (int64_t)s->size;
         return true;
     }
@@ -6957,13 +6981,15 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
         if (once && q->round < f->team.me - 1) q->round = f->team.me - 1;
         if (q->round >= (once ? f->team.me : f->rounds)) continue;
         hpmlc_move_of(f, q->round, &m);
-        q->to = m.to, q->from = m.from, q->bytes = m.send_count * (int64_t)s->size;
+        q->to    = m.to;
+        q->from  = m.from;
+        q->bytes = m.send_count * (int64_t)s->size;
         return true;
     }
     return false;
 }
 
-/* Takes the letter from this rank out of r's box. */
+/* Receives the first letter of `from` that rank r has, and advances r's clock to its arrival. False: there is none. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -6981,28 +7007,37 @@ HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
     return false;
 }
 
+/* Keeps a letter for rank r, which does not wait for it yet. */
 HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
 {
     if (s->free_letter < 0) {
-        int               room = s->letters ? 2 * s->letters : 1024;
-        hpmlc_sim_letter *more = (hpmlc_sim_letter *)realloc(s->letter, sizeof *more * (size_t)room);
-        if (!more) { s->failed = true; return; }
+        int               count = s->letters ? 2 * s->letters : 1024;
+        hpmlc_sim_letter *more = (hpmlc_sim_letter *)realloc(s->letter, sizeof *more * (size_t)count);
+        if (!more) {
+            s->failed = true;
+            return;
+        }
         s->letter = more;
-        for (int i = room - 1; i >= s->letters; i--) more[i].next = s->free_letter, s->free_letter = i;
-        s->letters = room;
+        for (int i = count - 1; i >= s->letters; i--) {
+            more[i].next   = s->free_letter;
+            s->free_letter = i;
+        }
+        s->letters = count;
     }
     hpmlc_sim_rank *q = &s->rank[r];
     int             i = s->free_letter;
     s->free_letter = s->letter[i].next;
-    s->letter[i].from = from, s->letter[i].arrival = arrival, s->letter[i].next = -1;
+    s->letter[i].from    = from;
+    s->letter[i].arrival = arrival;
+    s->letter[i].next    = -1;
     if (q->first < 0) q->first = i;
     else s->letter[q->last].next = i;
     q->last = i;
 }
 
-/* Receives what is there, round by round, until rank r wants to send (then it queues), must wait, or is through. sent:
-   the message of this round is on its way. */
-HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, bool sent)
+/* Plays the rounds of rank r until r is about to send (then r is queued), must wait for a message, or has no round
+   left. sent: the message of the current round has been sent. */
+HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
 {
     hpmlc_sim_rank *q = &s->rank[r];
     for (; sent || hpmlc_sim_move(s, r); q->round++, sent = false) {
@@ -7017,6 +7052,7 @@ HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, bool sent)
     }
 }
 
+/* Plays the collective turn by turn. */
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
     s->runs = 0;
@@ -7025,18 +7061,18 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         q->phase = q->round = 0;
         q->want = q->first = q->last = -1;
     }
-    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r, false);
+    for (int r = 0; r < s->p; r++) hpmlc_sim_advance(s, r, false);
     while (s->runs > 0 && !s->failed) {
         int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
         double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
         hpmlc_sim_rank *q = &s->rank[to];
-        if (q->want == r) { /* is waiting for just this */
+        if (q->want == r) { /* waits for this message */
             if (s->clock[to] < arrival) s->clock[to] = arrival;
             q->want = -1;
             q->round++;
-            hpmlc_sim_go_on(s, to, false);
+            hpmlc_sim_advance(s, to, false);
         } else hpmlc_sim_keep(s, to, r, arrival);
-        hpmlc_sim_go_on(s, r, true);
+        hpmlc_sim_advance(s, r, true);
     }
 }
 
@@ -7044,19 +7080,21 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // >>simulate-fast   rings and all to all in virtual time without a queue
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* How many ranks stand for all of them in a ring: 1, those of a node, or p. Blocks must be equal, or so many that the
-   longest may stand for all (the time is an upper bound then). free_at: (p) when the link from i to i + 1 is free. */
+/* Returns how many ranks represent all ranks of a ring: 1, those of a node, or p. Fewer than p only where blocks are
+   equal, or so many that each may count as the longest (the time is an upper bound then). free_at: (p) when the link
+   from i to i + 1 gets free, seconds. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
 {
-    int q = s->nodes == 1 || s->nodes == s->p ? 1 : s->per_node > 0 && !s->mixed ? s->per_node : s->p;
+    int q = s->per_node > 0 && !s->mixed ? s->per_node : s->p;
+    if (s->nodes == 1 || s->nodes == s->p) q = 1;
     if (n % s->p != 0 && s->p <= 256) return s->p;
     for (int i = q; i < s->p; i++)
         if (s->clock[i] != s->clock[i % q] || free_at[i] != free_at[i % q]) return s->p;
     return q;
 }
 
-/* A ring of all ranks in which no two pairs share a card. rounds: 2 (p - 1), or p - 1 for the allgather. In round k
-   rank i sends block i - 1 - k; in the allgather i - k. */
+/* Plays a ring of all ranks in which no two pairs share a card. rounds: 2 (p - 1), or p - 1 for an allgather alone. In
+   round k rank i sends block i - 1 - k; in an allgather alone block i - k. */
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
@@ -7068,7 +7106,9 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
-        s->bytes[i] += sent, s->messages[i] += rounds, s->between += far ? sent : 0;
+        s->bytes[i] += sent;
+        s->messages[i] += rounds;
+        s->between += far ? sent : 0;
     }
     int q = hpmlc_sim_period(s, s->n, free_at);
     if (q < p)
@@ -7091,12 +7131,12 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
     }
 }
 
-/* True when all nodes are in the same state: what one does, all do. */
+/* Returns whether all nodes are in the same state, so that one node represents all. */
 HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
 {
     if (s->per_node == 0) return false;
     for (int r = 0; r < s->p; r++) {
-        int i = hpmlc_sim_stand(s, r);
+        int i = hpmlc_sim_representative(s, r);
         if (s->clock[r] != s->clock[i] || s->out[r] != s->out[i] || s->in[r] != s->in[i]) return false;
     }
     for (int i = s->p + 1; i < s->p + s->nodes; i++)
@@ -7104,8 +7144,8 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
     return true;
 }
 
-/* Nodes alike. Blocks are taken to be as long as the longest. As in hpmlc_sim_send, the card coming in is not waited
-   for: messages come in one by one, as they leave. */
+/* Plays an all to all where all nodes are in the same state. Each block counts as the longest one. As in
+   hpmlc_sim_send, the receiving card is not counted. */
 HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 {
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
@@ -7114,13 +7154,13 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     int32_t *order = s->phases; /* (m) ranks that represent all others, sorted by clock */
     for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
-        for (int j = 1; j < m; j++) { /* by insertion: there is little to move */
+        for (int j = 1; j < m; j++) { /* insertion sort: the ranks are nearly sorted */
             int r = order[j], i = j;
             for (; i > 0 && s->clock[order[i - 1]] > s->clock[r]; i--) order[i] = order[i - 1];
             order[i] = r;
         }
         for (int j = 0; j < m; j++) {
-            int     r = order[j], to = (r + k) % p, at = hpmlc_sim_stand(s, to);
+            int     r = order[j], to = (r + k) % p, at = hpmlc_sim_representative(s, to);
             bool    far = s->node[r] != s->node[to];
             double *out = far ? &card : &s->out[r], *in = far ? &card : &s->in[at];
             double  start = s->clock[r];
@@ -7134,9 +7174,11 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     }
     for (int i = 0; i < s->nodes; i++) s->out[p + i] = card;
     for (int r = 0; r < p; r++) {
-        int     i = hpmlc_sim_stand(s, r);
+        int     i = hpmlc_sim_representative(s, r);
         int64_t near_part = 0;
-        s->clock[r] = s->clock[i], s->out[r] = s->out[i], s->in[r] = s->in[i];
+        s->clock[r] = s->clock[i];
+        s->out[r]   = s->out[i];
+        s->in[r]    = s->in[i];
         for (int j = 0; j < s->per_node; j++) {
             int to = s->layout.spread ? s->node[r] + j * s->nodes : r - r % s->per_node + j;
             near_part += hpmlc_sim_block(s, to);
@@ -7198,6 +7240,7 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     return hpmlc_sim_run(s);
 }
 
+/* Returns the latest clock of all ranks: seconds. */
 HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 {
     double t = s->clock[0];
@@ -7212,12 +7255,12 @@ HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
-    if (p < 1 || p > 65536) return hpmlc_say_no(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
+    if (p < 1 || p > 65536) return hpmlc_say_no(to, wrong, "simulate: %d ranks: expected 1 to 65536", p);
     if ((unsigned)a >= HPML_ALGORITHM_COUNT)
-        return hpmlc_say_no(to, wrong, "simulate: there is no algorithm %d", (int)a);
+        return hpmlc_say_no(to, wrong, "simulate: there is no algorithm %d; take a word of hpml_algorithm", (int)a);
     if (hpmlc_algorithm_row(a)->native)
-        return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
-                            "another algorithm");
+        return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "simulate: the moves of an MPI's own allreduce are not known; "
+                            "choose another algorithm");
     if (p > 1 && !net->node && net->ranks_per_node == 0 && (net->between.latency > 0 || net->between.bandwidth > 0))
         return hpmlc_say_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
@@ -7252,7 +7295,8 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     return HPML_OK;
 }
 
-/* Exchanges one bucket, which rank r has at time ready * slow[r]. False: out of memory. */
+/* Exchanges one bucket, which is ready on rank r at ready * slow[r] seconds. Adds its seconds to *comm. False: out of
+   memory. */
 HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double ready, int64_t n, int64_t packed,
                                double *comm)
 {
@@ -7273,18 +7317,24 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     return good;
 }
 
+/* Plays one step of training, bucket by bucket. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
     double   now = 0, slowest = d->network.slow ? 0 : 1, whole = 0;
     int64_t  n = 0, packed = 0;
     double   limit = d->bucket_bytes == 0 ? 25 * 1048576. : (double)d->bucket_bytes;
-    for (int i = 0; i < d->layers; i++) now += d->forward_s ? d->forward_s[i] : 0, whole += d->backward_s[i];
+    for (int i = 0; i < d->layers; i++) {
+        now += d->forward_s ? d->forward_s[i] : 0;
+        whole += d->backward_s[i];
+    }
     whole += now;
     for (int i = d->layers - 1; i >= 0; i--) {
         now += d->backward_s[i];
-        n += d->elements[i], packed += d->packed ? d->packed[i] : 0;
+        n += d->elements[i];
+        packed += d->packed ? d->packed[i] : 0;
         if (n == 0 || ((double)n * 4 < limit && i > 0)) continue;
-        double ready = d->delayed ? 0 : d->no_overlap ? whole : now;
+        double ready = d->no_overlap ? whole : now;
+        if (d->delayed) ready = 0;
         if (!hpmlc_sim_bucket(s, d, ready, n, packed, &out->comm_s)) return false;
         out->buckets++;
         n = packed = 0;
@@ -7310,7 +7360,7 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     const hpmlc_text to = { error, size };
     HPMLC_ZERO(hpml_simulation, result);
     hpmlc_say_no(&to, HPML_OK, "%s", "");
-    if (!out) return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
+    if (!out) return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "simulate: out is NULL; pass a struct for the result");
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;

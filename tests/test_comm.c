@@ -358,6 +358,42 @@ TEST(elements_are_added_in_the_documented_order)
     for (int p = 1; p <= 16; p++) ENSURE(launch_on(HPML_TRANSPORT_THREADS, p, NULL, documented_order, NULL) == HPML_OK);
 }
 
+/* The loop that >>moves prints above the ring gives the same bits as HPML_RING. */
+static hpml_status ring_by_hand(hpml_comm *c, void *user)
+{
+    enum { N = 1003 };
+    int                 p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    size_t              at[17], n[17];
+    float               x[N], same[N], y[N];
+    hpml_allreduce_desc d;
+    (void)user;
+    memset(&d, 0, sizeof d);
+    d.algorithm = HPML_RING;
+    for (int i = 0; i < N; i++) x[i] = same[i] = uneven(rank, i);
+    for (int b = 0; b < p; b++) {
+        at[b] = (size_t)hpml_block(N, p, b);
+        n[b]  = (size_t)hpml_block(N, p, b + 1) - at[b];
+    }
+    int next = (rank + 1) % p, before = (rank + p - 1) % p;
+    for (int k = 0; k < p - 1; k++) {
+        int sent = (rank + 2 * p - 1 - k) % p, got = (sent + p - 1) % p;
+        hpml_sendrecv(c, next, x + at[sent], n[sent] * sizeof *x, before, y, n[got] * sizeof *x, 0);
+        for (size_t i = 0; i < n[got]; i++) x[at[got] + i] += y[i];
+    }
+    for (int k = 0; k < p - 1; k++) {
+        int sent = (rank + p - k) % p, got = (sent + p - 1) % p;
+        hpml_sendrecv(c, next, x + at[sent], n[sent] * sizeof *x, before, x + at[got], n[got] * sizeof *x, 0);
+    }
+    hpml_allreduce(c, same, N, &d);
+    CHECK(memcmp(x, same, sizeof x) == 0);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(the_loop_above_the_ring_has_the_same_bits)
+{
+    for (int p = 1; p <= 16; p++) ENSURE(launch_on(HPML_TRANSPORT_THREADS, p, NULL, ring_by_hand, NULL) == HPML_OK);
+}
+
 TEST(moves_fit_together)
 {
     EACH_ALGORITHM(a, HPML_CENTRAL)
