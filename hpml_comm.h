@@ -420,7 +420,7 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
    `check` waits on the host. All ranks make the same calls. Errors stand on the context. */
 typedef struct hpml_device_link {
     void *user; /* first argument of all functions */
-    hpml_status (*begin)(void *user); /* calls from here on run after the work that the device has been given so far */
+    hpml_status (*begin)(void *user); /* later calls run after the work that the device was given before */
     hpml_status (*allreduce)(void *user, float *x, int64_t n, bool mean); /* sum or mean, in place */
     /* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each other rank r, or with `same` this rank's part of
        `sent` to all; receives from rank r into bytes [received_at[r], received_at[r + 1]) of `received`. */

@@ -1,4 +1,4 @@
-/* Gradients added up in fewer bytes: nothing is lost, everybody gets the same bits, and controls that must fail do. */
+/* Gradients added up in fewer bytes: nothing is lost, all ranks get the same bits, and controls that must fail do. */
 #include "../hpml_comm.h"
 #include "control_codecs.h"
 #include "test.h"
@@ -14,7 +14,7 @@ enum { ROWS = 40, COLS = 100, STEPS = 1000 };
 typedef struct trial {
     hpml_exchange_desc d;
     int                steps;
-    double             drift;  /* |sum of what was applied + residuals - sum of gradients| / |sum of gradients| */
+    double             drift;  /* |sum of exchanged gradients + residuals - sum of gradients| / |sum of gradients| */
     bool               same;   /* all ranks had the same bits after every step */
     int64_t            bytes, sent;
     hpml_status        status[16];
@@ -61,7 +61,7 @@ static hpml_status telescope(hpml_comm *c, void *user)
         status = hpml_exchange_run(x);
         if (t->status[rank] == HPML_OK) t->status[rank] = status;
         if (status == HPML_ERR_NONFINITE) status = HPML_OK;
-        /* rank 0 counts what was applied */
+        /* rank 0 adds up the exchanged gradients */
         for (int i = 0; i < ROWS * COLS; i++) sum[i] += (double)g[i] / (rank == 0 ? 1 : 1e300);
         int64_t hash[2] = { (int64_t)(bits_of(g, ROWS * COLS) >> 2), 0 };
         hash[1] = -hash[0];
@@ -74,7 +74,7 @@ static hpml_status telescope(hpml_comm *c, void *user)
     }
     hpml_comm_counters(c, &sent);
     if (rank == 0 && x) t->bytes = hpml_exchange_bytes(x), t->sent = sent.bytes;
-    if (x && status == HPML_OK) { /* sum over ranks of (gradients - residuals) - applied */
+    if (x && status == HPML_OK) { /* sum over ranks of (gradients - residuals), minus the exchanged gradients */
         int64_t row = 0, rows = 0, n = 0;
         float  *e = hpml_exchange_residual(x, 0, &n), *stripe = hpml_exchange_stripe(x, 0, &row, &rows);
         for (int i = 0; i < ROWS * COLS; i++) {
@@ -109,7 +109,7 @@ TEST(one_bit_loses_nothing)
     }
 }
 
-/* Bytes declared, and those counted in one run, on every rank. */
+/* Compares hpml_exchange_bytes with the bytes counted in one run, on every rank. */
 static hpml_status declare_bytes(hpml_comm *c, void *user)
 {
     static const int64_t shape[4][2] = { { 37, 50 }, { 1, 137 }, { 10, 64 }, { 1, 9 } };
@@ -176,7 +176,8 @@ TEST(other_codecs_lose_nothing)
     ENSURE(sum.drift >= 0 && sum.drift < 1e-4);
 }
 
-/* Weights that start at zero give the layer before them a gradient of zeros: low rank must still find its way later. */
+/* Weights that start at zero give the layer before them a gradient of zeros: LOWRANK must still learn when the gradient
+   is no longer zero. */
 static hpml_status late_gradient(hpml_comm *c, void *user)
 {
     float         *g = (float *)hpml_ctx_alloc(hpml_comm_ctx(c), sizeof(float) * ROWS * COLS, NULL);
@@ -184,7 +185,7 @@ static hpml_status late_gradient(hpml_comm *c, void *user)
     hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){
         .count = 1, .tensors = &t, .codec = { .kind = HPML_CODEC_LOWRANK, .lowrank = 3 } });
     double         size = 0;
-    for (int step = 0; step < 4; step++) { /* of rank 1, from the third step on */
+    for (int step = 0; step < 4; step++) { /* the gradient is a matrix of rank 1 from the third step on */
         for (int i = 0; i < ROWS * COLS; i++) g[i] = step < 2 ? 0 : 1;
         hpml_exchange_run(x);
         for (int i = 0; i < ROWS * COLS; i++) size += (double)g[i];
@@ -200,7 +201,7 @@ TEST(low_rank_begins_again_after_zeros)
     ENSURE_NEAR(mean, 2 * 3, 1e-4);
 }
 
-/* All bits of the 1-bit path: the plain sum, bit for bit. */
+/* A codec that keeps all bits travels by stripes as 1-bit gradients do, and gives the plain sum, bit for bit. */
 typedef struct pair { float a[ROWS * COLS], b[ROWS * COLS]; } pair;
 
 static hpml_status both_ways(hpml_comm *c, void *user)
@@ -224,7 +225,7 @@ TEST(all_bits_by_stripes_equal_the_plain_sum)
     ENSURE(memcmp(p.a, p.b, sizeof p.a) == 0);
 }
 
-/* Ranks whose tensors lie in memory in different ways: apart, in order, the other way round. */
+/* Ranks whose tensors lie in memory in different ways: apart, in order, in the opposite order. */
 static hpml_status laid_out(hpml_comm *c, void *user)
 {
     float         store[3][10] = { { 0 } };
@@ -312,7 +313,7 @@ TEST(bad_input)
     ENSURE(strstr(text, "exchange: there is no codec -1"));
 }
 
-/* Adagrad on the sum, inside the stripe, as the paper places it. */
+/* Stands for Adagrad on the sum, inside the stripe, where the paper places it. */
 static void scale_down(void *user, int tensor, int64_t row, int64_t rows, float *sum)
 {
     (void)tensor;
@@ -343,7 +344,7 @@ TEST(work_inside_the_stripe)
     ENSURE(right);
 }
 
-/* Adagrad there, step by step, against one who does the work of all: each gradient is packed with its rank's residual;
+/* Adagrad in the stripe, step by step, against a serial program: each gradient is packed with its rank's residual;
    what comes out is added in the order of the ranks and divided; what Adagrad makes of that is packed with a residual
    of its own. */
 static void adagrad(void *user, int tensor, int64_t row, int64_t rows, float *sum)
@@ -470,7 +471,8 @@ TEST(mixing_with_neighbours)
     }
 }
 
-/* HIERARCHICAL shows its levels, in their order, also where nodes differ in size: rank 0 is the first of its node. */
+/* The timeline has the levels of HIERARCHICAL in their order, also where nodes differ in size: rank 0 is the first of
+   its node. */
 static hpml_status levels(hpml_comm *c, void *user)
 {
     float x[100] = { 0 };
@@ -485,7 +487,7 @@ TEST(levels_of_a_hierarchy_in_the_timeline)
 {
     static const char *const name[] = { "\"local reduce\"", "\"global allreduce\"",
                                         "\"local gather\"", "\"allreduce\"" };
-    char path[64]; /* three programs run this test, perhaps at once */
+    char path[64]; /* three builds run this test, perhaps at the same time */
     snprintf(path, sizeof path, "build/levels_%d.json", (int)getpid());
     for (int p = 3; p <= 12; p++)
         for (int k = 2; k < p; k++) {
@@ -499,7 +501,7 @@ TEST(levels_of_a_hierarchy_in_the_timeline)
             const char *at = text;
             for (int i = 0; i < 4; i++) {
                 at = strstr(at, name[i]);
-                ENSURE(at && (i == 3 || !strstr(at + 1, name[i]))); /* once: the ring has none */
+                ENSURE(at && (i == 3 || !strstr(at + 1, name[i]))); /* only once: a ring has no levels */
             }
         }
 }
