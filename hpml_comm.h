@@ -321,8 +321,7 @@ HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n * index /
                                                                        `index`; 0 where parts is 0 */
 
 /* In place. reduce_scatter: block r of rank r becomes the result, the other blocks are overwritten. allgather: block r
-   of rank r is sent to all ranks. reduce_to: the root's data becomes the result, other ranks' data is
-   overwritten. */
+   of rank r is sent to all ranks. reduce_to: the root's data becomes the result, other ranks' data is overwritten. */
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op);
 HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_element e);
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
@@ -335,14 +334,14 @@ HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, v
 HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *received, size_t bytes);
 HPML_API hpml_status hpml_barrier(hpml_comm *c);
 
-/* Computes one move of an allreduce, for programs that draw, count or simulate them: what rank `rank` of p does in
-   round `round`, with n elements in all. False when the algorithm has no such round. */
-typedef struct hpml_move {
-    int     to, from;           /* -1: none */
+typedef struct hpml_move { /* what one rank does in one round */
+    int     to, from;                  /* ranks; -1: none */
     int64_t send_at, send_count;       /* elements sent: the first one and how many */
     int64_t receive_at, receive_count; /* elements received, ... */
     bool    add;                       /* ... and added to the array; else they replace its elements */
 } hpml_move;
+/* Computes one move of an allreduce, for programs that draw, count or simulate them: what rank `rank` of p does in
+   round `round`, with n elements in all. False when the algorithm has no such round. */
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
                                   hpml_move *out);
 
@@ -580,8 +579,7 @@ typedef struct hpml_simulate_desc {
     const double  *backward_s;       /* (layers) */
     double         update_s;         /* seconds to update all weights, after the last exchange */
     const int64_t *elements;         /* (layers) elements of the gradient; 0: this layer has no parameters */
-    hpml_algorithm algorithm;        /* AUTO: what hpml_allreduce would choose. NATIVE: refused, its moves are unknown
-    */
+    hpml_algorithm algorithm;        /* AUTO: as hpml_allreduce would choose. NATIVE is refused: unknown moves */
     hpml_element   element;          /* type in which gradients travel: F32, BF16, ... */
     const int64_t *packed;           /* (layers) bytes of each gradient as a codec packs it. Packed gradients cannot be
                                         added on the way: each rank sends every owner its stripe (all to all); the owner
@@ -610,15 +608,16 @@ typedef struct hpml_simulation {
 /* HPML_ERR_ARGUMENT, HPML_ERR_UNSUPPORTED or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size);
 HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size); /* as hpml_distribute_text */
-/* Seconds from the start of an allreduce until the last rank has the sum; -1: something is out of range. */
+/* Returns the seconds from the start of an allreduce until the last rank has the sum; -1: an argument is out of range
+   (hpml_simulate says which), or no memory. */
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes);
 
 /* Rules of thumb. Amdahl: the speedup of p ranks when the share `serial` of the work cannot be divided. Optimal ranks,
    from "1-Bit Stochastic Gradient Descent" (Seide et al. 2014): more ranks would wait for the network. divisible_s:
    seconds of work in a step that ranks share (half a minibatch with double buffering, and the work on each stripe);
    comm_s: seconds of the exchange (T_comm / Z when packed Z times smaller); fixed_s: seconds of work that every rank
-   does (the update). Infinite if
-   comm_s <= fixed_s: then the update is the limit, and the network is never saturated. */
+   does (the update). Infinite if comm_s <= fixed_s: then the update is the limit, and the network is never
+   saturated. */
 HPML_API double hpml_amdahl(double serial, double ranks); /* 1 / (serial + (1 - serial) / ranks) */
 HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s); /* divisible / (comm - fixed) */
 
