@@ -5590,7 +5590,6 @@ typedef struct hpmlg_pack { /* rows of one call */
     const float   *g;         /* (rows, cols) */
     int64_t        rows, cols, row_size; /* row_size: bytes of a packed row */
     int           *nonfinite; /* (1 + rows): is any row not finite, and is this row */
-    int            printed;
     float          threshold;
 } hpmlg_pack;
 
@@ -5724,7 +5723,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
                 int i = 16 * j + lane;
                 if (i >= n) break;
                 float x = longer ? e[i] : v[j];
-                e[i] = (p.printed ? p.g[e - p.e + i] : x) - (x >= 0 ? high : low);
+                e[i] = x - (x >= 0 ? high : low);
             }
         }
     }
@@ -5746,7 +5745,7 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
     int64_t     vecs = two ? (cols + 15) / 16 * 2 : (cols + 7) / 8;
     HPMLG_FOR_EACH(u, rows * vecs) {
         int64_t    row = two ? hpmlg_quotient(u, vecs) : 0, k = u - row * vecs;
-        hpmlg_vec8 x = hpmlg_row_get(g, row, cols, 8 * k, 0), v = x, lost;
+        hpmlg_vec8 v = hpmlg_row_get(g, row, cols, 8 * k, 0), lost;
         unsigned   codes = 0, bad = 0;
         if (p.e) {
             lost = hpmlg_row_get(e, row, cols, 8 * k, 0);
@@ -5756,7 +5755,7 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
             unsigned code = v.v[j] >= p.threshold ? 3 : v.v[j] <= -p.threshold ? 2 : 0;
             float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_round_to(v.v[j], HPML_DTYPE_BF16);
             codes |= code << 2 * j;
-            lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
+            lost.v[j] = v.v[j] - sent;
             bad |= (unsigned)!isfinite(two ? v.v[j] : sent) << j;
         }
         HPMLG_ROLLED for (int j = 0; bad >> j; j++)
@@ -5780,7 +5779,7 @@ static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
 /* Finds the codec of hpml.h; the GPU has no kernels for the user's own codecs. */
 HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int *kind)
 {
-    for (*kind = HPML_CODEC_NONE; *kind <= HPML_CODEC_TWOBIT; ++*kind)
+    for (*kind = HPML_CODEC_NONE; *kind < HPML_CODEC_COUNT; ++*kind)
         if (p->codec == hpml_codec_get((hpml_codec_kind)*kind)) return HPML_OK;
     return hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "cuda: codec \"%s\" is custom and runs on the CPU only; take one "
                          "of hpml_codec_kind, or a context without this backend", p->codec->name ? p->codec->name : "");
@@ -5794,7 +5793,6 @@ HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int
     some.row_size  = (int64_t)p->row_size;
     some.rows      = rows;
     some.cols      = p->cols;
-    some.printed   = p->desc.printed_residual;
     some.threshold = p->desc.threshold > 0 ? p->desc.threshold : 0.5f;
     return some;
 }

@@ -147,7 +147,7 @@ static hpml_status traffic_case(hpml_comm *c, void *user)
     hpml_counters       k;
     hpml_allreduce_desc d;
     (void)user;
-    for (int a = HPML_CENTRAL; a < HPML_NATIVE; a++)
+    EACH_ALGORITHM(a, HPML_CENTRAL)
         for (int i = 0; i < 4; i++) {
             traffic t;
             memset(&t, 0, sizeof t);

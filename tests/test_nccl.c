@@ -171,8 +171,8 @@ TEST(staged_methods_keep_ranks_equal)
         job j = { .steps = 5 };
         if (variant < 3) j.d.codec.kind = kinds[variant];
         if (variant == 1) j.d.codec.threshold = 0.01f;
-        if (variant == 3) j.d.method = HPML_METHOD_TOPK, j.d.ratio = 0.1f;
-        if (variant == 4) j.d.method = HPML_METHOD_LOWRANK;
+        if (variant == 3) j.d.codec.kind = HPML_CODEC_TOPK, j.d.codec.ratio = 0.1f;
+        if (variant == 4) j.d.codec.kind = HPML_CODEC_LOWRANK;
         if (variant == 5) j.d.codec.kind = HPML_CODEC_ONEBIT, j.d.warm_steps = 3, j.d.delayed = true;
         job cpu = j;
         cpu.cpu = true;
@@ -261,7 +261,7 @@ TEST(nccl_leaves_other_strategies_to_the_host)
     for (int variant = 0; variant < 3; variant++) {
         job j = { .steps = 4, .nccl = true };
         j.d.exact = variant == 0, j.d.delayed = variant == 1;
-        if (variant == 2) j.d.method = HPML_METHOD_TOPK;
+        if (variant == 2) j.d.codec.kind = HPML_CODEC_TOPK;
         nccl_on_cpu_reset(2, 0);
         ENSURE_GO(j, 2);
         ENSURE(nccl_on_cpu_count().groups == 0);
