@@ -365,9 +365,9 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 // >>gpu-language   the CUDA features that kernels use
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Kernels are plain CUDA C++. This section has all that differs between nvcc and the emulation in tests/emulator/cuda_on_cpu.h,
-   which runs the same text on a CPU, thread by thread: how a kernel is launched, its dynamic shared memory, the
-   tensor-core instructions and asynchronous copies.
+/* Kernels are plain CUDA C++. This section has all that differs between nvcc and the emulation in
+   tests/emulator/cuda_on_cpu.h, which runs the same text on a CPU, thread by thread: how a kernel is launched, its
+   dynamic shared memory, the tensor-core instructions and asynchronous copies.
 
    Sums are taken in an order that depends on the shape and the kind of GPU alone: no kernel adds floats atomically. */
 
@@ -3415,9 +3415,8 @@ HPMLG_FN hpmlg_array hpmlg_array_at(hpmlg_array x, int64_t at)
     return x;
 }
 
-/* batch: elements to the next matrix. H 0: not an image. */
-HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
-                                        int64_t H = 0, int64_t W = 0)
+/* batch: elements to the next matrix. */
+HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
 {
     hpmlg_operand o = {};
     o.x       = x;
@@ -3425,8 +3424,16 @@ HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis
     o.line    = line;
     o.k       = k;
     o.along_k = along_k;
-    o.H       = H;
-    o.W       = W;
+    return o;
+}
+
+/* The same in images of (H, W). */
+HPMLG_FN hpmlg_operand hpmlg_image_operand(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
+                                           int64_t H, int64_t W)
+{
+    hpmlg_operand o = hpmlg_operand_of(x, batch, line, k, along_k);
+    o.H = H;
+    o.W = W;
     return o;
 }
 
@@ -3846,7 +3853,7 @@ HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 
 /* c (m, n) (+)= a b; transposed: c is (n, m), the transpose of that. */
 HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_operand a,
-                                    hpmlg_operand b, hpmlg_array c, bool add, bool transposed = false)
+                                    hpmlg_operand b, hpmlg_array c, bool add, bool transposed)
 {
     hpmlg_gemm g = transposed ? hpmlg_gemm_of(n, m, k, b, a, c, m, add) : hpmlg_gemm_of(m, n, k, a, b, c, n, add);
     g.batch = batch;
@@ -3871,7 +3878,7 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
     int64_t      mn = s.m * s.n;
     if (!back)
         return hpmlg_batched_product(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_operand(n, &s, a, false, false),
-                                     hpmlg_matmul_operand(n, &s, b, true, false), hpmlg_value(n->out), false);
+                                     hpmlg_matmul_operand(n, &s, b, true, false), hpmlg_value(n->out), false, false);
     if (ta->grad) /* dA (m, k) = dC op(B)^T, as A is stored */
         hpmlg_batched_product(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true),
                               hpmlg_matmul_operand(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
@@ -4062,7 +4069,7 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
         taps.w    = (int16_t)-v.back;
         j.a = hpmlg_operand_of(hpmlg_array_at(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_axis_1d(c->taps),
                                hpmlg_axis_3d(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
-        j.b = hpmlg_operand_of(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
+        j.b = hpmlg_image_operand(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
         j.ldc     = size;
         j.c_batch = c->C * size;
         j.col = hpmlg_axis_3d(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
@@ -4113,7 +4120,7 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     j.add      = add;
     if (pass == HPMLG_DNN_Y) {
         j.a          = hpmlg_matrix(w, size, c.OC * size, true);
-        j.b          = hpmlg_operand_of(x, image, windows, taps, false, c.H, c.W);
+        j.b          = hpmlg_image_operand(x, image, windows, taps, false, c.H, c.W);
         j.c          = y;
         j.n          = c.B * c.P;
         j.k          = size;
@@ -4127,7 +4134,7 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
         j.slope      = 0.01f;
     } else {
         j.a       = hpmlg_operand_of(y, c.OC * c.P, hpmlg_axis_1d(c.P), pixels, true);
-        j.b       = hpmlg_operand_of(x, image, taps, windows, true, c.H, c.W);
+        j.b       = hpmlg_image_operand(x, image, taps, windows, true, c.H, c.W);
         j.c       = w;
         j.n       = size;
         j.k       = c.B * c.P;
@@ -4484,8 +4491,9 @@ typedef struct hpmlg_attn {
     bool        is_aligned, is_aligned_o; /* qkv, o can be copied 16 bytes at a time without conversion */
 } hpmlg_attn;
 
-template <int type> struct hpmlg_element { typedef unsigned short t; }; /* an element in shared memory */
-template <> struct hpmlg_element<HPML_DTYPE_F32> { typedef float t; };
+template <int type> struct hpmlg_element { /* t: the type of an element in shared memory */
+    typedef typename std::conditional<type == HPML_DTYPE_F32, float, unsigned short>::type t;
+};
 
 HPMLG_DEVICE void hpmlg_element_put(float *to, float v, int) { *to = v; }
 HPMLG_DEVICE void hpmlg_element_put(unsigned short *to, float v, int type)
@@ -4701,7 +4709,7 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
 
 /* One block: 16 M W queries of one head, and keys 8 N at a time. */
 template <int type, int DP, int M, int W, int N>
-static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn(hpmlg_attn p)
+static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
@@ -4799,7 +4807,7 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
 /* One block: 16 M W keys of one head, their dK and dV (KEYS), or as many queries and their dQ; DA columns of these from
    blockIdx.y DA on. own, stream: the two tiles of this block's rows, and two stages of two tiles of the others. */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
-static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg_attn p)
+static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
@@ -5056,16 +5064,16 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     if (x->grad) {
         hpmlg_array w = hpmlg_product_input(d, w_x, NULL);
         hpmlg_batched_product(d, 1, rows, l.in, 4 * H, da, hpmlg_matrix(w, l.in, 0, false), hpmlg_grad(x),
-                              n->accumulate[0]);
+                              n->accumulate[0], false);
     }
     if (w_x->grad) {
         hpmlg_array x_in = hpmlg_product_input(d, x, n->scratch);
         hpmlg_batched_product(d, 1, 4 * H, l.in, rows, da_transposed, hpmlg_matrix(x_in, l.in, 0, false),
-                              hpmlg_grad(w_x), n->accumulate[1]);
+                              hpmlg_grad(w_x), n->accumulate[1], false);
     }
     if (w_h->grad)
         hpmlg_batched_product(d, 1, 4 * H, H, rows, da_transposed, hpmlg_matrix(l.before, H, 0, false),
-                              hpmlg_grad(w_h), n->accumulate[2]);
+                              hpmlg_grad(w_h), n->accumulate[2], false);
     hpmlg_array all = hpmlg_array_of(l.gates, HPML_DTYPE_F32);
     hpmlg_act_bias_grad(d, all, all, HPML_ACT_NONE, 0, hpmlg_broadcast_strides(1, rows, 4 * H), bias->grad,
                         n->accumulate[3]);
@@ -5244,10 +5252,9 @@ HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t
     float d = x - t;
     if (what == HPMLG_BCE) return hpmlg_act_sigmoid(x) - t;
     if (what == HPMLG_MSE) return 2 * d;
-    if (delta == 0 && d > 0) return 1;
-    if (delta == 0) return d < 0 ? -1.0f : 0.0f;
-    if (d > delta) return delta;
-    return d < -delta ? -delta : d;
+    float sign = d < 0 ? -1.0f : 0.0f, clipped = d < -delta ? -delta : d;
+    if (delta == 0) return d > 0 ? 1.0f : sign;
+    return d > delta ? delta : clipped;
 }
 
 /* dx (+)= f'(x - t) dloss / n, dt (+)= the opposite; p NULL: not wanted. */
