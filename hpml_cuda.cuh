@@ -877,12 +877,12 @@ HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
     if (!b) return NULL;
     cudaError_t e = cudaMalloc(&b->p, bytes);
     if (e != cudaSuccess) {
+        cudaGetLastError();
         if (e != cudaErrorMemoryAllocation) hpmlg_check(d, e, "cudaMalloc");
-        if (e != cudaErrorMemoryAllocation) hpmlg_check(d, e, "cudaMalloc"); /* the caller tells that, with the size */
         hpml_ctx_release(d->ctx, b);
         return NULL;
     }
-    b->next   = d->allocations;
+    b->next        = d->allocations;
     d->allocations = b;
     cudaMemsetAsync(b->p, 0, bytes, d->stream);
     return b->p;
