@@ -337,7 +337,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
      ln_1                 hpmlg_k_norm_back, _params                                   -     40.1     15.0
    Outside of the layers (21 launches)
      embedding, wpe, ln_f and their gradients                                          -    0.1 GB   0.05 GB
-     head                 cuBLASLt: y, dw, dx       (N, C) (C, V)                  1,899    1.9 GB   1.0 GB
+     head                 cuBLASLt: y, dw, dx       (N, C) (C, V)                  1,899    1.8 GB   1.0 GB
      cross-entropy        hpmlg_k_cross_entropy, _back                                 -    1.6 GB   0.8 GB
      clip_norm, AdamW     hpmlg_k_sum_terms; hpmlg_k_update: 30 bytes a parameter      -    2.5 GB   1.7 GB
 
@@ -483,7 +483,11 @@ HPMLG_DEVICE int64_t hpmlg_quotient(int64_t a, int64_t b)
     return (((uint64_t)a | (uint64_t)b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
 }
 
-HPMLG_DEVICE float hpmlg_combine(float v, float w, bool maximum) { return !maximum ? v + w : w > v || w != w ? w : v; }
+HPMLG_DEVICE float hpmlg_combine(float v, float w, bool maximum)
+{
+    if (!maximum) return v + w;
+    return w > v || w != w ? w : v;
+}
 
 /* Returns, to each of tx neighbouring threads (a power of two), the sum of their v, or the maximum, where a NaN counts
    as the largest. With more than a warp all threads of the block must call. space: shared, a float for each warp; not
@@ -865,8 +869,9 @@ HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->
 /* Blocks for n items, `each` items to a block, of a kernel whose blocks loop: as many as fill the device, at most. */
 HPMLG_FN unsigned hpmlg_grid_blocks(const hpmlg_device *d, int64_t n, int64_t each)
 {
-    int64_t blocks = (n + each - 1) / each, most = (int64_t)d->sms * 16;
-    return (unsigned)(blocks < 1 ? 1 : blocks < most ? blocks : most);
+    int64_t blocks = (n + each - 1) / each, limit = (int64_t)d->sms * 16;
+    if (blocks > limit) blocks = limit;
+    return (unsigned)(blocks < 1 ? 1 : blocks);
 }
 
 /* The backend's `alloc`: zeroed device memory; NULL: out of memory, which the caller reports with the size. */
@@ -1760,12 +1765,12 @@ enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
 /* BCE: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. Huber with delta 0 is |x - t|. */
 HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
 {
-    float d = fabsf(x - t);
+    float d = fabsf(x - t), huber = d <= delta ? 0.5f * d * d : delta * (d - 0.5f * delta);
     switch (what) {
     case HPMLG_SQUARE: return x * x;
     case HPMLG_BCE: return (x > 0 ? x : 0) - x * t + log1pf(expf(-fabsf(x)));
     case HPMLG_MSE: return d * d;
-    default: return delta == 0 ? d : d <= delta ? 0.5f * d * d : delta * (d - 0.5f * delta);
+    default: return delta == 0 ? d : huber;
     }
 }
 
@@ -5757,7 +5762,7 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
             for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
         }
         for (int j = 0; j < 8; j++) {
-            unsigned code = v.v[j] >= p.threshold ? 3 : v.v[j] <= -p.threshold ? 2 : 0;
+            unsigned low = v.v[j] <= -p.threshold ? 2 : 0, code = v.v[j] >= p.threshold ? 3 : low;
             float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_round_to(v.v[j], HPML_DTYPE_BF16);
             codes |= code << 2 * j;
             lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
@@ -5997,7 +6002,8 @@ HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
 #undef HPMLG_X
     if (n->call.GetVersion) n->call.GetVersion(&v);
     if (all && v >= 21400) return HPML_OK;
-    int major = v < 10000 ? v / 1000 : v / 10000, minor = v < 10000 ? v % 1000 / 100 : v % 10000 / 100;
+    int thousand = v < 10000 ? 1000 : 10000; /* since 2.9 the major version has one digit more */
+    int major = v / thousand, minor = v % thousand / 100;
     return hpml_ctx_fail(n->ctx, HPML_ERR_UNSUPPORTED, v ? "rank %d: %s is NCCL %d.%d.%d; hpml needs 2.14 or later"
                          : "rank %d: %s is not NCCL", (int)n->meeting.rank_in_errors, name, major, minor, v % 100);
 }
