@@ -638,8 +638,8 @@ HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_
     hpmlg_put_range(a, row * cols + c, row * cols + c, row * cols + cols, e, add);
 }
 
-/* Reads elements c to c + 7 of a parameter (cols); all are `fallback` where the layer has no such parameter (p NULL).
-   */
+/* Reads elements c to c + 7 of a parameter (cols); all are `fallback` where the layer has no such parameter (p
+   NULL). */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_param_get8(const float *p, int64_t cols, int64_t c, float fallback)
 {
     hpmlg_array a = { (void *)p, HPML_DTYPE_F32 };
@@ -1847,8 +1847,8 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const 
 // >>gpu-shape   reshape, permute, slice, concat
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Copies only inputs and parameters: where an op computed the source, the result of a reshape has the source's memory.
-   */
+/* Copies only inputs and parameters: where an op computed the source, the result of a reshape has the source's
+   memory. */
 HPMLG_FN void hpmlg_op_reshape(HPMLG_OP_ARGUMENTS)
 {
     hpmlg_array to = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
@@ -2140,9 +2140,9 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
     }
 }
 
-/* Computes, with g = dy gamma, dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block writes the sums of dgamma and
-   dbeta over its rows to part (blocks, 2, cols): every thread sums its own columns, then the teams are added in order.
-   */
+/* Computes, with g = dy gamma, dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block writes the sums of dgamma
+   and dbeta over its rows to part (blocks, 2, cols): every thread sums its own columns, then the teams are added in
+   order. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, const float *gamma,
                                          const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
@@ -2654,8 +2654,8 @@ HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stre
     return c;
 }
 
-/* Computes words first to first + 7 of a stream: two blocks, three where the first word is not the first of its block.
-   */
+/* Computes words first to first + 7 of a stream: two blocks, three where the first word is not the first of its
+   block. */
 HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, unsigned long long stream,
                                       unsigned long long first)
 {
@@ -2754,8 +2754,8 @@ static __global__ void hpmlg_k_token_lists(hpmlg_token_lists b, int step)
     b.slot[b.start[t] + rank] = (int)i;
 }
 
-/* Returns the sum, for columns c to c + 7, of n rows of x: rows at[0], at[1], ..., or, where `at` is NULL, the first n.
-   */
+/* Returns the sum, for columns c to c + 7, of n rows of x: rows at[0], at[1], ..., or, where `at` is NULL, the
+   first n. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int64_t width, int64_t c)
 {
     hpmlg_vec8 sum = {}, e[4];
@@ -3194,8 +3194,8 @@ HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t ba
     }
 }
 
-/* Returns v rounded to tf32. The device's NaN, 0x7fffffff, is kept: adding the half of the last place would make it -0.
-   */
+/* Returns v rounded to tf32. The device's NaN, 0x7fffffff, is kept: adding the half of the last place would make it
+   -0. */
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
 /* Stores the same 16 k into shared memory: f32 as [k][line], tf32 as [line][k], halves as hpmlg_tile_offset says. */
@@ -4220,8 +4220,8 @@ HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const cha
                       "; hpml_cuda_desc.own_kernels does without cuDNN");
 }
 
-/* Does the library refuse, so that own kernels run? Since version 9 the last three digits of a status are the reason.
-   */
+/* Does the library refuse, so that own kernels run? Since version 9 the last three digits of a status are the
+   reason. */
 HPMLG_FN bool hpmlg_dnn_refused(cudnnStatus_t s)
 {
     int family = CUDNN_MAJOR < 9 ? (int)s : (int)s / 1000 * 1000;
@@ -5405,9 +5405,9 @@ HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, fl
     return fmaf(-u->lr, step, w);
 }
 
-/* Does the same for a gradient that may not be finite: LAMB takes it as 0; a weight that would not be finite keeps its
-   value, and states that are not finite become 0. Sets *gradient or *step if the gradient or the step was not finite.
-   */
+/* Does the same for a gradient that may not be finite: LAMB takes it as 0; a weight that would not be finite keeps
+   its value, and states that are not finite become 0. Sets *gradient or *step if the gradient or the step was not
+   finite. */
 HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v,
                                         bool *gradient, bool *step)
 {
@@ -6018,9 +6018,9 @@ HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
                          : "rank %d: %s is not NCCL", (int)n->meeting.rank_in_errors, name, major, minor, v % 100);
 }
 
-/* Writes this rank's file, or reads that of another rank: the rank's random number for this meeting with the numbers
-   that it has read of the others (numbers), then its identity (identity, of `bytes`). A file appears whole, by rename.
-   */
+/* Writes this rank's file, or reads that of another rank: the rank's random number for this meeting with the
+   numbers that it has read of the others (numbers), then its identity (identity, of `bytes`). A file appears whole,
+   by rename. */
 HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *numbers, char *identity, size_t bytes, bool write)
 {
     char   name[1024], part[1032];
@@ -6280,8 +6280,8 @@ HPML_API hpml_status hpml_nccl_link_wait(void *nccl)
     return hpmlg_check(n->d, cudaStreamWaitEvent(n->d->stream, n->after, 0), "a stream for NCCL");
 }
 
-/* Waits on the host for all collectives, with the deadline; called before a wait for the device, which has no deadline.
-   */
+/* Waits on the host for all collectives, with the deadline; called before a wait for the device, which has no
+   deadline. */
 HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 {
     HPMLG_NCCL_ENTER(n, nccl);
