@@ -2081,16 +2081,18 @@ static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg
     }
 }
 
-HPMLG_FN void hpmlg_op_softmax(HPMLG_OP_ARGUMENTS)
+HPMLG_FN void hpmlg_softmax_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
     int64_t     cols   = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     unsigned    blocks = hpmlg_row_blocks(d, rows, cols);
     hpmlg_array x      = hpmlg_value_or_grad(n->src[0], back), y = hpmlg_value(n->out);
-    bool        log    = n->attr.softmax.log;
+    bool        log    = n->op == HPML_OP_LOG_SOFTMAX;
     if (!back) return HPMLG_RUN_ROWS(d, hpmlg_k_softmax, blocks, cols, 0, y, x, rows, cols, log);
     HPMLG_RUN_ROWS(d, hpmlg_k_softmax_back, blocks, cols, 0, x, y, hpmlg_grad(n->out), rows, cols, log,
                    n->accumulate[0]);
 }
+HPMLG_FN void hpmlg_op_softmax(HPMLG_OP_ARGUMENTS) { hpmlg_softmax_pass(d, n, back); }
+HPMLG_FN void hpmlg_op_log_softmax(HPMLG_OP_ARGUMENTS) { hpmlg_softmax_pass(d, n, back); }
 
 /* Computes xhat = (x - mean - rest) rstd and y = xhat gamma + beta; rmsnorm (not centred): mean = rest = 0. The mean is
    the sum of two floats, mean + rest, so that numbers far from 0 lose no digits. saved: mean and rstd of each row,
@@ -2614,7 +2616,7 @@ HPMLG_FN void hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
     hpmlg_pool     p = {};
     p.x      = hpmlg_value_or_grad(n->src[0], back);
     p.y      = hpmlg_value_or_grad(n->out, back);
-    p.winner = n->op == HPML_OP_MAX_POOL ? (int *)n->saved : NULL;
+    p.winner = n->op == HPML_OP_MAX_POOL2D ? (int *)n->saved : NULL;
     p.planes = x[0] * x[1];
     p.H      = (int)x[2];
     p.W      = (int)x[3];
@@ -5288,8 +5290,8 @@ static __global__ void hpmlg_k_loss_back(hpmlg_array dx, hpmlg_array dt, hpmlg_a
 
 HPMLG_FN enum hpmlg_loss_kind hpmlg_loss_kind_of(const hpml_node *n)
 {
-    if (n->op == HPML_OP_BCE) return HPMLG_BCE;
-    return n->attr.huber.squared ? HPMLG_MSE : HPMLG_HUBER;
+    if (n->op == HPML_OP_BCE_WITH_LOGITS) return HPMLG_BCE;
+    return n->op == HPML_OP_MSE ? HPMLG_MSE : HPMLG_HUBER;
 }
 
 HPMLG_FN void hpmlg_loss_pass(hpmlg_device *d, hpml_node *n, bool back)
@@ -5301,7 +5303,7 @@ HPMLG_FN void hpmlg_loss_pass(hpmlg_device *d, hpml_node *n, bool back)
     f.divisor = (double)count;
     f.out     = n->out->data;
     if (!back) return hpmlg_sum_terms_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_loss_kind_of(n), delta, count);
-    if (n->op == HPML_OP_BCE && t->grad)
+    if (n->op == HPML_OP_BCE_WITH_LOGITS && t->grad)
         hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from parameters; "
                       "only the logits get a gradient", t->name);
     HPMLG_RUN_ITEMS(d, hpmlg_k_loss_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
@@ -5309,6 +5311,7 @@ HPMLG_FN void hpmlg_loss_pass(hpmlg_device *d, hpml_node *n, bool back)
                     n->accumulate[1]);
 }
 HPMLG_FN void hpmlg_op_bce_with_logits(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); }
+HPMLG_FN void hpmlg_op_mse(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); }
 HPMLG_FN void hpmlg_op_huber(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5319,7 +5322,7 @@ HPMLG_FN void hpmlg_op_huber(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); 
    parameter of its chunk in a table that is uploaded in each step. LARS and LAMB need the norms of whole parameters:
    each chunk's sums of squares are written to memory, and one block for each parameter adds them in order. As on the
    CPU, a weight that would not be finite keeps its value, moments that are not finite become 0, and both cases are
-   reported (hpml_update.bad). */
+   reported (hpml_update.found_nonfinite). */
 
 #define HPMLG_CHUNK ((int64_t)4096) /* elements: two vec8s for each thread of a block */
 
@@ -5380,7 +5383,7 @@ HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, fl
     switch (u->opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS:
         step = g;
-        if (u->m) {
+        if (u->state[0]) {
             *m   = u->step == 1 ? g : fmaf(u->momentum, *m, g);
             step = u->nesterov ? fmaf(u->momentum, *m, g) : *m;
         }
@@ -5391,7 +5394,7 @@ HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, fl
         break;
     case HPML_OPT_RMSPROP:
         step = g / (sqrtf(hpmlg_moment(v, g * g, u->beta2)) + u->eps);
-        if (u->m) {
+        if (u->state[0]) {
             *m   = fmaf(u->momentum, *m, step);
             step = *m;
         }
@@ -5437,8 +5440,8 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
         const bool norms_only = lars && pass == 0, apply = lamb && pass == 1, direction = lamb && pass == 0;
         if (pass == 1 && !lars && !lamb) continue;
         u.grad_scale = hpmlg_gradient_scale(u);
-        hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
-        hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
+        hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { u.g, HPML_DTYPE_F32 }, m = { u.state[0], HPML_DTYPE_F32 };
+        hpmlg_array v = { u.state[1], HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
         bool        gradient = false, step = false; /* was one not finite? */
@@ -5450,7 +5453,8 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
             for (int j = 0; j < 8; j++) {
                 float y = d.v[j];
                 if (apply) y = fmaf(-u.lr, y, x.v[j]);
-                else if (!norms_only && !u.bad) y = hpmlg_update_one(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j]);
+                else if (!norms_only && !u.found_nonfinite)
+                    y = hpmlg_update_one(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j]);
                 else if (!norms_only)
                     y = hpmlg_update_checked(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j], &gradient, &step);
                 ww += x.v[j] * x.v[j];
@@ -5497,7 +5501,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const doubl
     gg = sqrt(all[1][0]);
     if (!lamb) gg = gg * (double)hpmlg_gradient_scale(s->u) + (double)s->u.weight_decay * ww;
     if (ww > 0 && gg > 0 && (lamb || s->u.trust > 0)) s->u.lr *= (float)((lamb ? 1 : (double)s->u.trust) * ww / gg);
-    if (s->u.bad && !lamb && !isfinite(gg)) s->u.lr = 0; /* a non-finite gradient has no direction: no step */
+    if (s->u.found_nonfinite && !lamb && !isfinite(gg)) s->u.lr = 0; /* a non-finite gradient has no direction */
     if (lamb) return;
     s->u.grad_scale *= s->u.lr;
     s->u.weight_decay *= s->u.lr;
@@ -5533,7 +5537,7 @@ HPMLG_FN hpmlg_param_step hpmlg_param_step_of(hpmlg_device *d, const hpml_update
 {
     hpmlg_param_step s = {};
     s.u           = *u;
-    s.param       = u->bad && u->n > 0 ? hpmlg_param_number(d->ctx, u->w, before) : before;
+    s.param       = u->found_nonfinite && u->n > 0 ? hpmlg_param_number(d->ctx, u->w, before) : before;
     s.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
     s.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
     s.half        = u->n > 0 ? hpmlg_update_half(d, u->w, u->n) : NULL;
