@@ -449,7 +449,7 @@ TEST(a_loss_without_targets)
     hpml_step_info    first = { 0 }, last;
     const float       scale[4] = { 1, 2, 0.5f, 1 };
     float             x[24];
-    ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &d), HPML_ERR_ARGUMENT, "no target: input");
+    ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &d), HPML_ERR_ARGUMENT, ".target is .input if there are no targets");
     d.target = in;
     hpml_trainer *t = hpml_trainer_create(ctx, &d);
     for (int i = 0; i < 24; i++) x[i] = (float)(i / 6 - 1) * (float)(i % 6 - 2) * 0.3f;
