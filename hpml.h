@@ -6758,17 +6758,17 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 // >>optimizers   the table of optimizers, the driver of their steps, schedules
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A step of parameter w at time t, with gradient G of the loss times its scale L, does in order
+/* The step of one parameter w, from its gradient G in memory, in order:
 
-       g = G / L                                                   micro-batches are added up in G already
-       g = g clip / |all g|    where the norm of all gradients is above clip
-       rates from |w|, |g|     prepare(): LARS
-       w, s = step(w, g, s)    states s of the row; weight decay is the formula's business
-       w = w - lr |w| / |r| r  where step gave a direction r instead: LAMB
+       g = grad_scale G                   grad_scale: 1 / loss scale, times clip / norm if all gradients are clipped
+       row->prepare(u, |w|, |g|)          may change rates: LARS
+       w, states = row->step(w, g, ..)    or, in a row with `direction`: r = row->step(w, g, ..), and then
+       w = w - lr r                       layer_ratio: w - lr |w| / |r| r (LAMB)
 
-   Built-in rows have their formulas as vector kernels (>>vupdate) and on devices (hpml_cuda.cuh, >>gpu-update); a row
-   of your own has `step`. A parameter is cut into pieces that threads step at once, and a linear layer steps each block
-   of its weights where the product has just made the gradient, because the block is in the cache then. */
+   Weight decay is part of a row's formula. Built-in rows have no function `step`, but vector kernels (>>vupdate) and,
+   for devices, kernels of the device (hpml_cuda.cuh, >>gpu-update). Threads step pieces of a parameter at once. A large
+   linear layer steps each block of its weights right after the product that makes their gradient, because the block is
+   still in the cache; that needs a row whose step reads no other gradient, without prepare and direction. */
 
 #define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
 #define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
@@ -6844,7 +6844,7 @@ HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
     return true;
 }
 
-/* Checks a row that is not built in; false: an error says what it lacks. */
+/* Checks a row of the user's (built-in rows are right); false: an error names the field that is wrong. */
 HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
 {
     const char *name = row->name ? row->name : "";
@@ -6855,7 +6855,7 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
                            HPMLI_OPTIMIZER_NAME);
     if (hpml_optimizer_find(name))
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has the name of a built-in row; "
-                           "take another name, because checkpoints go by it", name);
+                           "take another name, because a checkpoint names its optimizer", name);
     if (!row->step)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has no step; set .step to a "
                            "function", name);
@@ -11572,10 +11572,17 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 // >>vupdate   optimizer steps, one pass over the data
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
-   same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
-   LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.found_nonfinite gets. */
+/* The formulas of the built-in optimizers: those of PyTorch's optimizers of the same names. g = grad_scale gradient;
+   b1, b2, c: beta1, beta2, weight_decay; t: the step, from 1; states m (first moment) and v (second) start with 0.
+
+     SGD      g = g + c w;  m = momentum m + g (t = 1: m = g);  w = w - lr m (nesterov: lr (g + momentum m))
+     Adagrad  g = g + c w;  v = v + g g;  w = w - lr g / (sqrt(v) + eps)                   Duchi et al. 2011
+     RMSprop  g = g + c w;  v = b2 v + (1 - b2) g g;  m = momentum m + g / (sqrt(v) + eps);  w = w - lr m
+     Adam     g = g + c w;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g g;  r = (m / (1 - b1^t)) /
+              (sqrt(v / (1 - b2^t)) + eps);  w = w - lr r                                  Kingma & Ba 2015
+     AdamW    Adam without c in g;  w = w - lr c w - lr r                                  Loshchilov & Hutter 2019
+     LARS     SGD with lr 1; hpmli_lars_prepare has put the layer's rate into g and c      You et al. 2017
+     LAMB     AdamW's r + c w, written over the gradient; hpmli_direction_apply steps      You et al. 2020 */
 
 /* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
 typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
@@ -11670,9 +11677,9 @@ HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const fl
     return found;
 }
 
-/* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
-   direction over the gradient, which no later op reads; a gradient that is not finite counts as 0 there, because
-   the length of the whole direction would not be finite either. */
+/* Each optimizer has a loop of its own, over a copy of its arguments that the compiler knows no store to change. LAMB
+   writes its direction over the gradient, which no later op reads; there a gradient that is not finite counts as 0,
+   because the length of the whole direction would not be finite either. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         hv g = HV(ld)(dw + i, c);                                                                                      \
