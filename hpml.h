@@ -97,7 +97,8 @@
 //     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
 //     trainer   the trainer: settings, creation, a batch in its inputs
-//     step   one step; the names of layers whose numbers are not finite
+//     nonfinite   a step's scalars; the names of layers whose numbers are not finite
+//     step   one step: micro-batch, gradients, update
 //     fit   passes over data, evaluation, prediction
 // PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
 //     files   reading files, writing files that appear whole
@@ -7619,8 +7620,11 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step; the names of layers whose numbers are not finite
+// >>nonfinite   a step's scalars; the names of layers whose numbers are not finite
 // ---------------------------------------------------------------------------------------------------------------------
+
+/* A NaN or infinity is found in one of the step's scalars (loss, gradients' sum of squares) or by the parameters' steps
+   themselves. Only then the place is looked for: forward runs once more, and each result is checked. */
 
 /* Counts into t->scalars the rows of the output whose largest number is at their label, and the rows whose label is a
    class (HPML_IGNORE is not); adds each to the confusion matrix, if there is one. On the host. */
@@ -7769,6 +7773,13 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t)
     }
     return t->ctx->status;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>step   one step: micro-batch, gradients, update
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* hpml_trainer_step runs the lines of the table at the beginning of PART V: hpmli_step_begin, _run, _update, _fill_info.
+   Data parallelism uses two of them as they are, through hpml_trainer_forward_backward and hpml_trainer_apply. */
 
 /* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs it. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
