@@ -211,7 +211,7 @@ typedef struct hpml_backend hpml_backend; /* a table of functions, see >>api-bac
 typedef struct hpml_packing hpml_packing; /* how a gradient is packed, see >>api-codec */
 
 /* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves (BF16, F16) for files,
-   wire and, in mixed precision (hpml_ctx_desc.store), results of ops. */
+   wire and, in mixed precision (hpml_ctx_desc.activation_dtype), results of ops. */
 typedef enum hpml_dtype {
     HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
 } hpml_dtype;
@@ -233,12 +233,12 @@ typedef struct hpml_ctx_desc {
     int32_t             threads;   /* threads that compute, the caller included; 0: all cores this process may use */
     uint64_t            seed;      /* seed of everything random in this context */
     const char         *cpu;       /* force kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best this CPU has */
-    hpml_dtype          store;     /* mixed precision on the CPU: what results of ops and their gradients are stored as:
-                                      F32, BF16 (8 bits of precision, the range of f32) or F16 (11 bits, at most 65504,
-                                      see hpml_trainer_desc.loss_scale). Ops compute in f32, on copies of some samples
-                                      at a time; products round a copy of their weights to it. Parameters, their
-                                      gradients, optimizer state, scalars, what an op keeps for its backward pass and
-                                      files stay f32. A GPU's precision is in its own desc */
+    /* Mixed precision on the CPU: the type in which results of ops and their gradients are stored. F32 (default), BF16
+       (8 bits of precision, the range of f32) or F16 (11 bits of precision, at most 65504, see
+       hpml_trainer_desc.loss_scale). Ops compute in f32, on f32 copies of a block of samples at a time; matrix products
+       round a copy of their weights to this type. Parameters, their gradients, optimizer state, scalars, values that an
+       op saves for its backward pass, and files stay f32. A GPU's precision is set in its own desc. */
+    hpml_dtype          activation_dtype;
     const hpml_backend *backend;   /* where tensors live and ops run; NULL: CPU */
     void               *backend_desc; /* passed to backend->open */
     hpml_allocator      allocator; /* all zero: malloc */
@@ -316,7 +316,7 @@ typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
 /* A dense array in row-major order, owned by its context. `data` and `grad` are NULL until memory has been taken for
    them (hpml_graph_alloc, hpml_trainer_create); they live where the backend keeps them: with the CPU backend read and
    write them as you like, for others use hpml_tensor_get/set. `data` and `grad` point to numbers of the type `dtype`,
-   which for results of ops may be halves (hpml_ctx_desc.store): for dtypes other than F32 cast them.
+   which for results of ops may be halves (hpml_ctx_desc.activation_dtype): for dtypes other than F32 cast them.
    The first dimension of an input is the batch; see `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
@@ -624,7 +624,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
 HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* takes it; done by the first run when you do not */
 /* Sets the number of samples of the next runs, 1 to the batch of the inputs; all shapes with batch_rows follow. */
-HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples);
+HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
 HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: some op moves samples to another dimension */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step); /* step keys the dropout masks */
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
@@ -659,7 +659,6 @@ typedef struct hpml_update {
     int64_t  n;                /* 0: nothing to do */
     float   *w;                /* weights */
     float   *g;                /* gradient; rows with `direction` overwrite it */
-    const float *more;         /* CPU: added to g; NULL: nothing */
     float   *state[HPML_MAX_STATES]; /* as the row lists them; NULL: not kept */
     uint64_t step;             /* 1 for the first */
     float    lr;               /* of this step and parameter: schedule and hpml_param_desc.lr_scale are in it */
@@ -717,11 +716,12 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
 
 /* Every op, in one list: enum, names and the backends' tables follow from it. */
 #define HPML_OPS(X)                                                                                                    \
-    X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACT, activation) X(MATMUL, matmul)               \
-    X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL, max_pool2d) X(AVG_POOL, avg_pool2d) X(RESHAPE, reshape)            \
-    X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LAYERNORM, layernorm)      \
-    X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding) X(ATTENTION, attention)    \
-    X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE, bce_with_logits) X(HUBER, huber)
+    X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACTIVATION, activation) X(MATMUL, matmul)        \
+    X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
+    X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
+    X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
+    X(ATTENTION, attention) X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits)          \
+    X(MSE, mse) X(HUBER, huber)
 
 typedef enum hpml_op {
 #define HPMLI_X(op, name) HPML_OP_##op,
@@ -741,12 +741,11 @@ typedef union hpml_attr {
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* and concat */
     struct { int32_t dim; bool mean; } sum;
-    struct { bool log; } softmax;
     struct { float eps, momentum; hpml_act act; } norm;
     struct { float p; } dropout;
     struct { int32_t heads; bool causal; float scale; } attention;
     struct { float smoothing; int32_t ignore; } cross_entropy;
-    struct { bool squared; float delta; } huber;                        /* squared: mse */
+    struct { float delta; } huber;
 } hpml_attr;
 
 /* One recorded op, as a backend sees it. */
@@ -810,7 +809,8 @@ struct hpml_backend {
     const hpml_op_impl *ops;                             /* [HPML_OP_COUNT] */
     hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* skips those of n 0 */
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
-    hpml_dtype (*store)(void *device); /* optional: what results of ops are kept in (F32, BF16, F16); scalars are F32 */
+    hpml_dtype (*activation_dtype)(void *device); /* optional (NULL: F32): the type in which results of ops are stored:
+                                                     F32, BF16 or F16. Scalars are always F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
     /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
        follow, and end, with the status they came to. *again: recording the pass has failed and none of its ops has run:
@@ -828,7 +828,7 @@ struct hpml_backend {
                           int64_t rows, bool add);
     /* optional: before an op that somebody looks at, and then, with its name, behind it. When the device has next been
        waited for it tells: a span in lane GPU, and the seconds, added to *seconds unless that is NULL */
-    void (*look)(void *device, const char *name, double *seconds);
+    void (*time_op)(void *device, const char *name, double *seconds);
     bool layouts; /* conv2d and pooling read NHWC as well, and conv2d goes by attr.conv.algorithm */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
@@ -1008,9 +1008,13 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
                                                    bool accumulate, float *loss);
 /* Clips the gradients and steps parameters first_param .. first_param + param_count - 1 (fewer if there are fewer). */
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
-/* Steps all parameters with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last.
-   On the CPU, without clip_norm, a dynamic loss scale and optimizers that need norms (LARS, LAMB). */
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
+/* All gradients of the trainer as one array, in the backend's memory, and its floats: those of the trained parameters
+   in the order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats. The padding is 0 and stays 0
+   under a sum over ranks, which may hence be one sum of the array. Parameter i begins at float
+   hpml_trainer_gradient_at; -1: it is not trained. */
+#define HPML_GRADIENT_ALIGN 16
+HPML_API float  *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats);
+HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule takes: see
    hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
@@ -1376,13 +1380,13 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 
 /* Between these stands what is not a kernel: gcc spends a third of its time there on passes that make it no faster. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
-#define HPMLI_PLAIN                                                                                                    \
+#define HPMLI_COMPILE_FAST_BEGIN                                                                                                    \
     _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-tree-pre,no-tree-vrp,no-tree-dominator-opts\")")            \
     _Pragma("GCC optimize(\"no-thread-jumps,no-gcse,no-schedule-insns2\")")
-#define HPMLI_PLAIN_END _Pragma("GCC pop_options")
+#define HPMLI_COMPILE_FAST_END _Pragma("GCC pop_options")
 #else
-#define HPMLI_PLAIN
-#define HPMLI_PLAIN_END
+#define HPMLI_COMPILE_FAST_BEGIN
+#define HPMLI_COMPILE_FAST_END
 #endif
 
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
@@ -1421,7 +1425,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #endif
 
 #if !defined(HPML_NO_SIMD) && defined(__x86_64__)
-#define HPMLI_X86
+#define HPMLI_HAVE_X86
 #if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -1432,7 +1436,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #pragma GCC diagnostic pop
 #endif
 #elif !defined(HPML_NO_SIMD) && defined(__aarch64__)
-#define HPMLI_NEON
+#define HPMLI_HAVE_NEON
 #include <arm_neon.h>
 #endif
 
@@ -1498,7 +1502,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #include <zlib.h>
 #endif
 
-HPMLI_PLAIN
+HPMLI_COMPILE_FAST_BEGIN
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>kernels   the table of kernels: what each computes, and the structs that they take
@@ -1508,10 +1512,10 @@ HPMLI_PLAIN
    transposed. Set the whole struct to zero first. */
 typedef struct hpmli_gemm_desc {
     int64_t      m, n, k;
-    const float *a;             /* (m, k): a[i a_rs + p a_cs] */
-    int64_t      a_rs, a_cs;
-    const float *b;             /* (k, n): b[p b_rs + j b_cs] */
-    int64_t      b_rs, b_cs;
+    const float *a;             /* (m, k): a[i a_row + p a_k] */
+    int64_t      a_row, a_k;
+    const float *b;             /* (k, n): b[p b_k + j b_col] */
+    int64_t      b_k, b_col;
     float       *c;             /* (m, n), rows ldc apart */
     int64_t      ldc;
     float        alpha, beta;   /* beta 0 never reads C, alpha 0 never reads A and B */
@@ -1552,7 +1556,7 @@ typedef struct hpmli_opt_args {
     float       correction1, correction2;  /* 1 - beta^step */
 } hpmli_opt_args;
 
-#define HPMLI_CHUNK     64          /* random words made at a time */
+#define HPMLI_PHILOX_CHUNK     64          /* random words made at a time */
 #define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox ... */
 #define HPMLI_PHILOX_M1 0xCD9E8D57u
 #define HPMLI_PHILOX_W0 0x9E3779B9u /* ... and what a round adds to its key */
@@ -1595,12 +1599,12 @@ typedef struct hpmli_conv_copy {
 
 /* A strip of a product: C (rows, up to two vectors) (+)= sum over runs u, v, over p < length of
    a[u a_at[0] + v a_at[1] + i ars + p acs] times the vectors at b + u b_at[0] + v b_at[1] + p ldb. */
-typedef struct hpmli_conv_strip {
+typedef struct hpmli_conv_product {
     int64_t rows, ars, acs, ldb, ldc, length, runs[2], a_at[2], b_at[2];
     int     add;
-} hpmli_conv_strip;
-#define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
-typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
+} hpmli_conv_product;
+#define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
+typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
 
@@ -1668,15 +1672,15 @@ typedef struct hpmli_kernels {
 
     /* Convolution: weights into panels (for y, for dx), images to NHWC order and from it, the three products. */
     void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
-    void (*conv_pack_back)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
-    void (*conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
+    void (*conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
+    void (*conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
     void (*conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                       int accumulate);
-    void (*conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate);
-    void (*conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
+    void (*conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate);
+    void (*conv_forward)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
                        const float *bias, int relu, float *y, float *band);
-    void (*conv_inputs)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
-    void (*conv_weights)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
+    void (*conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
+    void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
     void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate);
 
     /* A row of n maxima of 2 x 2 windows, in the rows at x and x + width; at: which corner each was, 0 to 3. */
@@ -1727,7 +1731,7 @@ struct hpml_ctx {
     uint64_t             seed;
     const hpml_backend  *backend;
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
-    hpml_dtype           store;      /* hpml_ctx_desc.store */
+    hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
     void                *device;     /* what backend->open gave */
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
@@ -2209,13 +2213,14 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 #endif
     ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
     if (!ctx->gemm_ws) return false;
-    if (d->store != HPML_DTYPE_F32 && d->store != HPML_DTYPE_BF16 && d->store != HPML_DTYPE_F16)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store is %s (%d), expected f32, bf16 or f16",
-                           hpml_dtype_name(d->store), (int)d->store);
-    if (d->store != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store %s is for the CPU; the backend \"%s\" takes its "
-                           "precision from its own desc", hpml_dtype_name(d->store), ctx->backend->name);
-    ctx->store = d->store;
+    hpml_dtype dtype = d->activation_dtype;
+    if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype is %s (%d), expected f32, bf16 or f16",
+                           hpml_dtype_name(dtype), (int)dtype);
+    if (dtype != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype %s is for the CPU; the backend \"%s\" takes "
+                           "its precision from its own desc", hpml_dtype_name(dtype), ctx->backend->name);
+    ctx->activation_dtype = dtype;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
 
@@ -2323,8 +2328,8 @@ HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >>
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
-    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_CHUNK / 2); /* its pair: j and j + half a chunk */
-    uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_CHUNK / 2);
+    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2); /* its pair: j and j + half a chunk */
+    uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_PHILOX_CHUNK / 2);
     float    x, y;
     hpmli_box_muller_scalar(&a, &b, &x, &y);
     return i == j ? x : y;
@@ -2344,17 +2349,16 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
     return (int64_t)x;
 }
 
-/* Whole pieces of a stream. x: (n) */
-#define HPMLI_RANDOM(kind, name, T)                                                                                    \
-    HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
-    {                                                                                                                  \
-        hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);                                  \
-        if (n > 0) r->counter += (uint64_t)n;                                                                          \
-    }
-HPMLI_RANDOM(HPMLI_WORDS, u32, uint32_t)
-HPMLI_RANDOM(HPMLI_UNIFORM, uniform, float)
-HPMLI_RANDOM(HPMLI_NORMAL, normal, float)
-#undef HPMLI_RANDOM
+/* Writes the next n numbers of a stream to x (n). */
+HPMLI_FN void hpmli_rng_fill(hpml_rng *r, hpmli_draw kind, void *x, int64_t n)
+{
+    hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);
+    if (n > 0) r->counter += (uint64_t)n;
+}
+
+HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) { hpmli_rng_fill(r, HPMLI_WORDS, x, n); }
+HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_UNIFORM, x, n); }
+HPML_API void hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_NORMAL, x, n); }
 
 /* The last step of splitmix64: every bit of x moves every bit of the result. */
 HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
@@ -2557,14 +2561,23 @@ HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 1, &d0);
 }
 
-/* The forms of a function that take a shape as two, three, four numbers; `call` uses them as `shape`. */
-#define HPMLI_SHAPES(name, T, x, call)                                                                                 \
-    HPML_API hpml_tensor *name##_2d(T x, int64_t a, int64_t b) { int64_t ndim = 2, shape[] = { a, b }; return call; }  \
-    HPML_API hpml_tensor *name##_3d(T x, int64_t a, int64_t b, int64_t c)                                              \
-    { int64_t ndim = 3, shape[] = { a, b, c }; return call; }                                                          \
-    HPML_API hpml_tensor *name##_4d(T x, int64_t a, int64_t b, int64_t c, int64_t d)                                   \
-    { int64_t ndim = 4, shape[] = { a, b, c, d }; return call; }
-HPMLI_SHAPES(hpml_tensor_create, hpml_ctx *, ctx, hpml_tensor_create(ctx, HPML_DTYPE_F32, (int)ndim, shape))
+HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1)
+{
+    const int64_t shape[2] = { d0, d1 };
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2)
+{
+    const int64_t shape[3] = { d0, d1, d2 };
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
+{
+    const int64_t shape[4] = { d0, d1, d2, d3 };
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
+}
 
 /* True when views of t can be made. */
 HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
@@ -2817,57 +2830,117 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 // >>record   recording: nodes, inputs, parameters
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* What the backward pass of an op reads: the planner keeps just that. Given by the op's _needs function. */
-#define HPMLI_NEED_SRC(i) (1u << (i))
-#define HPMLI_NEED_OUT    (1u << 8)
-#define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
+/* Which values the backward pass of a node reads: the planner keeps these, and no others, until then. */
+#define HPMLI_NEED_SRC(i) (1u << (i)) /* the value of source i */
+#define HPMLI_NEED_OUT    (1u << 8)   /* the value of the result */
+#define HPMLI_INPLACE     (1u << 9)   /* not a need: forward may write the result over the value of source 0 */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`; one
-   that can fail returns its status. */
-#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-#define HPMLI_OP(name, needs, forward, backward)                                                                       \
-    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
-    HPMLI_PASS(name##_forward) { forward; return HPML_OK; }                                                            \
-    HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
+/* What code outside an op's section has to know of the op: flags in its row of the table of ops. */
+enum {
+    HPMLI_OP_IS_ALIAS    = 1,   /* the result stands in the memory of source 0, of any dtype; nothing is computed */
+    HPMLI_OP_REORDERS    = 2,   /* the result's dimensions are others than the sources': it has no image layout */
+    HPMLI_OP_INDEX_0     = 4,   /* source 0, or 1, holds indices (tokens, labels): I32, without a gradient */
+    HPMLI_OP_INDEX_1     = 8,
+    HPMLI_OP_PRODUCT     = 16,  /* a matrix product; its weights are rounded where results are stored in halves */
+    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source of as many dimensions */
+    HPMLI_OP_JOINS_BATCH = 64,  /* each result depends on the whole global batch: a rank without samples takes part */
+    HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
+    HPMLI_OP_KEEPS_SUM   = 256  /* `saved` is the sum before the activation, an array like the result */
+};
 
-/* What most passes are: fn for each of `count` rows, planes, channels ..., `each` of them a task. */
+/* A row of the table of ops; hpmli_op_of finds the row of a node. */
+typedef struct hpmli_op_info {
+    unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_..., HPMLI_INPLACE of this node */
+    double (*flops)(const hpml_node *n, bool back);   /* operations of one forward or backward call */
+    unsigned     traits;                              /* HPMLI_OP_... */
+    hpml_op_impl run;
+} hpmli_op_info;
+
+HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table itself stands behind all ops, in >>backend */
+HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
+HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
+
+HPML_API const char *hpml_op_name(hpml_op op)
+{
+    static const char *const names[] = {
+#define HPMLI_X(op, name) #name,
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
+}
+
+/* Operations of an op that computes one for each element of its result, and as many for the gradient. */
+HPMLI_FN double hpmli_flops_pointwise(const hpml_node *n, bool back)
+{
+    return back && !n->out->needs_grad ? 0 : (double)hpml_tensor_count(n->out);
+}
+
+/* Operations of a matrix product in which each element of the result is a sum of `inner` products; a multiply-add
+   counts 2. Backward costs one product for each of the sources 0 and 1 that needs a gradient. */
+HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner)
+{
+    int products = (n->src[0]->needs_grad ? 1 : 0) + (n->src[1]->needs_grad ? 1 : 0);
+    return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
+}
+
+/* Defines an op and its row: traits; needs and flops, written with the node `n` and `back`; the forward and the
+   backward pass, written with `run` and `n`. A pass that can fail returns its status. */
+#define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
+    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
+    HPMLI_FN double hpmli_##name##_flops(const hpml_node *n HPMLI_UNUSED, bool back HPMLI_UNUSED) { return flops; }    \
+    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)                        \
+    {                                                                                                                  \
+        forward;                                                                                                       \
+        return HPML_OK;                                                                                                \
+    }                                                                                                                  \
+    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)                       \
+    {                                                                                                                  \
+        backward;                                                                                                      \
+        return HPML_OK;                                                                                                \
+    }                                                                                                                  \
+    static const hpmli_op_info hpmli_##name##_op = { hpmli_##name##_needs, hpmli_##name##_flops, traits,               \
+                                                     { hpmli_##name##_forward, hpmli_##name##_backward } }
+
+/* Most passes are a loop over independent items (rows, planes, channels, chunks of elements): a function is called for
+   each of `count` items, and `per_task` items make one task of the thread pool. */
 typedef struct hpmli_work hpmli_work;
-typedef void hpmli_work_fn(const hpmli_work *w, int64_t i, int thread);
+typedef void hpmli_work_fn(const hpmli_work *w, int64_t item, int thread);
 struct hpmli_work {
     const hpml_run      *run;
     const hpmli_kernels *k;
     hpml_node           *n;
-    int64_t              cols; /* of a row of src[0] */
-    bool                 back;
-    int64_t              count, each;
+    int64_t              cols; /* elements in a row (the last dimension) of source 0 */
+    bool                 back; /* the backward pass */
+    int64_t              count, per_task;
     hpmli_work_fn       *fn;
 };
 
-HPMLI_FN void hpmli_work_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_for_each_task(void *arg, int64_t task, int thread)
 {
     const hpmli_work *w = (const hpmli_work *)arg;
-    for (int64_t i = task * w->each; i < (task + 1) * w->each && i < w->count; i++) w->fn(w, i, thread);
+    for (int64_t i = task * w->per_task; i < (task + 1) * w->per_task && i < w->count; i++) w->fn(w, i, thread);
 }
 
-HPMLI_FN void hpmli_work_run(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t each,
-                             hpmli_work_fn *fn)
+HPMLI_FN void hpmli_for_each_parallel(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t per_task,
+                                      hpmli_work_fn *fn)
 {
     const hpml_tensor *x = n->src[0];
-    hpmli_work         w = { run, run->ctx->k, n, x->ndim ? x->shape[x->ndim - 1] : 1, back, count, each, fn };
-    hpmli_parallel(run->ctx, (count + each - 1) / each, hpmli_work_task, &w);
+    hpmli_work         w = { run, run->ctx->k, n, x->ndim ? x->shape[x->ndim - 1] : 1, back, count, per_task, fn };
+    hpmli_parallel(run->ctx, (count + per_task - 1) / per_task, hpmli_for_each_task, &w);
 }
 
-/* An op whose passes are of this kind. */
-#define HPMLI_WORK_OP(name, needs, count, each, forward, backward)                                                     \
-    HPMLI_OP(name, needs, hpmli_work_run(run, n, false, count, each, hpmli_##forward),                                 \
-             hpmli_work_run(run, n, true, count, each, hpmli_##backward))
+/* Defines an op of which both passes call a function for each of `count` items. */
+#define HPMLI_WORK_OP(name, traits, needs, flops, count, per_task, forward, backward)                                  \
+    HPMLI_OP(name, traits, needs, flops, hpmli_for_each_parallel(run, n, false, count, per_task, hpmli_##forward),     \
+             hpmli_for_each_parallel(run, n, true, count, per_task, hpmli_##backward))
 
-/* fn for each row of src[0]: of its last dimension. */
-HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
+/* Calls fn for each row (the last dimension) of source 0. */
+HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
 {
     int64_t cols = n->src[0]->shape[n->src[0]->ndim - 1];
-    hpmli_work_run(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
+    hpmli_for_each_parallel(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
 }
 
 /* Such functions go through a long row piece by piece: c elements from i on. */
@@ -2876,9 +2949,9 @@ HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
 
 /* What results of ops are kept in. */
-HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
+HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
 {
-    return ctx->backend->store ? ctx->backend->store(ctx->device) : HPML_DTYPE_F32;
+    return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
 /* What ops compute with. */
@@ -2915,37 +2988,68 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
     return true;
 }
 
+/* The layout of a result of four dimensions: NHWC if a source is NHWC. Images of both layouts are an error. */
+HPMLI_FN hpml_layout hpmli_check_layouts(hpml_op op, int src_count, hpml_tensor *const *src)
+{
+    const hpml_tensor *first = NULL; /* the last source that is a batch of images */
+    hpml_layout        layout = HPML_NCHW;
+    for (int i = 0; i < src_count; i++) {
+        if (!src[i] || src[i]->ndim != 4) continue;
+        if (src[i]->layout == HPML_NHWC) layout = HPML_NHWC;
+        if (!src[i]->batch_rows) continue;
+        if (first && first->layout != src[i]->layout)
+            hpmli_fail(src[i]->ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of "
+                       "them", hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
+        first = src[i];
+    }
+    return layout;
+}
+
+/* Checks the element types of the sources: I32 for indices, F32 or the type of stored results for numbers. */
+HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpml_tensor *const *src)
+{
+    hpml_dtype stored = hpmli_activation_dtype(src[0]->ctx);
+    for (int i = 0; i < src_count; i++) {
+        bool index = (i == 0 && (traits & HPMLI_OP_INDEX_0)) || (i == 1 && (traits & HPMLI_OP_INDEX_1));
+        if (!src[i]) continue;
+        hpml_dtype dtype = src[i]->dtype;
+        bool       fits  = index ? dtype == HPML_DTYPE_I32 : dtype == HPML_DTYPE_F32 || dtype == stored;
+        if (!fits)
+            hpmli_fail(src[i]->ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
+                       hpml_dtype_name(index ? HPML_DTYPE_I32 : stored));
+    }
+}
+
+/* Makes s, which may be NULL, source i of n; the result of n follows its batch and its need of a gradient. */
+HPMLI_FN void hpmli_node_add_source(hpml_node *n, int i, hpml_tensor *s)
+{
+    hpml_tensor *out = n->out;
+    n->src[i] = s;
+    if (!s) return;
+    s->used = true;
+    if (s->needs_grad) out->needs_grad = true;
+    if (!s->batch_rows) return;
+    if (out->ndim > 0 && out->shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
+    else n->mixes_batch = out->ndim > 0; /* a scalar of a short batch is just a shorter sum */
+}
+
 /* Adds an op. Its result, n->out, is named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
    and absent are NULL, the first never is. The caller fills in n->attr and the bytes it needs. After an error that is
    lost: it goes to a spare node, whose result is NULL. */
 HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
                                       const int64_t *shape)
 {
-    hpml_ctx  *ctx   = src[0]->ctx;
-    hpml_node *none  = &ctx->spare;
-    hpml_dtype dtype = hpmli_store(ctx);
-    bool       images = ndim == 4 && op != HPML_OP_RESHAPE && op != HPML_OP_PERMUTE;
-    const hpml_tensor *first = NULL, *nhwc = NULL; /* sources with a layout, one in NHWC */
+    hpml_ctx   *ctx   = src[0]->ctx;
+    hpml_node  *none  = &ctx->spare;
+    unsigned    traits = hpmli_op_row(op)->traits;
+    hpml_dtype  dtype  = ndim > 0 ? hpmli_activation_dtype(ctx) : HPML_DTYPE_F32;
+    hpml_layout layout = HPML_NCHW;
     none->out = NULL;
-    for (int i = 0; i < src_count && images; i++) {
-        if (!src[i] || src[i]->ndim != 4) continue;
-        if (src[i]->layout == HPML_NHWC) nhwc = src[i];
-        if (!src[i]->batch_rows) continue;
-        if (first && first->layout != src[i]->layout)
-            hpmli_fail(ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of them",
-                       hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
-        first = src[i];
-    }
-    for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
-        bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
-        if (src[i] && op != HPML_OP_RESHAPE &&
-            (index ? src[i]->dtype != HPML_DTYPE_I32 : src[i]->dtype != HPML_DTYPE_F32 && src[i]->dtype != dtype))
-            hpmli_fail(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
-                       hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
-    }
-    if (ndim == 0) dtype = HPML_DTYPE_F32;
+    if (ndim == 4 && !(traits & HPMLI_OP_REORDERS)) layout = hpmli_check_layouts(op, src_count, src);
+    if (traits & HPMLI_OP_IS_ALIAS) dtype = src[0]->dtype;
+    else hpmli_check_dtypes(op, traits, src_count, src);
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
-    hpml_tensor *out = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
+    hpml_tensor *out = hpmli_tensor_new(ctx, name, dtype, ndim, shape);
     hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return none;
     HPML_ASSERT(src_count <= HPML_MAX_SRC);
@@ -2954,16 +3058,8 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     n->out       = out;
     n->src_count = src_count;
     out->node    = n;
-    out->layout  = nhwc ? HPML_NHWC : HPML_NCHW;
-    for (int i = 0; i < src_count; i++) {
-        hpml_tensor *s = n->src[i] = src[i];
-        if (!s) continue;
-        s->used = true;
-        if (s->needs_grad) out->needs_grad = true;
-        if (!s->batch_rows) continue;
-        if (ndim > 0 && shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
-        else n->mixes_batch = ndim > 0; /* a scalar of a short batch is just a shorter sum */
-    }
+    out->layout  = layout;
+    for (int i = 0; i < src_count; i++) hpmli_node_add_source(n, i, src[i]);
     if (out->batch_rows) n->mixes_batch = false;
     ctx->param_kept = ctx->param_count;
     return n;
@@ -2988,7 +3084,23 @@ HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, cons
     return t;
 }
 
-HPMLI_SHAPES(hpml_input, hpml_ctx *, ctx, hpml_input(ctx, HPML_DTYPE_F32, (int)ndim, shape))
+HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1)
+{
+    const int64_t shape[2] = { b, d1 };
+    return hpml_input(ctx, HPML_DTYPE_F32, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2)
+{
+    const int64_t shape[3] = { b, d1, d2 };
+    return hpml_input(ctx, HPML_DTYPE_F32, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w)
+{
+    const int64_t shape[4] = { b, c, h, w };
+    return hpml_input(ctx, HPML_DTYPE_F32, 4, shape);
+}
 
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
 {
@@ -3376,8 +3488,6 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
    Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
    may work in place on a source that no other op reads. A node's out_root and grad_root follow such links. */
 
-HPMLI_FN unsigned hpmli_needs(const hpml_node *n); /* defined where all ops are, in >>half */
-
 typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
     int  last;                 /* time until which the value lives */
     int  grad_first, grad_last;
@@ -3467,7 +3577,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
     for (int i = 0; i < N; i++) {
         hpml_node *n      = g->nodes[i];
         bool       back   = g->loss && n->out->needs_grad;
-        unsigned   needs  = hpmli_needs(n);
+        unsigned   needs  = hpmli_op_of(n)->needs(n);
         hpmli_use *u      = &uses[n->index];
         n->out_root = n->out;
         u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
@@ -3484,14 +3594,21 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         hpml_tensor *x = n->src[0];
         if (!x->node) continue;
         const hpmli_use *u = &uses[x->node->index];
-        bool inplace = (hpmli_needs(n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
+        bool inplace = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
                        x->node->out_root == x && x->dtype == n->out->dtype;
-        if (inplace || n->op == HPML_OP_RESHAPE) n->out_root = x->node->out_root;
+        if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->out_root = x->node->out_root;
     }
     for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
         hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->out_root->node->index];
         if (r->last < u->last) r->last = u->last;
     }
+}
+
+/* Floats of a parameter's gradient in the array of all gradients, padding included. */
+HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
+{
+    const int64_t align = HPML_GRADIENT_ALIGN;
+    return (hpml_tensor_count(p) + align - 1) / align * align;
 }
 
 /* Lives of the gradients; who writes first and who adds, in the order of the backward pass: what nobody has written
@@ -3502,7 +3619,8 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
     for (int i = 0; i < N; i++) {
         hpml_node *n = g->nodes[i];
         hpmli_use *u = &uses[n->index];
-        n->grad_root  = n->op == HPML_OP_RESHAPE && n->src[0]->node ? n->src[0]->node->grad_root : n->out;
+        n->grad_root  = n->out;
+        if (n->src[0]->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->grad_root = n->src[0]->node->grad_root;
         u->grad_first = 2 * N, u->grad_last = 2 * N - 1 - i;
     }
     for (int i = N - 1; i >= 0; i--) {
@@ -3519,7 +3637,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
             }
             if (!u) continue;
             r = s->node ? &uses[s->node->grad_root->node->index] : u;
-            n->accumulate[j] = r->grad_written && !(s->node && n->op == HPML_OP_RESHAPE);
+            n->accumulate[j] = r->grad_written && !(s->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS));
             r->grad_written  = true;
             if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
             if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
@@ -3602,7 +3720,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     hpmli_plan_slots(g, uses);
     for (int i = 0; i < g->param_count; i++) {
         g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
-        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(ctx->params[i]) + 15) / 16 * 16;
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_gradient_floats(ctx->params[i]);
     }
     g->memory.gradients = (size_t)g->grad_count * sizeof(float);
     hpmli_free(ctx, uses);
@@ -3669,7 +3787,7 @@ HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
         p->grad = mine ? g->grads + at : NULL;
-        if (mine) at += (hpml_tensor_count(p) + 15) / 16 * 16;
+        if (mine) at += hpmli_gradient_floats(p);
     }
 }
 
@@ -3715,7 +3833,7 @@ HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
     hpmli_graph_rows(g);
 }
 
-HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
+HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
 {
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
@@ -3749,21 +3867,21 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
     hpml_status         status = HPML_OK;
     if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
-    if (look && b->look) b->look(g->ctx->device, NULL, NULL);
+    if (look && b->time_op) b->time_op(g->ctx->device, NULL, NULL);
     for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
-    bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
+    bool idle = run->idle && !(run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
     if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
     for (int s = 0; backward && s < n->src_count; n->update[s++] = NULL)
         if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
             status = b->update(g->ctx->device, g->ctx, n->update[s], 1), n->update[s]->n = 0;
     if (!look) return status;
-    if (b->look) b->look(g->ctx->device, name, seconds);
+    if (b->time_op) b->time_op(g->ctx->device, name, seconds);
     else if (b->sync) b->sync(g->ctx->device);
     end = hpml_now();
     hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, since, hpmli_trace_time(g->ctx, end)); /* look: of launching it */
-    if (seconds && !b->look) *seconds += end - start;
+    if (seconds && !b->time_op) *seconds += end - start;
     if (g->profile && !backward) g->profile[i].calls++;
     return status;
 }
@@ -3876,10 +3994,10 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 {
     double worst = 0;
     if (!g) return -1;
-    if (hpmli_store(g->ctx) != HPML_DTYPE_F32) {
+    if (hpmli_activation_dtype(g->ctx) != HPML_DTYPE_F32) {
         hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "check_grad: results are stored as %s, whose rounding hides the "
                    "differences that are compared; record the model on a context that stores f32",
-                   hpml_dtype_name(hpmli_store(g->ctx)));
+                   hpml_dtype_name(hpmli_activation_dtype(g->ctx)));
         return -1;
     }
     if (eps == 0) eps = 1e-2f;
@@ -3932,7 +4050,7 @@ typedef struct hpmli_gemm_job {
 } hpmli_gemm_job;
 
 /* Piece t of `pieces` of a length, cut at multiples of `unit`. */
-HPMLI_FN int64_t hpmli_cut(int64_t length, int64_t pieces, int64_t t, int64_t unit)
+HPMLI_FN int64_t hpmli_piece_start(int64_t length, int64_t pieces, int64_t t, int64_t unit)
 {
     int64_t units = (length + unit - 1) / unit, at = units * t / pieces * unit;
     return at < length ? at : length;
@@ -3945,10 +4063,10 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
     hpmli_gemm_part       part;
     part.d     = job->d;
     part.batch = task / (job->rows * job->cols);
-    part.i0    = hpmli_cut(job->d->m, job->rows, r, 1);
-    part.i1    = hpmli_cut(job->d->m, job->rows, r + 1, 1);
-    part.j0    = hpmli_cut(job->d->n, job->cols, c, 32);
-    part.j1    = hpmli_cut(job->d->n, job->cols, c + 1, 32);
+    part.i0    = hpmli_piece_start(job->d->m, job->rows, r, 1);
+    part.i1    = hpmli_piece_start(job->d->m, job->rows, r + 1, 1);
+    part.j0    = hpmli_piece_start(job->d->n, job->cols, c, 32);
+    part.j1    = hpmli_piece_start(job->d->n, job->cols, c + 1, 32);
     part.ws    = job->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
     if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
 }
@@ -3986,7 +4104,7 @@ HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
     int64_t                 p0 = task * s->d->k / s->pieces, p1 = (task + 1) * s->d->k / s->pieces;
     hpmli_gemm_desc         d  = *s->d;
     d.k = p1 - p0;
-    d.a += p0 * d.a_cs, d.b += p0 * d.b_rs;
+    d.a += p0 * d.a_k, d.b += p0 * d.b_k;
     d.c = s->sums + task * d.m * d.n, d.ldc = d.n;
     d.alpha = 1, d.beta = 0, d.bias_n = d.bias_m = NULL, d.act = 0;
     hpmli_gemm_serial(s->ctx, thread, &d);
@@ -3997,12 +4115,12 @@ HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
    products inside tasks, convolutions and batches stay with us. */
 HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
-    bool  ta = d->a_cs != 1, tb = d->b_cs != 1;
+    bool  ta = d->a_k != 1, tb = d->b_col != 1;
     float beta = d->beta;
     if (d->batch != 1 || d->bias_m || d->k < 1) return false;
     if (d->m > INT_MAX || d->n > INT_MAX || d->k > INT_MAX ||
-        (ta && d->a_rs != 1) || (tb && d->b_rs != 1) || (ta ? d->a_cs < d->m : d->a_rs < d->k) ||
-        (tb ? d->b_cs < d->k : d->b_rs < d->n) || d->ldc < d->n)
+        (ta && d->a_row != 1) || (tb && d->b_k != 1) || (ta ? d->a_k < d->m : d->a_row < d->k) ||
+        (tb ? d->b_col < d->k : d->b_k < d->n) || d->ldc < d->n)
         return false;
     for (int64_t i = 0; d->bias_n && i < d->m; i++) {
         if (d->beta == 0) memcpy(d->c + i * d->ldc, d->bias_n, (size_t)d->n * sizeof(float));
@@ -4010,7 +4128,7 @@ HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
         beta = 1;
     }
     cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, (int)d->m, (int)d->n,
-                (int)d->k, d->alpha, d->a, (int)(ta ? d->a_cs : d->a_rs), d->b, (int)(tb ? d->b_cs : d->b_rs), beta,
+                (int)d->k, d->alpha, d->a, (int)(ta ? d->a_k : d->a_row), d->b, (int)(tb ? d->b_col : d->b_k), beta,
                 d->c, (int)d->ldc);
     for (int64_t i = 0; d->act == 1 && i < d->m; i++)
         ctx->k->act_forward(HPML_ACT_RELU, 0, d->c + i * d->ldc, d->c + i * d->ldc, d->n);
@@ -4039,7 +4157,7 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     job.ctx = ctx, job.d = d, job.rows = job.cols = 1;
     while (job.rows * job.cols * d->batch < want) { /* cut the longer side of a piece */
         int64_t height = d->m / job.rows, width = d->n / job.cols;
-        bool    down   = d->a_rs == 1 && d->a_cs * d->k >= 262144 && width >= 256; /* else each packs all of A */
+        bool    down   = d->a_row == 1 && d->a_k * d->k >= 262144 && width >= 256; /* else each packs all of A */
         bool    even   = width >= 256 || d->n % (32 * (job.cols + 1)) == 0; /* columns are cut at multiples of 32 */
         if (width >= height + down && width >= 64 && even) job.cols++;
         else if (height >= 8) job.rows++;
@@ -4047,7 +4165,7 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
         else break;
     }
     each = size * (double)d->k / (double)(job.rows * job.cols * d->batch);
-    if (d->a_cs == 1) /* 8e6 or more in up to four: a slow core does fewer. Across, so that B is packed but once */
+    if (d->a_k == 1) /* 8e6 or more in up to four: a slow core does fewer. Across, so that B is packed but once */
         job.cols *= (int64_t)fmax(1, fmin(fmin(each / 8e6, 4), (double)(d->n / job.cols / 128)));
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
 }
@@ -4074,7 +4192,7 @@ typedef struct hpmli_mixed {
 } hpmli_mixed;
 
 /* The part (rows, cols) of an operand from (row, col) on, as f32, at `space` if it is not f32; its strides follow. */
-HPMLI_FN const float *hpmli_mixed_part(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row, int64_t col,
+HPMLI_FN const float *hpmli_mixed_block(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row, int64_t col,
                                        int64_t rows, int64_t cols, int64_t *rs, int64_t *cs, float *space)
 {
     bool        across = *cs == 1;
@@ -4099,8 +4217,8 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
         hpmli_gemm_desc d = j->d;
         d.m = hpmli_min(d.m - row, j->rows), d.n = hpmli_min(d.n - col, j->cols);
         d.k = hpmli_min(d.k - at, j->depth);
-        d.a = hpmli_mixed_part(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_rs, &d.a_cs, ws + HPMLI_MIXED_A);
-        d.b = hpmli_mixed_part(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_rs, &d.b_cs, ws + HPMLI_MIXED_B);
+        d.a = hpmli_mixed_block(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_row, &d.a_k, ws + HPMLI_MIXED_A);
+        d.b = hpmli_mixed_block(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_k, &d.b_col, ws + HPMLI_MIXED_B);
         d.c += row * d.ldc + col;
         if (at > 0) d.beta = 1;
         hpmli_gemm_serial(j->ctx, thread, &d);
@@ -4114,7 +4232,7 @@ HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
 {
     const hpmli_gemm_desc *d = &j->d;
     bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
-    bool    along  = thin_m ? d->b_rs == 1 : d->a_cs == 1; /* the operand that is not thin is stored along k */
+    bool    along  = thin_m ? d->b_k == 1 : d->a_k == 1; /* the operand that is not thin is stored along k */
     int64_t across, down, side = HPMLI_MIXED_SIDE;
     if (thin) side = along ? 8 : 1024; /* long lines */
     j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
@@ -4148,8 +4266,8 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
     memset(&j, 0, sizeof j);
     j.ctx = ctx, j.type[0] = type_a, j.type[1] = type_b;
     j.d.m = m, j.d.n = n, j.d.k = alpha == 0 ? 0 : k, j.d.alpha = alpha, j.d.beta = beta, j.d.batch = 1;
-    j.d.a = (const float *)a, j.d.a_rs = trans_a ? 1 : lda, j.d.a_cs = trans_a ? lda : 1;
-    j.d.b = (const float *)b, j.d.b_rs = trans_b ? 1 : ldb, j.d.b_cs = trans_b ? ldb : 1;
+    j.d.a = (const float *)a, j.d.a_row = trans_a ? 1 : lda, j.d.a_k = trans_a ? lda : 1;
+    j.d.b = (const float *)b, j.d.b_k = trans_b ? 1 : ldb, j.d.b_col = trans_b ? ldb : 1;
     j.d.c = c, j.d.ldc = ldc;
     if (plain || j.d.k == 0) hpmli_gemm(ctx, &j.d);
     else hpmli_mixed_run(&j);
@@ -4165,7 +4283,7 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 }
 
 /* n numbers, inc apart: where they are, or together in `space`. */
-HPMLI_FN const float *hpmli_gather(float *space, const float *x, int64_t inc, int64_t n)
+HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t inc, int64_t n)
 {
     if (inc == 1) return x;
     for (int64_t i = 0; i < n; i++) space[i] = x[i * inc];
@@ -4189,21 +4307,21 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
                           "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
                           (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
     if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
-        x     = hpmli_gather(ctx->gemm_ws, x, inc_x, k);
+        x     = hpmli_unit_stride(ctx->gemm_ws, x, inc_x, k);
         inc_x = 1;
     }
     if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
         to = ctx->gemm_ws + HPMLI_VECTOR;
-        if (beta != 0) hpmli_gather(to, y, inc_y, rows);
+        if (beta != 0) hpmli_unit_stride(to, y, inc_y, rows);
     }
     memset(&d, 0, sizeof d);
     d.m = rows, d.n = d.batch = 1, d.k = k, d.alpha = alpha, d.beta = beta, d.c = to, d.ldc = to == y ? inc_y : 1;
-    d.a = a, d.a_rs = trans_a ? 1 : lda, d.a_cs = trans_a ? lda : 1;
-    d.b = x, d.b_rs = inc_x, d.b_cs = 1;
+    d.a = a, d.a_row = trans_a ? 1 : lda, d.a_k = trans_a ? lda : 1;
+    d.b = x, d.b_k = inc_x, d.b_col = 1;
     if (trans_a && d.ldc == 1) {
         d.m = 1, d.n = d.ldc = rows;
-        d.a = x, d.a_rs = inc_x == 1 ? k : 1, d.a_cs = inc_x;
-        d.b = a, d.b_rs = lda, d.b_cs = 1;
+        d.a = x, d.a_row = inc_x == 1 ? k : 1, d.a_k = inc_x;
+        d.b = a, d.b_k = lda, d.b_col = 1;
     }
     hpmli_gemm(ctx, &d);
     for (int64_t i = 0; i < rows && to != y; i++) y[i * inc_y] = to[i];
@@ -4230,8 +4348,8 @@ HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     HPMLI_PIECES(i, c, count) {
         float       *y  = v->y + (first + i) * v->inc_y;
         float       *to = v->inc_y == 1 ? y : py;
-        const float *x  = v->x ? hpmli_gather(px, v->x + (first + i) * v->inc_x, v->inc_x, c) : to;
-        hpmli_gather(py, y, v->inc_y, c);
+        const float *x  = v->x ? hpmli_unit_stride(px, v->x + (first + i) * v->inc_x, v->inc_x, c) : to;
+        hpmli_unit_stride(py, y, v->inc_y, c);
         if (!v->x && v->alpha == 0) v->k->vfill(to, 0, c);
         else v->k->vaxpby(to, v->alpha, x, v->x ? 1.0f : 0.0f, c);
         for (int64_t e = 0; e < c && to == py; e++) y[e * v->inc_y] = py[e];
@@ -4272,7 +4390,7 @@ HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED
     float          most = -1, space[HPMLI_PIECE];
     for (int64_t i = best, c; i < end && most == most; i += c) { /* which piece of a piece */
         c = hpmli_min(end - i, HPMLI_PIECE);
-        float here = v->k->vamax(hpmli_gather(space, v->x + i * v->inc_x, v->inc_x, c), c);
+        float here = v->k->vamax(hpmli_unit_stride(space, v->x + i * v->inc_x, v->inc_x, c), c);
         if (here > most || here != here) most = here, best = i;
     }
     while (most == most ? fabsf(v->x[best * v->inc_x]) != most : v->x[best * v->inc_x] == v->x[best * v->inc_x]) best++;
@@ -4305,16 +4423,6 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 /* Broadcasting as numpy does it, see hpmli_walk. The gradient of a stretched operand is the sum over what it was
    stretched to. A batch that becomes a later dimension of the result has no short form. */
 
-HPML_API const char *hpml_op_name(hpml_op op)
-{
-    static const char *const names[] = {
-#define HPMLI_X(op, name) #name,
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-    };
-    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
-}
-
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
@@ -4334,8 +4442,8 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, i
 }
 
 /* d(side) of n elements: dy for a sum; for the rest the product rule. */
-HPMLI_FN void hpmli_binary_slope(const hpmli_binary *b, float *d, const float *dy, const float *x0, const float *x1,
-                                 int64_t n)
+HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const float *dy, const float *x0,
+                                      const float *x1, int64_t n)
 {
     switch (b->n->op) {
     case HPML_OP_ADD: b->k->vscale_add(d, dy, 1, 0, n); break;
@@ -4366,7 +4474,7 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
             continue;
         }
         float *dx = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
-        hpmli_binary_slope(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
+        hpmli_binary_derivative(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
         if (b->w.stride[b->side][b->w.ndim - 1] != 0) b->k->vadd(dx + i, dx + i, d, c);
         else dx[0] += b->k->vsum(d, c); /* stretched */
     }
@@ -4394,10 +4502,6 @@ HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int
     }
 }
 
-#define HPMLI_BINARY_OP(op, name, needs)                                                                               \
-    HPMLI_OP(name, needs, hpmli_binary_run(run, n, -1, 0), hpmli_binary_run(run, n, 0, 2))                             \
-    HPML_API hpml_tensor *hpml_##name(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(op, a, b); }
-
 HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tensor *b)
 {
     int64_t      shape[HPML_MAX_DIMS];
@@ -4417,13 +4521,21 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
     return n->out;
 }
 
-HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
-HPMLI_BINARY_OP(HPML_OP_SUB, sub, 0)
-HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_BOTH)
-HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_BOTH)
+HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_ADD, a, b); }
+HPML_API hpml_tensor *hpml_sub(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_SUB, a, b); }
+HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_MUL, a, b); }
+HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_DIV, a, b); }
+
+#define HPMLI_BINARY_OP(name, needs)                                                                                   \
+    HPMLI_OP(name, HPMLI_OP_PAIRS_ROWS, needs, hpmli_flops_pointwise(n, back), hpmli_binary_run(run, n, -1, 0),        \
+             hpmli_binary_run(run, n, 0, 2))
+HPMLI_BINARY_OP(add, 0);
+HPMLI_BINARY_OP(sub, 0);
+HPMLI_BINARY_OP(mul, HPMLI_NEED_BOTH);
+HPMLI_BINARY_OP(div, HPMLI_NEED_BOTH);
 
 /* What goes number by number is dealt out in grains of the result. */
-HPMLI_FN int64_t hpmli_grains(const hpml_node *n)
+HPMLI_FN int64_t hpmli_chunk_count(const hpml_node *n)
 {
     return (hpml_tensor_count(n->out) + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
 }
@@ -4437,7 +4549,7 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 }
 
 /* y = a x + b; dx (+)= a dy. */
-HPMLI_FN void hpmli_scale_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
     int64_t            at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
@@ -4447,7 +4559,8 @@ HPMLI_FN void hpmli_scale_grain(const hpmli_work *w, int64_t grain, int thread H
     else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
 
-HPMLI_WORK_OP(scale, HPMLI_INPLACE, hpmli_grains(n), 1, scale_grain, scale_grain)
+HPMLI_WORK_OP(scale, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
+              scale_chunk);
 
 /* True when the derivative is computed from the argument, false when the result is enough. */
 HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
@@ -4461,7 +4574,7 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
-    hpml_node *n = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
+    hpml_node *n = hpmli_node_create(HPML_OP_ACTIVATION, NULL, 1, &x, x->ndim, x->shape);
     n->attr.act.act = act, n->attr.act.slope = slope == 0 ? 0.01f : slope;
     return n->out;
 }
@@ -4476,10 +4589,10 @@ HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML
 
 /* y = act(z), dz (+)= dy act'(z): an op, whose source is z; or the end of linear and conv2d, with z in y or saved, and
    dz in the memory of dy, which nobody reads after us. */
-HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
 {
     const hpml_node *n    = w->n;
-    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACT;
+    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACTIVATION;
     hpml_act         act  = conv ? n->attr.conv.act : n->attr.act.act;
     float            slope = conv ? 0.01f : n->attr.act.slope, *y = n->out->data, *dy = n->out->grad;
     const float     *z  = alone ? n->src[0]->data : n->saved ? (const float *)n->saved : y;
@@ -4489,8 +4602,9 @@ HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPM
     else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
 }
 
-HPMLI_WORK_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
-              hpmli_grains(n), 1, act_grain, act_grain)
+HPMLI_WORK_OP(activation, 0,
+              hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
+              hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, act_chunk, act_chunk);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
@@ -4540,8 +4654,8 @@ HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bo
     hpmli_gemm_desc d = HPMLI_ZEROED;
     if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
     d.m = c.rows, d.n = c.cols, d.k = a.cols, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = c.count;
-    d.a = a.p, d.a_rs = a.trans ? 1 : a.ld, d.a_cs = a.trans ? a.ld : 1, d.a_batch = a.apart;
-    d.b = b.p, d.b_rs = b.trans ? 1 : b.ld, d.b_cs = b.trans ? b.ld : 1, d.b_batch = b.apart;
+    d.a = a.p, d.a_row = a.trans ? 1 : a.ld, d.a_k = a.trans ? a.ld : 1, d.a_batch = a.apart;
+    d.b = b.p, d.b_k = b.trans ? 1 : b.ld, d.b_col = b.trans ? b.ld : 1, d.b_batch = b.apart;
     d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
     return d;
 }
@@ -4614,7 +4728,9 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
     }
 }
 
-HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n))
+HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_BOTH,
+         hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
+         hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
 /* Linear: sources x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
@@ -4657,7 +4773,7 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
     d.act    = act == HPML_ACT_RELU;
     hpmli_gemm(run->ctx, &d);
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
+        hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
 /* Steps one parameter, and with d computes the product that makes its gradient; see >>optimizers. */
@@ -4669,7 +4785,8 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     hpmli_mat    dz = hpmli_grads(n->out); /* (rows, out) */
-    if (n->attr.act.act != HPML_ACT_NONE) hpmli_work_run(run, n, true, hpmli_grains(n), 1, hpmli_act_grain);
+    if (n->attr.act.act != HPML_ACT_NONE)
+        hpmli_for_each_parallel(run, n, true, hpmli_chunk_count(n), 1, hpmli_act_chunk);
     if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
     if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
     if (!w->grad) return;
@@ -4686,8 +4803,9 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     u->n = 0;
 }
 
-HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
-         hpmli_linear_pass(run, n), hpmli_linear_back(run, n))
+HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
+         HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
+         hpmli_flops_product(n, back, n->src[1]->shape[1]), hpmli_linear_pass(run, n), hpmli_linear_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shape   reshape, permute, slice, concat, sum
@@ -4710,7 +4828,23 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     return n->out;
 }
 
-HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
+HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
+{
+    const int64_t shape[2] = { d0, d1 };
+    return hpml_reshape(x, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2)
+{
+    const int64_t shape[3] = { d0, d1, d2 };
+    return hpml_reshape(x, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
+{
+    const int64_t shape[4] = { d0, d1, d2, d3 };
+    return hpml_reshape(x, 4, shape);
+}
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
 {
@@ -4781,9 +4915,9 @@ HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 }
 
 /* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
-HPMLI_OP(reshape, 0,
+HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS, 0, 0,
          if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out)),
-         hpmli_reshape_back(run, n))
+         hpmli_reshape_back(run, n));
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -4875,7 +5009,7 @@ HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread
     int64_t size = y->stride[0], rows = w->n->attr.permute.dims[1] == 2 ? x->shape[1] : size / x->shape[3];
     float  *from = (w->back ? y->grad : x->data) + image * size, *to = (w->back ? x->grad : y->data) + image * size;
     if (w->back) rows = size / rows;
-    w->k->conv_turn(to, from, rows, 1, size / rows, size);
+    w->k->conv_to_nhwc(to, from, rows, 1, size / rows, size);
 }
 
 /* Copies, reading the source through shape and strides in the order of the destination. */
@@ -4884,7 +5018,7 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     const hpml_tensor *x = n->src[0], *y = n->out;
     hpml_tensor        read = backward ? *y : *x;
     if (hpmli_permutes_images(n) && !(backward && (n->accumulate[0] || !x->grad))) {
-        hpmli_work_run(run, n, backward, y->shape[0], 1, hpmli_permute_image);
+        hpmli_for_each_parallel(run, n, backward, y->shape[0], 1, hpmli_permute_image);
         return;
     }
     for (int i = 0; i < y->ndim; i++) {
@@ -4895,7 +5029,8 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     hpmli_move(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
 
-HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
+HPMLI_OP(permute, HPMLI_OP_REORDERS, 0, hpmli_flops_pointwise(n, back), hpmli_permute_run(run, n, false),
+         hpmli_permute_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
@@ -4919,7 +5054,7 @@ HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
     hpmli_move(run, n->out, &x, backward, true);
 }
 
-HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
+HPMLI_OP(slice, 0, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
@@ -4952,7 +5087,8 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
     }
 }
 
-HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
+HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS, 0, hpmli_flops_pointwise(n, back), hpmli_concat_run(run, n, false),
+         hpmli_concat_run(run, n, true));
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -4995,7 +5131,7 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
     if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
 }
 
-HPMLI_OP(sum, 0, hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true))
+HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution
@@ -5007,7 +5143,7 @@ HPMLI_OP(sum, 0, hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true))
    added up in order: the same bits at any number of threads. */
 
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
+HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
 /* The same for both passes, so that what is recorded has scratch for either. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
@@ -5049,7 +5185,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 }
 
 /* A product without columns: 1 x 1, as it stands. */
-HPMLI_FN bool hpmli_conv_direct(const hpmli_conv *c)
+HPMLI_FN bool hpmli_conv_is_1x1(const hpmli_conv *c)
 {
     return c->taps == 1 && c->row_at == c->x_pitch && c->col_at == c->C && c->x_first == 0;
 }
@@ -5082,7 +5218,7 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
     return NULL;
 }
 
-HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
+HPMLI_FN int32_t hpmli_conv_default(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
 
 /* Chooses the algorithm for y, of this shape, within the workspace that d allows; *bytes: the workspace needed. */
 HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
@@ -5126,14 +5262,14 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
                           "chosen; leave them 0", d.name ? d.name : "", x->ctx->backend->name);
     memset(&a, 0, sizeof a);
     a.conv.kernel[0]   = d.kernel_h;
-    a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
-    a.conv.stride[0]   = hpmli_conv_or(d.stride_h, 1);
-    a.conv.stride[1]   = hpmli_conv_or(d.stride_w, a.conv.stride[0]);
+    a.conv.kernel[1]   = hpmli_conv_default(d.kernel_w, d.kernel_h);
+    a.conv.stride[0]   = hpmli_conv_default(d.stride_h, 1);
+    a.conv.stride[1]   = hpmli_conv_default(d.stride_w, a.conv.stride[0]);
     a.conv.padding[0]  = d.padding_h == HPML_NO_PAD ? 0 : d.padding_h;
-    a.conv.padding[1]  = d.padding_w == HPML_NO_PAD ? 0 : hpmli_conv_or(d.padding_w, a.conv.padding[0]);
-    a.conv.dilation[0] = hpmli_conv_or(d.dilation_h, 1);
-    a.conv.dilation[1] = hpmli_conv_or(d.dilation_w, a.conv.dilation[0]);
-    a.conv.groups      = hpmli_conv_or(d.groups, 1);
+    a.conv.padding[1]  = d.padding_w == HPML_NO_PAD ? 0 : hpmli_conv_default(d.padding_w, a.conv.padding[0]);
+    a.conv.dilation[0] = hpmli_conv_default(d.dilation_h, 1);
+    a.conv.dilation[1] = hpmli_conv_default(d.dilation_w, a.conv.dilation[0]);
+    a.conv.groups      = hpmli_conv_default(d.groups, 1);
     a.conv.act         = d.activation;
     const char *why = hpmli_conv_check(x, out, &a);
     if (why)
@@ -5160,12 +5296,12 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t panels = hpmli_conv_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     int64_t end    = o + HPMLI_CONV_PANEL < c->OC ? o + HPMLI_CONV_PANEL : c->OC;
     const float *w = c->n->src[1]->data + g * c->OC * c->C * c->taps;
     float  *packed = c->packed + g * c->packed_size;
     if (!c->want_dx) c->ctx->k->conv_pack(c, packed, w, o);
-    for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(c, packed, w, o);
+    for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_for_dx(c, packed, w, o);
 }
 
 /* Rows [row, row + rows) of one image and group of x (C, pixels), y (OC, pixels) or their gradients, as a matrix. */
@@ -5180,35 +5316,35 @@ HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool y, int64_t
 }
 
 /* One image and group of x, in NHWC order with its padding. */
-HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float *image)
+HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
     hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_ld, c->x_ld };
     if (c->x_first) memset(image, 0, (size_t)c->x_size * sizeof(float));
     if (c->nhwc) c->ctx->k->conv_copy(&copy, image + c->x_first, x, NULL, 0, 0);
-    else c->ctx->k->conv_turn(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
+    else c->ctx->k->conv_to_nhwc(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
 }
 
 /* The same of dy, without padding. */
-HPMLI_FN void hpmli_conv_turn_dy(const hpmli_conv *c, int64_t b, int64_t g, float *image)
+HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
     hpmli_conv_copy copy = { 1, c->OH * c->OW, c->OC, 0, c->OC, 0, c->y_ld };
     if (c->nhwc) c->ctx->k->conv_copy(&copy, image, dy, NULL, 0, 0);
-    else c->ctx->k->conv_turn(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
+    else c->ctx->k->conv_to_nhwc(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
 }
 
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_panels(c->OC);
+    int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_conv_panels(c->OC);
     int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL;
     int64_t o1 = hpmli_min((piece + 1) * panels / c->splits * HPMLI_CONV_PANEL, c->OC);
     float  *image = c->own + thread * c->own_size, *band = image + c->x_size;
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
-        hpmli_conv_turn_x(c, b, g, image);
-        c->ctx->k->conv_image(c, c->packed + g * c->packed_size, image, o0, o1, bias,
+        hpmli_conv_x_to_nhwc(c, b, g, image);
+        c->ctx->k->conv_forward(c, c->packed + g * c->packed_size, image, o0, o1, bias,
                               c->n->attr.conv.act == HPML_ACT_RELU,
                               hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
@@ -5232,7 +5368,7 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 }
 
 /* Overwrites dy of one image by dz = dy act', because no later op reads dy, and sums dz into the bias gradient. */
-HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool first)
+HPMLI_FN void hpmli_conv_dz_and_db(const hpmli_conv *c, int64_t b, float *db, bool first)
 {
     int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
     float  *dz = c->n->out->grad + b * channels * pixels;
@@ -5289,7 +5425,7 @@ HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
     bool         dw = back && w->grad, dx = back && x->grad;
     if (dx && !n->accumulate[0]) memset(x->grad, 0, hpmli_tensor_bytes(x));
     for (int64_t b = 0; b < c->B && back; b++)
-        hpmli_conv_take_dy(c, b, bias ? bias->grad : NULL, b == 0 && !n->accumulate[2]);
+        hpmli_conv_dz_and_db(c, b, bias ? bias->grad : NULL, b == 0 && !n->accumulate[2]);
     for (int64_t i = 0; i < c->B * c->groups; i++)
         for (int64_t row = 0; row < c->OH; row += step) {
             hpmli_columns m = { c, (float *)n->scratch, i / c->groups, i % c->groups, row,
@@ -5320,16 +5456,16 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     hpmli_conv c   = hpmli_conv_of(run->ctx, n);
     hpml_act   act = n->attr.conv.act;
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
-    else if (hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, false);
+    else if (hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, false);
     else {
-        int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
+        int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         c.splits = hpmli_min((want - 1) / c.B + 1, panels); /* few images: share their channels out */
         if (run->ctx->threads == 1) c.splits = 1;
         hpmli_parallel(run->ctx, c.B * c.splits, hpmli_conv_forward_task, &c);
     }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
+        hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
 /* Part `part` of the images: their dx, and their sum of dw and db. */
@@ -5342,28 +5478,28 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
     int64_t panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     for (int64_t b = first; b < end; b += c->joint) {
         int64_t images = end - b < c->joint ? end - b : c->joint;
-        for (int64_t i = 0; i < images; i++) hpmli_conv_take_dy(c, b + i, db, b + i == first);
+        for (int64_t i = 0; i < images; i++) hpmli_conv_dz_and_db(c, b + i, db, b + i == first);
         for (int64_t g = 0; g < c->groups; g++) {
             for (int64_t i = 0; i < images; i++) {
-                if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
-                if (c->want_dw || c->want_dx) hpmli_conv_turn_dy(c, b + i, g, ys + i * c->y_size);
+                if (c->want_dw) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_size);
+                if (c->want_dw || c->want_dx) hpmli_conv_dy_to_nhwc(c, b + i, g, ys + i * c->y_size);
             }
-            if (c->want_dw) c->ctx->k->conv_weights(c, images, xs, ys, dw + g * panels, b > first);
+            if (c->want_dw) c->ctx->k->conv_weight_grad(c, images, xs, ys, dw + g * panels, b > first);
             if (!c->want_dx) continue;
             memset(dx, 0, (size_t)(images * c->x_size) * sizeof(float));
-            c->ctx->k->conv_inputs(c, images, c->packed + g * c->packed_size, ys, dx);
+            c->ctx->k->conv_input_grad(c, images, c->packed + g * c->packed_size, ys, dx);
             for (int64_t i = 0; i < images; i++)
-                c->ctx->k->conv_return(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
+                c->ctx->k->conv_from_nhwc(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
                                        dx + i * c->x_size + c->x_first, c->n->accumulate[0]);
         }
     }
 }
 
 /* The parts come together: HPMLI_CONV_PANEL channels of one group. */
-HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_conv_sum_parts_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t panels = hpmli_conv_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     c->ctx->k->conv_unpack(c, c->n->src[1]->grad + g * c->OC * c->C * c->taps,
                            c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, o, c->n->accumulate[1]);
 }
@@ -5371,25 +5507,25 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c = hpmli_conv_of(run->ctx, n);
-    int64_t    channels = c.groups * c.OC, panels = hpmli_panels(c.OC);
+    int64_t    channels = c.groups * c.OC, panels = hpmli_conv_panels(c.OC);
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) {
         hpmli_conv_by_columns(&c, true);
         return;
     }
-    c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
+    c.want_dx = n->src[0]->grad && !hpmli_conv_is_1x1(&c);
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
-    if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_join_task, &c);
+    if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_sum_parts_task, &c);
     for (int64_t p = 0; c.want_db && p < c.parts; p++)
         run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
-    if (n->src[0]->grad && hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, true);
+    if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
 
-HPMLI_OP(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
-         hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n))
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
+         hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pool   max, average and global pooling
@@ -5417,25 +5553,25 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
     hpmli_image_shape(x, hpmli_image(x, 0), hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
     hpml_node *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
     n->attr = a;
-    if (op == HPML_OP_MAX_POOL) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
+    if (op == HPML_OP_MAX_POOL2D) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
     return n->out;
 }
 
 HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
 {
-    return hpmli_pool_record(x, HPML_OP_MAX_POOL, kernel, kernel, stride, padding);
+    return hpmli_pool_record(x, HPML_OP_MAX_POOL2D, kernel, kernel, stride, padding);
 }
 
 HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
 {
-    return hpmli_pool_record(x, HPML_OP_AVG_POOL, kernel, kernel, stride, padding);
+    return hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kernel, kernel, stride, padding);
 }
 
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
     bool         image = x && x->ndim == 4; /* anything else is refused */
     int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
-    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL, kh, kw, 1, 0);
+    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kh, kw, 1, 0);
     return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
 }
 
@@ -5562,14 +5698,15 @@ HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hp
                                 hpmli_work_fn *image)
 {
     bool nhwc = n->out->layout == HPML_NHWC;
-    hpmli_work_run(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
+    hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
 }
 
-#define HPMLI_POOL_OP(name, f)                                                                                         \
-    HPMLI_OP(name, 0, hpmli_pooling_run(run, n, false, hpmli_##f##_plane, hpmli_##f##_image),                          \
-             hpmli_pooling_run(run, n, true, hpmli_##f##_plane, hpmli_##f##_image))
-HPMLI_POOL_OP(max_pool2d, max_pool)
-HPMLI_POOL_OP(avg_pool2d, avg_pool)
+HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
+         hpmli_pooling_run(run, n, false, hpmli_max_pool_plane, hpmli_max_pool_image),
+         hpmli_pooling_run(run, n, true, hpmli_max_pool_plane, hpmli_max_pool_image));
+HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
+         hpmli_pooling_run(run, n, false, hpmli_avg_pool_plane, hpmli_avg_pool_image),
+         hpmli_pooling_run(run, n, true, hpmli_avg_pool_plane, hpmli_avg_pool_image));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -5624,15 +5761,20 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     return n->out;
 }
 
-#define HPMLI_NORM(op, name)                                                                                           \
-    HPML_API hpml_tensor *hpml_##name(hpml_tensor *x, const hpml_norm_desc *desc)                                      \
-    {                                                                                                                  \
-        return hpmli_norm_record(x, desc, HPML_OP_##op);                                                               \
-    }
-HPMLI_NORM(BATCHNORM, batchnorm)
-HPMLI_NORM(LAYERNORM, layernorm)
-HPMLI_NORM(RMSNORM, rmsnorm)
-#undef HPMLI_NORM
+HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_BATCHNORM);
+}
+
+HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_LAYERNORM);
+}
+
+HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_RMSNORM);
+}
 
 typedef struct hpmli_bn_job {
     const hpml_run      *run;
@@ -5748,31 +5890,32 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     return status;
 }
 
-HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
-         return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
+HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH,
+         HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
+         return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
 /* softmax(x)_i = exp(x_i - max) / sum, sum = sum of exp(x_j - max); its logarithm is (x_i - max) - log(sum), in this
    order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
    logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
 
-HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
+HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_op op, hpml_tensor *x)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim < 1)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
-    hpml_node *n = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.softmax.log = log;
-    return n->out;
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": a scalar has no last dimension",
+                          hpml_op_name(op), x->name);
+    return hpmli_node_create(op, NULL, 1, &x, x->ndim, x->shape)->out;
 }
 
-HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
-HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
+HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(HPML_OP_SOFTMAX, x); }
+HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(HPML_OP_LOG_SOFTMAX, x); }
+
 HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
     float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
     float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
-    if (w->n->attr.softmax.log) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
+    if (w->n->op == HPML_OP_LOG_SOFTMAX) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
     else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
 }
 
@@ -5780,7 +5923,7 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
 {
     const float *y = w->n->out->data + row * w->cols, *dy = w->n->out->grad + row * w->cols;
     float       *dx = w->n->src[0]->grad + row * w->cols, d[HPMLI_PIECE];
-    bool         log = w->n->attr.softmax.log;
+    bool         log = w->n->op == HPML_OP_LOG_SOFTMAX;
     float        s   = log ? w->k->vsum(dy, w->cols) : w->k->vdot(dy, y, w->cols);
     HPMLI_PIECES(i, c, w->cols) {
         if (log) {
@@ -5794,8 +5937,12 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
     }
 }
 
-HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, false, hpmli_softmax_row),
-         hpmli_rows_run(run, n, true, hpmli_softmax_back_row))
+HPMLI_OP(softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_softmax_row),
+         hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
+HPMLI_OP(log_softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_softmax_row),
+         hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
@@ -5852,10 +5999,10 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     }
 }
 
-HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_norm_back(const hpml_run *run, hpml_node *n)
 {
     int64_t cols = n->out->shape[n->out->ndim - 1], rows = hpml_tensor_count(n->out) / cols;
-    hpmli_work_run(run, n, true, rows, HPMLI_NORM_ROWS, hpmli_norm_back_row);
+    hpmli_for_each_parallel(run, n, true, rows, HPMLI_NORM_ROWS, hpmli_norm_back_row);
     for (int s = 1; s < 3; s++) {
         if (!n->src[s] || !n->src[s]->grad) continue;
         if (!n->accumulate[s]) run->ctx->k->vfill(n->src[s]->grad, 0, cols);
@@ -5864,8 +6011,10 @@ HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
     }
 }
 
-HPMLI_OP(layernorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
-HPMLI_OP(rmsnorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
+HPMLI_OP(layernorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
+HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dropout   dropout and embedding
@@ -5907,8 +6056,9 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
     }
 }
 
-HPMLI_WORK_OP(dropout, HPMLI_INPLACE, (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE,
-              HPMLI_GRAIN / HPMLI_PIECE, dropout_piece, dropout_piece)
+HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
+              (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
+              dropout_piece);
 
 /* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
@@ -5960,7 +6110,8 @@ HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
         run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
 }
 
-HPMLI_OP(embedding, HPMLI_NEED_SRC(0), return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n))
+HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
+         return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>sequence   multi-head attention; long short-term memory
@@ -6067,8 +6218,17 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-HPMLI_WORK_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, n->out->shape[0] * n->attr.attention.heads, 1,
-              attention_head, attention_head_back)
+/* Operations: two products of (T, T) with (T, C), half of which a causal mask makes unnecessary; backward needs
+   twice as many. */
+HPMLI_FN double hpmli_flops_attention(const hpml_node *n, bool back)
+{
+    double forward = 4 * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1];
+    if (n->attr.attention.causal) forward *= 0.5;
+    return back ? 2 * forward : forward;
+}
+
+HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_flops_attention(n, back),
+              n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
 
 /* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
    h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
@@ -6184,7 +6344,9 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
                       hpmli_mat_at(hpmli_values(n->out), b * j.T, j.T - 1, 0, H), hpmli_grads(w_h), true);
 }
 
-HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
+HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
+         hpmli_flops_product(n, back, 4 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
+         hpmli_lstm_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
@@ -6197,18 +6359,18 @@ HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_
    Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
    all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
 
-HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
-                                        float delta)
+HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target, float delta)
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
-                          kind, hpmli_text(y), hpmli_text(target));
+                          hpml_op_name(op), hpmli_text(y), hpmli_text(target));
     if (!(delta >= 0))
-        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", kind, (double)delta);
-    hpml_node *n = hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
-    n->attr.huber.squared = squared, n->attr.huber.delta = delta;
+        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", hpml_op_name(op),
+                          (double)delta);
+    hpml_node *n = hpmli_node_create(op, NULL, 2, src, 0, NULL);
+    n->attr.huber.delta = delta;
     return n->out;
 }
 
@@ -6271,7 +6433,7 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
                               (long long)V - 1, n->attr.cross_entropy.ignore);
         counted++;
     }
-    hpmli_rows_run(run, n, false, hpmli_cross_entropy_row);
+    hpmli_for_each_row(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
     ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
     n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
@@ -6301,22 +6463,22 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     dx[label] -= scale * (1 - s);
 }
 
-HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n),
-         hpmli_rows_run(run, n, true, hpmli_cross_entropy_back_row))
+HPMLI_OP(cross_entropy, HPMLI_OP_IS_MEAN | HPMLI_OP_INDEX_1, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+         return hpmli_cross_entropy_pass(run, n), hpmli_for_each_row(run, n, true, hpmli_cross_entropy_back_row));
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target, false, 0);
+    return hpmli_loss_record(HPML_OP_BCE_WITH_LOGITS, logits, target, 0);
 }
 
 HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_HUBER, "mse", y, target, true, 0);
+    return hpmli_loss_record(HPML_OP_MSE, y, target, 0);
 }
 
 HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
 {
-    return hpmli_loss_record(HPML_OP_HUBER, "huber", y, target, false, delta);
+    return hpmli_loss_record(HPML_OP_HUBER, y, target, delta);
 }
 
 /* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
@@ -6324,18 +6486,18 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 {
     double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
-    if (n->op == HPML_OP_BCE) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
-    if (n->attr.huber.squared) return d * d;
+    if (n->op == HPML_OP_BCE_WITH_LOGITS) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
+    if (n->op == HPML_OP_MSE) return d * d;
     if (delta == 0) return d;
     return d <= delta ? d * d / 2 : delta * (d - delta / 2);
 }
 
 /* Its derivative by x. */
-HPMLI_FN float hpmli_pair_slope(const hpml_node *n, float x, float t)
+HPMLI_FN float hpmli_pair_derivative(const hpml_node *n, float x, float t)
 {
     float d = x - t, delta = n->attr.huber.delta;
-    if (n->op == HPML_OP_BCE) return 1 / (1 + expf(-x)) - t;
-    if (n->attr.huber.squared) return 2 * d;
+    if (n->op == HPML_OP_BCE_WITH_LOGITS) return 1 / (1 + expf(-x)) - t;
+    if (n->op == HPML_OP_MSE) return 2 * d;
     if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
     return d > delta ? delta : d < -delta ? -delta : d;
 }
@@ -6353,19 +6515,23 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
     float        scale = n->out->grad[0] / (float)count;
-    if (n->op == HPML_OP_BCE && n->src[1]->grad)
+    if (n->op == HPML_OP_BCE_WITH_LOGITS && n->src[1]->grad)
         return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
                           "parameters; only the logits get a gradient", n->src[1]->name);
     for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
         float *d = n->src[s]->grad, sign = s ? -scale : scale;
         for (int64_t i = 0; d && i < count; i++)
-            d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_slope(n, x[i], t[i]);
+            d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_derivative(n, x[i], t[i]);
     }
     return HPML_OK;
 }
 
-HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
-HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
+HPMLI_OP(bce_with_logits, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
+         return hpmli_pairs_back(run, n));
+HPMLI_OP(mse, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
+         return hpmli_pairs_back(run, n));
+HPMLI_OP(huber, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
+         return hpmli_pairs_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
@@ -6384,17 +6550,6 @@ HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(ru
 
 #define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
 #define HPMLI_EDGE_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
-
-/* What the backward pass of this node's op reads, see HPMLI_OP. */
-HPMLI_FN unsigned hpmli_needs(const hpml_node *n)
-{
-    static unsigned (*const needs[])(const hpml_node *) = {
-#define HPMLI_X(op, name) hpmli_##name##_needs,
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-    };
-    return needs[n->op](n);
-}
 
 enum { HPMLI_LOAD = 1, HPMLI_SAVE = 2, HPMLI_ROUND = 4 }; /* before the op; behind it; load what is f32, rounded */
 
@@ -6455,9 +6610,8 @@ HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tenso
 HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
-    unsigned needs   = back ? hpmli_needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
-    bool     product = n->op == HPML_OP_LINEAR || n->op == HPML_OP_MATMUL || n->op == HPML_OP_CONV2D ||
-                       n->op == HPML_OP_LSTM;
+    unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
+    bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
     memset(e, 0, sizeof *e);
     e->node = *n;
     memset(e->node.update, 0, sizeof e->node.update); /* steps are taken when the gradient of all blocks is there */
@@ -6480,7 +6634,7 @@ HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_nod
     unsigned     value = back ? 0 : HPMLI_SAVE;
     if (back && needs & HPMLI_NEED_OUT) value = HPMLI_LOAD;
     hpmli_edge_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
-    if (n->op == HPML_OP_LINEAR && n->saved_bytes > 0) { /* the sum before the activation, stored as the result is */
+    if (hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM) && n->saved_bytes > 0) { /* stored in halves, as the result is */
         hpml_tensor z = *n->out;
         z.data = (float *)n->saved;
         hpmli_edge_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
@@ -6501,7 +6655,7 @@ HPMLI_FN void hpmli_edge_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     const hpmli_edge    *e = (const hpmli_edge *)arg;
     const hpmli_copy    *c = e->copy;
     const hpmli_kernels *k = e->ctx->k;
-    hpml_dtype           store = e->ctx->store;
+    hpml_dtype           store = e->ctx->activation_dtype;
     uint16_t             piece[HPMLI_PIECE];
     for (int64_t tasks; tasks = hpmli_edge_tasks(e, c), task >= tasks; c++) task -= tasks;
     int64_t   at = task * HPMLI_GRAIN, n = hpmli_min(c->n - at, HPMLI_GRAIN);
@@ -6523,28 +6677,23 @@ HPMLI_FN void hpmli_edge_move(hpmli_edge *e, hpml_ctx *ctx, unsigned now)
     if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_edge_task, e);
 }
 
-HPMLI_FN bool hpmli_is_mean(hpml_op op)
-{
-    return op == HPML_OP_CROSS_ENTROPY || op == HPML_OP_BCE || op == HPML_OP_HUBER;
-}
+HPMLI_FN bool hpmli_is_mean(const hpml_node *n) { return hpmli_has_trait(n, HPMLI_OP_IS_MEAN); }
 
 /* The tensor whose samples are cut into blocks. */
-HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n->op) ? n->src[0] : n->out; }
+HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n) ? n->src[0] : n->out; }
 
 /* Number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is small. */
 HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
 {
     const hpml_tensor *y = hpmli_edge_batch(n);
-    bool    product = n->op == HPML_OP_MATMUL;
-    bool    pairs   = product || n->op == HPML_OP_CONCAT || n->op == HPML_OP_ADD || n->op == HPML_OP_SUB ||
-                      n->op == HPML_OP_MUL || n->op == HPML_OP_DIV;
+    bool    product = hpmli_has_trait(n, HPMLI_OP_PRODUCT), pairs = hpmli_has_trait(n, HPMLI_OP_PAIRS_ROWS);
     int64_t numbers = hpml_tensor_count(n->out), batch;
-    if (!y->batch_rows || n->mixes_batch || n->op == HPML_OP_BATCHNORM) return 0;
+    if (!y->batch_rows || n->mixes_batch || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH)) return 0;
     for (int i = 0; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
         bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
         if (s && s->batch_rows) numbers += hpml_tensor_count(s);
-        else if (s && (rows_meet || hpmli_is_mean(n->op))) return 0; /* s has a row for each row of the batch */
+        else if (s && (rows_meet || hpmli_is_mean(n))) return 0; /* s has a row for each row of the batch */
     }
     batch = y->shape[0] / y->batch_rows;
     int64_t rows  = hpml_tensor_count(y) / y->shape[y->ndim - 1] / batch, each = 2 * numbers / batch;
@@ -6557,7 +6706,7 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
     hpmli_edge      e;
-    if (ctx->store == HPML_DTYPE_F32 || n->op == HPML_OP_RESHAPE || n->edge.at > 0) return;
+    if (ctx->activation_dtype == HPML_DTYPE_F32 || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS) || n->edge.at > 0) return;
     const hpml_tensor *y = hpmli_edge_batch(n);
     int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = n->edge.samples = hpmli_edge_block(n);
     size_t  most  = 0;
@@ -6567,7 +6716,7 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
     }
     n->edge.at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
     n->scratch_bytes = n->edge.at + most;
-    if (block == 0 || n->saved_bytes == 0 || n->op == HPML_OP_LINEAR) return;
+    if (block == 0 || n->saved_bytes == 0 || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM)) return;
     n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64; /* a loss saves one number more */
     n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
 }
@@ -6575,9 +6724,10 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 /* Numbers that the loss n is the mean of. */
 HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
 {
-    int64_t        count = hpml_tensor_count(n->src[n->op == HPML_OP_CROSS_ENTROPY]), ignored = 0;
-    const int32_t *label = (const int32_t *)(const void *)n->src[1]->data;
-    for (int64_t i = 0; n->op == HPML_OP_CROSS_ENTROPY && i < count; i++)
+    bool           labels = hpmli_has_trait(n, HPMLI_OP_INDEX_1);
+    int64_t        count  = hpml_tensor_count(n->src[labels ? 1 : 0]), ignored = 0;
+    const int32_t *label  = (const int32_t *)(const void *)n->src[1]->data;
+    for (int64_t i = 0; labels && i < count; i++)
         ignored += label[i] == n->attr.cross_entropy.ignore;
     return (double)(count - ignored);
 }
@@ -6585,13 +6735,13 @@ HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
 /* Both passes of all ops but reshape, which copies bytes of any type. */
 HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back)
 {
-    const hpml_op_impl *op = &hpml_backend_cpu()->ops[n->op];
+    const hpml_op_impl *op = &hpmli_op_of(n)->run;
     const hpml_tensor  *y  = hpmli_edge_batch(n);
     hpml_status         status = HPML_OK;
     int64_t             block = n->edge.samples, batch = block > 0 ? y->shape[0] / y->batch_rows : 1;
-    bool                mean = block > 0 && hpmli_is_mean(n->op);
+    bool                mean = block > 0 && hpmli_is_mean(n);
     double              all = mean ? hpmli_edge_weight(n) : 1, sum = 0;
-    if (n->op == HPML_OP_RESHAPE) return back ? op->backward(run, n) : op->forward(run, n);
+    if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return back ? op->backward(run, n) : op->forward(run, n);
     for (int64_t first = 0, count; first < batch && status == HPML_OK; first += count) {
         hpmli_edge e;
         hpml_run   part = *run;
@@ -6610,8 +6760,8 @@ HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back
     return status;
 }
 
-HPMLI_PASS(edge_forward) { return hpmli_edge_run(run, n, false); }
-HPMLI_PASS(edge_backward) { return hpmli_edge_run(run, n, true); }
+HPMLI_FN hpml_status hpmli_edge_forward(const hpml_run *run, hpml_node *n) { return hpmli_edge_run(run, n, false); }
+HPMLI_FN hpml_status hpmli_edge_backward(const hpml_run *run, hpml_node *n) { return hpmli_edge_run(run, n, true); }
 
 HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
 {
@@ -6630,11 +6780,14 @@ HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
-    if (ctx->store != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
+    if (ctx->activation_dtype != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
     return HPML_OK;
 }
 
-HPMLI_FN hpml_dtype hpmli_cpu_store(void *device) { return ((const hpml_ctx *)device)->store; }
+HPMLI_FN hpml_dtype hpmli_cpu_activation_dtype(void *device)
+{
+    return ((const hpml_ctx *)device)->activation_dtype;
+}
 
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
@@ -6731,6 +6884,16 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
 /* Steps parameters; see >>optimizers. */
 static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count);
 
+HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
+{
+    static const hpmli_op_info *const table[HPML_OP_COUNT] = {
+#define HPMLI_X(op, name) &hpmli_##name##_op,
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return table[op];
+}
+
 HPML_API const hpml_backend *hpml_backend_cpu(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
@@ -6740,7 +6903,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
         hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        hpmli_cpu_store, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
+        hpmli_cpu_activation_dtype, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
     return &cpu;
 }
 
@@ -6892,8 +7055,7 @@ HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, in
 {
     int found = 0;
     for (int64_t j = 0; j < n; j++) {
-        float more = u->more ? u->more[i + j] : 0;
-        g[j] = (u->g[i + j] + more) * u->grad_scale;
+        g[j] = u->g[i + j] * u->grad_scale;
         if (!u->found_nonfinite || g[j] - g[j] == 0) continue;
         g[j]  = 0;
         found = HPML_NONFINITE_GRADIENT;
@@ -7297,8 +7459,6 @@ struct hpml_trainer {
     float               accumulate_weight; /* s of the introduction above: 1 if all micro-batches are full */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
-    const float        *more;            /* hpml_trainer_update_sum: NULL outside */
-    float               more_scale;
     hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
     hpmli_step_scalars *device_scalars;  /* where they are: t->loss->data */
     bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
@@ -7431,7 +7591,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->ranks = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
     t->optimizer = hpmli_optimizer_row(t->d.optimizer, t->d.custom_optimizer);
-    bool dynamic = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
+    bool dynamic = desc->loss_scale == 0 && hpmli_activation_dtype(ctx) == HPML_DTYPE_F16;
     t->accumulate_weight = 1;
     t->loss_scale        = desc->loss_scale > 0 ? desc->loss_scale : 1.0f;
     if (dynamic) t->loss_scale = HPMLI_LOSS_SCALE_START;
@@ -7564,6 +7724,18 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
     return HPML_OK;
 }
 
+HPML_API float *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats)
+{
+    if (floats) *floats = t ? t->graph->grad_count : 0;
+    return t ? t->graph->grads : NULL;
+}
+
+HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param)
+{
+    if (!t || param < 0 || param >= t->graph->param_count || t->graph->param_last[param] < 0) return -1;
+    return t->ctx->params[param]->grad - t->graph->grads;
+}
+
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
     size_t length = name ? strlen(name) + 1 : 0; /* bytes */
@@ -7607,7 +7779,7 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
                               "of %lld only; set drop_last in the loader", (long long)g->batch);
         rows = g->batch;
     }
-    if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
+    if (hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
     hpmli_write_samples(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
     if (rows > samples) {
@@ -7846,7 +8018,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
     if (first < 0 || samples < 0 || first + samples > t->batch_samples)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
                           (long long)first, (long long)(first + samples), (long long)t->batch_samples);
-    if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
+    if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
     hpmli_inputs_advance(t, first);
     g->idle = samples == 0;
     g->last = t->micro_batch + 1 == t->d.accumulate;
@@ -7872,10 +8044,9 @@ HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_
         u->n          = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
         u->step       = (uint64_t)t->step + 1;
         u->lr         = lr * p->lr_scale;
-        u->grad_scale = (t->more ? t->more_scale : 1) / scale;
+        u->grad_scale = 1 / scale;
         u->clip       = t->d.clip_norm * scale;
         u->sumsq      = t->d.clip_norm > 0 ? &t->device_scalars->sumsq : NULL;
-        u->more       = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = no_decay ? 0 : t->d.weight_decay;
         u->trust        = no_decay ? 0 : t->d.trust;
         t->found_nonfinite[i] = 0;
@@ -7901,18 +8072,6 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
     return hpmli_updates_check(t);
-}
-
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (t->wants_norm || t->optimizer->prepare || t->optimizer->direction ||
-        t->ctx->backend != hpml_backend_cpu())
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
-                          "a dynamic loss scale, LARS and LAMB");
-    t->more = more, t->more_scale = scale;
-    hpml_status status = hpml_trainer_apply(t, 0, t->graph->param_count);
-    return t->more = NULL, status;
 }
 
 /* Returns what a micro-batch's gradients are multiplied by, so that over all of them they add up to accumulate_weight
@@ -8188,7 +8347,7 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
     double      loss = (double)t->scalars.loss;
     bool        found = false;
     for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
-        if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
+        if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
         hpmli_inputs_advance(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
         hpmli_inputs_rewind(t, i);
@@ -8266,7 +8425,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* both of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
-        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
+        if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
         hpmli_write_samples(t, t->d.input, (const char *)x + i * x_bytes, n);
         if (hpmli_predict_pass(t) != HPML_OK) break;
         hpmli_read_floats(t->ctx, t->d.output, floats, out + i * out_floats);
@@ -10787,7 +10946,7 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
-    if (ctx->backend->look) ctx->backend->sync(ctx->device);
+    if (ctx->backend->time_op) ctx->backend->sync(ctx->device);
     if (!hpmli_writer_open(ctx, &w, path, false)) return ctx->status;
     fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
             t->d.rank);
@@ -10807,34 +10966,11 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
-/* Multiply-adds count 2. Backward of a product costs two products; only the one for the weights when the input needs no
-   gradient. Everything that is not a product is counted as one operation for each element of its result. */
-
-HPMLI_FN double hpmli_node_flops(const hpml_node *n, bool backward)
-{
-    const hpml_tensor *x = n->src[0], *w = n->src_count > 1 ? n->src[1] : NULL, *y = n->out;
-    double out = (double)hpml_tensor_count(y), once = out;
-    int    products = (x->needs_grad ? 1 : 0) + (w && w->needs_grad ? 1 : 0);
-    switch (n->op) {
-    case HPML_OP_MATMUL: once = 2 * out * (double)x->shape[x->ndim - (n->attr.matmul.trans_a ? 2 : 1)]; break;
-    case HPML_OP_LINEAR: once = 2 * out * (double)w->shape[1]; break;
-    case HPML_OP_CONV2D: once = 2 * out * (double)(w->shape[1] * w->shape[2] * w->shape[3]); break;
-    case HPML_OP_ATTENTION: /* two products of (T, T) with C, half of it masked away when causal */
-        once     = 4 * out * (double)y->shape[1] * (n->attr.attention.causal ? 0.5 : 1);
-        products = 2;
-        break;
-    case HPML_OP_LSTM: once = 8 * out * (double)(y->shape[2] + x->shape[2]); break;
-    case HPML_OP_RESHAPE: return 0;
-    default: products = y->needs_grad; break;
-    }
-    return backward ? once * products : once;
-}
-
 /* Bytes that one forward call reads and writes. */
 HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
 {
     double bytes = (double)hpmli_tensor_bytes(n->out);
-    if (n->op == HPML_OP_RESHAPE) return 0;
+    if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return 0;
     for (int i = 0; i < n->src_count; i++)
         if (n->src[i]) bytes += (double)hpmli_tensor_bytes(n->src[i]);
     return bytes;
@@ -10843,7 +10979,7 @@ HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
-    for (int i = 0; g && i < g->count; i++) sum += hpmli_node_flops(g->nodes[i], backward);
+    for (int i = 0; g && i < g->count; i++) sum += hpmli_op_of(g->nodes[i])->flops(g->nodes[i], backward);
     return sum;
 }
 
@@ -10860,8 +10996,8 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
         hpml_profile_row *r = &g->profile[i];
         r->node = n;
         r->name = n->out->name;
-        r->forward_flops  = hpmli_node_flops(n, false);
-        r->backward_flops = n->out->needs_grad ? hpmli_node_flops(n, true) : 0;
+        r->forward_flops  = hpmli_op_of(n)->flops(n, false);
+        r->backward_flops = n->out->needs_grad ? hpmli_op_of(n)->flops(n, true) : 0;
         r->bytes          = hpmli_node_bytes(n);
     }
 }
@@ -10869,17 +11005,9 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity)
 {
     if (!g || !g->profile) return 0;
-    if (g->ctx->backend->look) g->ctx->backend->sync(g->ctx->device);
+    if (g->ctx->backend->time_op) g->ctx->backend->sync(g->ctx->device);
     if (rows) memcpy(rows, g->profile, sizeof *rows * (size_t)(capacity < g->count ? capacity : g->count));
     return g->count;
-}
-
-/* An op's name, as the functions that record it are called. */
-HPMLI_FN const char *hpmli_kind(const hpml_node *n)
-{
-    if (n->op == HPML_OP_HUBER && n->attr.huber.squared) return "mse";
-    if (n->op == HPML_OP_SOFTMAX && n->attr.softmax.log) return "log_softmax";
-    return hpml_op_name(n->op);
 }
 
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
@@ -10893,7 +11021,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_kind(r->node),
+        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
@@ -10913,9 +11041,9 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_kind(n),
+        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
-                       1e-6 * hpmli_node_flops(n, false));
+                       1e-6 * hpmli_op_of(n)->flops(n, false));
     }
     hpmli_table_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
                     (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),
@@ -10928,7 +11056,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
     return t.used;
 }
 
-HPMLI_PLAIN_END
+HPMLI_COMPILE_FAST_END
 
 // =====================================================================================================================
 // PART VII  KERNELS: one text, compiled once for each instruction set
@@ -10946,23 +11074,20 @@ HPMLI_PLAIN_END
 #define HPMLI_ISA 0
 #include HPML_SELF
 #undef HPMLI_ISA
-#if defined(HPMLI_X86)
+#if defined(HPMLI_HAVE_X86)
 #define HPMLI_ISA 1
 #include HPML_SELF
 #undef HPMLI_ISA
 #define HPMLI_ISA 2
 #include HPML_SELF
 #undef HPMLI_ISA
-#elif defined(HPMLI_NEON)
+#elif defined(HPMLI_HAVE_NEON)
 #define HPMLI_ISA 3
 #include HPML_SELF
 #undef HPMLI_ISA
 #endif
-#undef hv
-#undef hu
-#undef hq
 #undef HV
-#undef HV_W
+#undef HV_LANES
 #undef HV_LOOP
 #undef HV_POLY5
 #undef HV_POLY_ON
@@ -10972,13 +11097,13 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
     const hpmli_kernels *runs[4];
     int                  count = 0;
-#if defined(HPMLI_X86)
+#if defined(HPMLI_HAVE_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))
         runs[count++] = &hpmli_kernels_avx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) runs[count++] = &hpmli_kernels_avx2;
-#elif defined(HPMLI_NEON)
+#elif defined(HPMLI_HAVE_NEON)
     runs[count++] = &hpmli_kernels_neon;
 #endif
     runs[count++] = &hpmli_kernels_scalar;
@@ -10993,10 +11118,10 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* All of PART VII below this line is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1 AVX2,
-   2 AVX-512, 3 NEON): see >>passes. Kernels are written once over these few operations; `hv` is a vector of HV_W
-   floats, `hu` one of as many uint32_t, `hq` one of half as many uint64_t. gcc and clang add, multiply, shift them and
+   2 AVX-512, 3 NEON): see >>passes. Kernels are written once over these few operations; `HV(f32)` is a vector of HV_LANES
+   floats, `HV(u32)` one of as many uint32_t, `HV(u64)` one of half as many uint64_t. gcc and clang add, multiply, shift them and
    so on as they do numbers. Each function carries its own target attribute, so a plain `cc -O2` builds all of them and
-   the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with HV(load_n) and
+   the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with HV(load_partial) and
    goes through the same instructions as the others: an element's result does not depend on where it stands.
 
    HV(name) is the name of an operation or a helper on this instruction set's vectors:
@@ -11018,104 +11143,101 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 #define HPMLI_CAT_(a, b)  a##b
 #define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
 #define HV(name)          HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX)
-#define HPMLI_KFN         static __attribute__((unused)) HPMLI_TARGET
-#define HPMLI_VFN         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
-#define HPMLI_V1(name, e) HPMLI_VFN hv name(hv a) { return e; }
-#define HPMLI_V2(name, e) HPMLI_VFN hv name(hv a, hv b) { return e; }
-#define HPMLI_V3(name, e) HPMLI_VFN hv name(hv a, hv b, hv c) { return e; }
-#define HPMLI_V4(name, e) HPMLI_VFN hv name(hv a, hv b, hv x, hv y) { return e; }
-#define hv                HV(floats)
-#define hu                HV(uints)
-#define hq                HV(quads)
-/* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
-#define HV_LOOP(n) for (int64_t i = 0, c; c = HV_W > 1 && (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
+#define HPMLI_KERNEL         static __attribute__((unused)) HPMLI_TARGET
+#define HPMLI_VEC_INLINE         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
+#define HPMLI_VEC_FN1(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a) { return e; }
+#define HPMLI_VEC_FN2(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a, HV(f32) b) { return e; }
+#define HPMLI_VEC_FN3(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a, HV(f32) b, HV(f32) c) { return e; }
+#define HPMLI_VEC_FN4(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a, HV(f32) b, HV(f32) x, HV(f32) y) { return e; }
+/* for (i = 0; i < n; i += HV_LANES) with c = the lanes that count. */
+#define HV_LOOP(n) for (int64_t i = 0, c; c = HV_LANES > 1 && (n) - i < HV_LANES ? (n) - i : HV_LANES, i < (n); i += HV_LANES)
 
 #undef HPMLI_SUFFIX
 #undef HPMLI_TARGET
 #undef HPMLI_ISA_NAME
-#undef HV_W
+#undef HV_LANES
 
 #if HPMLI_ISA == 0
 #define HPMLI_SUFFIX   _scalar
 #define HPMLI_TARGET
 #define HPMLI_ISA_NAME "scalar"
-#define HV_W           1
-typedef float    hv;
-typedef uint32_t hu;
+#define HV_LANES           1
+typedef float    HV(f32);
+typedef uint32_t HV(u32);
 #elif HPMLI_ISA == 1
 #define HPMLI_SUFFIX   _avx2
 #define HPMLI_TARGET   __attribute__((target("avx2,fma,f16c")))
 #define HPMLI_ISA_NAME "avx2"
-#define HV_W           8
-typedef __m256   hv;
-typedef uint32_t hu __attribute__((vector_size(32)));
-typedef uint64_t hq __attribute__((vector_size(32)));
+#define HV_LANES           8
+typedef __m256   HV(f32);
+typedef uint32_t HV(u32) __attribute__((vector_size(32)));
+typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #elif HPMLI_ISA == 2
 #define HPMLI_SUFFIX   _avx512
 #define HPMLI_TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define HPMLI_ISA_NAME "avx512"
-#define HV_W           16
-typedef __m512   hv;
-typedef uint32_t hu __attribute__((vector_size(64)));
-typedef uint64_t hq __attribute__((vector_size(64)));
+#define HV_LANES           16
+typedef __m512   HV(f32);
+typedef uint32_t HV(u32) __attribute__((vector_size(64)));
+typedef uint64_t HV(u64) __attribute__((vector_size(64)));
 #elif HPMLI_ISA == 3
 #define HPMLI_SUFFIX   _neon
 #define HPMLI_TARGET
 #define HPMLI_ISA_NAME "neon"
-#define HV_W           4
-typedef float32x4_t hv;
-typedef uint32x4_t  hu;
-typedef uint64x2_t  hq;
+#define HV_LANES           4
+typedef float32x4_t HV(f32);
+typedef uint32x4_t  HV(u32);
+typedef uint64x2_t  HV(u64);
 #endif
 
 /* What needs no instruction of its own. */
-HPMLI_VFN hv HV(as_floats)(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
-HPMLI_VFN hu HV(as_words)(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
-typedef hv HV(floats_anywhere) __attribute__((aligned(4)));
-typedef hu HV(words_anywhere) __attribute__((aligned(HV_W == 1 ? 4 : 1))); /* integers come from files as well */
-HPMLI_VFN hu HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
-HPMLI_VFN void HV(store_words)(uint32_t *p, hu a) { *(HV(words_anywhere) *)p = a; }
-HPMLI_VFN hv HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
-HPMLI_VFN void HV(store)(float *p, hv a) { *(HV(floats_anywhere) *)p = a; }
-HPMLI_V1(HV(abs), HV(as_floats)(HV(as_words)(a) & 0x7fffffffu))
-HPMLI_V1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f800000u))
+HPMLI_VEC_INLINE HV(f32) HV(as_floats)(HV(u32) u) { HV(f32) a; memcpy(&a, &u, sizeof a); return a; }
+HPMLI_VEC_INLINE HV(u32) HV(as_words)(HV(f32) a) { HV(u32) u; memcpy(&u, &a, sizeof u); return u; }
+typedef HV(f32) HV(floats_anywhere) __attribute__((aligned(4)));
+typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* integers come from files as well */
+HPMLI_VEC_INLINE HV(u32) HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
+HPMLI_VEC_INLINE void HV(store_words)(uint32_t *p, HV(u32) a) { *(HV(words_anywhere) *)p = a; }
+HPMLI_VEC_INLINE HV(f32) HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
+HPMLI_VEC_INLINE void HV(store)(float *p, HV(f32) a) { *(HV(floats_anywhere) *)p = a; }
+HPMLI_VEC_FN1(HV(abs), HV(as_floats)(HV(as_words)(a) & 0x7fffffffu))
+HPMLI_VEC_FN1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f800000u))
 
 #if HPMLI_ISA == 0
-HPMLI_VFN hv HV(set1)(float x) { return x; }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
+HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return x; }
+HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
+HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { if (n > 0) *p = a; }
 #ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
-HPMLI_V3(HV(fma), fmaf(a, b, c))
-HPMLI_V3(HV(fnma), fmaf(-a, b, c))
+HPMLI_VEC_FN3(HV(fma), fmaf(a, b, c))
+HPMLI_VEC_FN3(HV(fnma), fmaf(-a, b, c))
 #else
-HPMLI_V3(HV(fma), a * b + c)
-HPMLI_V3(HV(fnma), c - a * b)
+HPMLI_VEC_FN3(HV(fma), a * b + c)
+HPMLI_VEC_FN3(HV(fnma), c - a * b)
 #endif
-HPMLI_V1(HV(sqrt), sqrtf(a))
-HPMLI_V1(HV(round), rintf(a))
-HPMLI_V4(HV(ge), a >= b ? x : y)
-HPMLI_V4(HV(gt), a > b ? x : y)
-HPMLI_V4(HV(eq), a == b ? x : y)
-HPMLI_V2(HV(even), ((void)b, a))
-HPMLI_V2(HV(odd), ((void)a, b))
-HPMLI_V2(HV(low), ((void)b, a))
-HPMLI_V2(HV(high), ((void)a, b))
-HPMLI_VFN float HV(sum)(hv a) { return a; }
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
-HPMLI_VFN float HV(hmax)(hv a) { return a; }
-HPMLI_VFN uint32_t HV(signmask)(hv a) { return a >= 0; }
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
-HPMLI_VFN hv HV(of_i32)(hu u) { return (float)(int32_t)u; }
-HPMLI_VFN hu HV(widen)(const uint16_t *p) { return *p; }
-HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { *p = (uint16_t)u; }
-HPMLI_VFN hv HV(load_f16)(const uint16_t *p)
+HPMLI_VEC_FN1(HV(sqrt), sqrtf(a))
+HPMLI_VEC_FN1(HV(round), rintf(a))
+HPMLI_VEC_FN4(HV(if_ge), a >= b ? x : y)
+HPMLI_VEC_FN4(HV(if_gt), a > b ? x : y)
+HPMLI_VEC_FN4(HV(if_eq), a == b ? x : y)
+HPMLI_VEC_FN2(HV(even_lanes), ((void)b, a))
+HPMLI_VEC_FN2(HV(odd_lanes), ((void)a, b))
+HPMLI_VEC_FN2(HV(interleave_low), ((void)b, a))
+HPMLI_VEC_FN2(HV(interleave_high), ((void)a, b))
+HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a) { return a; }
+HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
+HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return a; }
+HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a) { return a >= 0; }
+HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b) { return m & 1 ? a : b; }
+HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return (float)(int32_t)u; }
+HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return *p; }
+HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { *p = (uint16_t)u; }
+HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p)
 {
     uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
     if (exponent == 31) return HV(as_floats)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
     return HV(as_floats)(sign | (exponent + 112) << 23 | fraction << 13);
 }
-HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
+HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
 {
     uint32_t u = HV(as_words)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
     if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
@@ -11124,8 +11246,8 @@ HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
     else h = (uint32_t)rintf(HV(as_floats)(x) * 16777216.0f); /* subnormal */
     *p = (uint16_t)(sign | h);
 }
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p) { return (float)*p; }
-HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p) { return (float)*p; }
+HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 {
     *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
 }
@@ -11148,48 +11270,48 @@ HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 #define HPMLI_MM_ALL                   __m256i
 #define HPMLI_MM_HALF                  __m128i /* 16 bits for each lane */
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op)) /* a op b ? x : y */
-HPMLI_VFN __m256i HV(lanes)(int64_t n)
+HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n)
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HV(lanes)(n)); }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HV(lanes)(n), a); }
-HPMLI_V1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HV(lane_mask)(n)); }
+HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { _mm256_maskstore_ps(p, HV(lane_mask)(n), a); }
+HPMLI_VEC_FN1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 #define HPMLI_QUARTERS(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* 0, 2, 1, 3 */
-HPMLI_V2(HV(even), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
-HPMLI_V2(HV(odd), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
-HPMLI_V2(HV(low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
-HPMLI_V2(HV(high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
+HPMLI_VEC_FN2(HV(even_lanes), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
+HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
+HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
+HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
 #undef HPMLI_QUARTERS
 #define HPMLI_FOLD(name, op)                                                                                           \
-    HPMLI_VFN float HV(name)(hv a)                                                                                     \
+    HPMLI_VEC_INLINE float HV(name)(HV(f32) a)                                                                                     \
     {                                                                                                                  \
         __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));                              \
         s = _mm_##op##_ps(s, _mm_movehl_ps(s, s));                                                                     \
         return _mm_cvtss_f32(_mm_##op##_ss(s, _mm_shuffle_ps(s, s, 1)));                                               \
     }
-HPMLI_FOLD(sum, add)
-HPMLI_FOLD(hmax, max)
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
+HPMLI_FOLD(sum_lanes, add)
+HPMLI_FOLD(max_lane, max)
+HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
-HPMLI_VFN uint32_t HV(signmask)(hv a)
+HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a)
 {
     return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
+HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
 {
     __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
 }
-HPMLI_VFN __m128i HV(low_half)(hu u)
+HPMLI_VEC_INLINE __m128i HV(low_half)(HV(u32) u)
 {
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
 }
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
@@ -11198,28 +11320,28 @@ HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
 #define HPMLI_MM_ALL                   __m512i
 #define HPMLI_MM_HALF                  __m256i
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
-HPMLI_VFN __mmask16 HV(lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HV(lanes)(n), p); }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HV(lanes)(n), a); }
-HPMLI_V1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_VEC_INLINE __mmask16 HV(lane_mask)(int64_t n) { return (__mmask16)((1u << n) - 1); }
+HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HV(lane_mask)(n), p); }
+HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { _mm512_mask_storeu_ps(p, HV(lane_mask)(n), a); }
+HPMLI_VEC_FN1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 /* Lane i is lane at[i] of a, 16 and more of b. */
 #define HPMLI_PICK(name, ...)                                                                                          \
-    HPMLI_V2(name, _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b))
-HPMLI_PICK(HV(even), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-HPMLI_PICK(HV(odd), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-HPMLI_PICK(HV(low), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-HPMLI_PICK(HV(high), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+    HPMLI_VEC_FN2(name, _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b))
+HPMLI_PICK(HV(even_lanes), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+HPMLI_PICK(HV(odd_lanes), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+HPMLI_PICK(HV(interleave_low), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+HPMLI_PICK(HV(interleave_high), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #undef HPMLI_PICK
 #define HPMLI_FOLD(name, op)                                                                                           \
-    HPMLI_VFN float HV(name)(hv a)                                                                                     \
+    HPMLI_VEC_INLINE float HV(name)(HV(f32) a)                                                                                     \
     {                                                                                                                  \
         float t[16]; /* through memory: gcc 12 warns about its own half-register casts */                              \
         HV(store)(t, a);                                                                                               \
         return hpmli_##name##_avx2(_mm256_##op##_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));                      \
     }
-HPMLI_FOLD(sum, add)
-HPMLI_FOLD(hmax, max)
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
+HPMLI_FOLD(sum_lanes, add)
+HPMLI_FOLD(max_lane, max)
+HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
@@ -11228,40 +11350,40 @@ HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
-HPMLI_VFN uint32_t HV(signmask)(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
-HPMLI_VFN __m256i HV(low_half)(hu u) { return _mm512_cvtepi32_epi16((__m512i)u); }
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
+HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
+HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
+HPMLI_VEC_INLINE __m256i HV(low_half)(HV(u32) u) { return _mm512_cvtepi32_epi16((__m512i)u); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
 #endif
 
 #if HPMLI_ISA == 1 || HPMLI_ISA == 2
-HPMLI_VFN hv HV(set1)(float x) { return HPMLI_MM(set1_ps)(x); }
-HPMLI_V3(HV(fma), HPMLI_MM(fmadd_ps)(a, b, c))
-HPMLI_V3(HV(fnma), HPMLI_MM(fnmadd_ps)(a, b, c))
-HPMLI_V2(HV(max), HPMLI_MM(max_ps)(a, b))
-HPMLI_V2(HV(min), HPMLI_MM(min_ps)(a, b))
-HPMLI_V1(HV(sqrt), HPMLI_MM(sqrt_ps)(a))
-HPMLI_V4(HV(ge), HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
-HPMLI_V4(HV(gt), HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
-HPMLI_V4(HV(eq), HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
-HPMLI_VFN hv HV(of_i32)(hu u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
-HPMLI_VFN HPMLI_MM_HALF HV(half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
-HPMLI_VFN void HV(put_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
-HPMLI_VFN hu HV(widen)(const uint16_t *p) { return (hu)HPMLI_MM(cvtepu16_epi32)(HV(half)(p)); }
-HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { HV(put_half)(p, HV(low_half)(u)); }
-HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HV(half)(p)); }
-HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
+HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return HPMLI_MM(set1_ps)(x); }
+HPMLI_VEC_FN3(HV(fma), HPMLI_MM(fmadd_ps)(a, b, c))
+HPMLI_VEC_FN3(HV(fnma), HPMLI_MM(fnmadd_ps)(a, b, c))
+HPMLI_VEC_FN2(HV(max), HPMLI_MM(max_ps)(a, b))
+HPMLI_VEC_FN2(HV(min), HPMLI_MM(min_ps)(a, b))
+HPMLI_VEC_FN1(HV(sqrt), HPMLI_MM(sqrt_ps)(a))
+HPMLI_VEC_FN4(HV(if_ge), HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
+HPMLI_VEC_FN4(HV(if_gt), HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
+HPMLI_VEC_FN4(HV(if_eq), HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
+HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
+HPMLI_VEC_INLINE HPMLI_MM_HALF HV(load_half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
+HPMLI_VEC_INLINE void HV(store_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
+HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return (HV(u32))HPMLI_MM(cvtepu16_epi32)(HV(load_half)(p)); }
+HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { HV(store_half)(p, HV(low_half)(u)); }
+HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HV(load_half)(p)); }
+HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
 {
-    HV(put_half)(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
+    HV(store_half)(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
 }
-HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
+HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 {
-    hv i = HV(as_floats)((hu)HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
-    i = HV(ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((hu)HPMLI_MM(set1_epi32)(INT32_MAX)), i);
-    i = HV(eq)(a, a, i, HV(set1)(0));
+    HV(f32) i = HV(as_floats)((HV(u32))HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
+    i = HV(if_ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((HV(u32))HPMLI_MM(set1_epi32)(INT32_MAX)), i);
+    i = HV(if_eq)(a, a, i, HV(set1)(0));
     memcpy(p, &i, sizeof i);
 }
 #endif
@@ -11273,104 +11395,104 @@ HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 // ---------------------------------------------------------------------------------------------------------------------
 
 #if HPMLI_ISA == 3
-HPMLI_VFN hv HV(set1)(float x) { return vdupq_n_f32(x); }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n)
+HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return vdupq_n_f32(x); }
+HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n)
 {
     float t[4] = { 0, 0, 0, 0 };
     for (int64_t i = 0; i < n; i++) t[i] = p[i];
     return HV(load)(t);
 }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n)
+HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n)
 {
     float t[4];
     HV(store)(t, a);
     for (int64_t i = 0; i < n; i++) p[i] = t[i];
 }
-HPMLI_V3(HV(fma), vfmaq_f32(c, a, b))
-HPMLI_V3(HV(fnma), vfmsq_f32(c, a, b))
-HPMLI_V1(HV(sqrt), vsqrtq_f32(a))
-HPMLI_V1(HV(round), vrndnq_f32(a))
-HPMLI_V4(HV(ge), vbslq_f32(vcgeq_f32(a, b), x, y))
-HPMLI_V4(HV(gt), vbslq_f32(vcgtq_f32(a, b), x, y))
-HPMLI_V4(HV(eq), vbslq_f32(vceqq_f32(a, b), x, y))
-HPMLI_V2(HV(even), vuzp1q_f32(a, b))
-HPMLI_V2(HV(odd), vuzp2q_f32(a, b))
-HPMLI_V2(HV(low), vzip1q_f32(a, b))
-HPMLI_V2(HV(high), vzip2q_f32(a, b))
-HPMLI_VFN float HV(sum)(hv a)
+HPMLI_VEC_FN3(HV(fma), vfmaq_f32(c, a, b))
+HPMLI_VEC_FN3(HV(fnma), vfmsq_f32(c, a, b))
+HPMLI_VEC_FN1(HV(sqrt), vsqrtq_f32(a))
+HPMLI_VEC_FN1(HV(round), vrndnq_f32(a))
+HPMLI_VEC_FN4(HV(if_ge), vbslq_f32(vcgeq_f32(a, b), x, y))
+HPMLI_VEC_FN4(HV(if_gt), vbslq_f32(vcgtq_f32(a, b), x, y))
+HPMLI_VEC_FN4(HV(if_eq), vbslq_f32(vceqq_f32(a, b), x, y))
+HPMLI_VEC_FN2(HV(even_lanes), vuzp1q_f32(a, b))
+HPMLI_VEC_FN2(HV(odd_lanes), vuzp2q_f32(a, b))
+HPMLI_VEC_FN2(HV(interleave_low), vzip1q_f32(a, b))
+HPMLI_VEC_FN2(HV(interleave_high), vzip2q_f32(a, b))
+HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a)
 {
     float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(s, 0) + vget_lane_f32(s, 1);
 }
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     HV(store)(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
-HPMLI_VFN float HV(hmax)(hv a) { return vmaxvq_f32(a); }
+HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return vmaxvq_f32(a); }
 static const uint32_t hpmli_lane_bit[4] = { 1, 2, 4, 8 };
-HPMLI_VFN uint32_t HV(signmask)(hv a)
+HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a)
 {
     return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(hpmli_lane_bit)));
 }
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
+HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
 {
     return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(hpmli_lane_bit)), a, b);
 }
-HPMLI_VFN hv HV(of_i32)(hu u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
-HPMLI_VFN hu HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
-HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { vst1_u16(p, vmovn_u32(u)); }
-HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
+HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
+HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
+HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { vst1_u16(p, vmovn_u32(u)); }
+HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
 {
     uint32_t t[4];
     for (int i = 0; i < 4; i++) t[i] = p[i];
     return vcvtq_f32_u32(vld1q_u32(t));
 }
-HPMLI_VFN void HV(store_i32)(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
+HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
 #endif
 
 #if HPMLI_ISA == 0 || HPMLI_ISA == 3 /* as x86 has it: a NaN in a gives b */
-HPMLI_V2(HV(max), HV(gt)(a, b, a, b))
-HPMLI_V2(HV(min), HV(gt)(b, a, a, b))
+HPMLI_VEC_FN2(HV(max), HV(if_gt)(a, b, a, b))
+HPMLI_VEC_FN2(HV(min), HV(if_gt)(b, a, a, b))
 #endif
-HPMLI_VFN hv HV(zero)(void) { return HV(set1)(0); }
-HPMLI_V1(HV(exponent), HV(of_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f)
-HPMLI_V1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
-HPMLI_VFN hv HV(load_i32)(const int32_t *p) { return HV(of_i32)(HV(load_words)((const uint32_t *)p)); }
-HPMLI_VFN hv HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
-HPMLI_VFN void HV(store_bf16)(uint16_t *p, hv a) /* to the nearest, ties to even; a NaN stays one */
+HPMLI_VEC_INLINE HV(f32) HV(zero)(void) { return HV(set1)(0); }
+HPMLI_VEC_FN1(HV(exponent), HV(from_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f)
+HPMLI_VEC_FN1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
+HPMLI_VEC_INLINE HV(f32) HV(load_i32)(const int32_t *p) { return HV(from_i32)(HV(load_words)((const uint32_t *)p)); }
+HPMLI_VEC_INLINE HV(f32) HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
+HPMLI_VEC_INLINE void HV(store_bf16)(uint16_t *p, HV(f32) a) /* to the nearest, ties to even; a NaN stays one */
 {
-    hu u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
-    HV(narrow)(p, HV(as_words)(HV(eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
+    HV(u32) u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
+    HV(narrow)(p, HV(as_words)(HV(if_eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
 }
-HPMLI_VFN void HV(store_u8)(uint8_t *p, hv a)
+HPMLI_VEC_INLINE void HV(store_u8)(uint8_t *p, HV(f32) a)
 {
-    int32_t t[HV_W];
+    int32_t t[HV_LANES];
     HV(store_i32)(t, HV(min)(HV(max)(a, HV(zero)()), HV(set1)(255)));
-    for (int i = 0; i < HV_W; i++) p[i] = (uint8_t)t[i];
+    for (int i = 0; i < HV_LANES; i++) p[i] = (uint8_t)t[i];
 }
 
 /* The first n lanes, almost always all of them. Without masked instructions a part goes through a buffer, so that the
    conversion is the same. */
-HPMLI_VFN hv HV(ld)(const float *p, int64_t n) { return n >= HV_W ? HV(load)(p) : HV(load_n)(p, n); }
-HPMLI_VFN void HV(st)(float *p, hv a, int64_t n)
+HPMLI_VEC_INLINE HV(f32) HV(load_upto)(const float *p, int64_t n) { return n >= HV_LANES ? HV(load)(p) : HV(load_partial)(p, n); }
+HPMLI_VEC_INLINE void HV(store_upto)(float *p, HV(f32) a, int64_t n)
 {
-    if (n >= HV_W) HV(store)(p, a);
-    else HV(store_n)(p, a, n);
+    if (n >= HV_LANES) HV(store)(p, a);
+    else HV(store_partial)(p, a, n);
 }
 #define HPMLI_PARTIAL(type, T)                                                                                         \
-    HPMLI_VFN hv HV(ld_##type)(const T *p, int64_t n)                                                                  \
+    HPMLI_VEC_INLINE HV(f32) HV(load_upto_##type)(const T *p, int64_t n)                                                                  \
     {                                                                                                                  \
-        T t[HV_W];                                                                                                     \
-        if (__builtin_expect(n >= HV_W, 1)) return HV(load_##type)(p);                                                 \
-        for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
+        T t[HV_LANES];                                                                                                     \
+        if (__builtin_expect(n >= HV_LANES, 1)) return HV(load_##type)(p);                                                 \
+        for (int64_t i = 0; i < HV_LANES; i++) t[i] = i < n ? p[i] : 0;                                                    \
         return HV(load_##type)(t);                                                                                     \
     }                                                                                                                  \
-    HPMLI_VFN void HV(st_##type)(T *p, hv a, int64_t n)                                                                \
+    HPMLI_VEC_INLINE void HV(store_upto_##type)(T *p, HV(f32) a, int64_t n)                                                                \
     {                                                                                                                  \
-        T t[HV_W];                                                                                                     \
-        if (__builtin_expect(n >= HV_W, 1)) HV(store_##type)(p, a);                                                    \
+        T t[HV_LANES];                                                                                                     \
+        if (__builtin_expect(n >= HV_LANES, 1)) HV(store_##type)(p, a);                                                    \
         else {                                                                                                         \
             HV(store_##type)(t, a);                                                                                    \
             for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                               \
@@ -11394,99 +11516,99 @@ HPMLI_PARTIAL(u8, uint8_t)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
     op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
 
-HPMLI_VFN hv HV(exp)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
 {
-    hv clamped = HV(max)(HV(min)(x, HV(set1)(88.9f)), HV(set1)(-104.0f));
-    hv n       = HV(round)(clamped * 1.44269504088896341f);
-    hv r       = HV(fnma)(n, HV(set1)(-2.12194440e-4f), HV(fnma)(n, HV(set1)(0.693359375f), clamped));
-    hv p       = HV_POLY5(HV(fma), r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+    HV(f32) clamped = HV(max)(HV(min)(x, HV(set1)(88.9f)), HV(set1)(-104.0f));
+    HV(f32) n       = HV(round)(clamped * 1.44269504088896341f);
+    HV(f32) r       = HV(fnma)(n, HV(set1)(-2.12194440e-4f), HV(fnma)(n, HV(set1)(0.693359375f), clamped));
+    HV(f32) p       = HV_POLY5(HV(fma), r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
                           1.6666665459e-1f);
     p = HV(fma)(p, r, HV(set1)(5.0000001201e-1f));
     p = HV(fma)(p, r * r, r) + 1.0f;
-    hv low = HV(round)(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
-    return HV(eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
+    HV(f32) low = HV(round)(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
+    return HV(if_eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
 }
 
 /* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
 #define HPMLI_LOG_POLY(op, f)                                                                                          \
     HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
                1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
-HPMLI_VFN hv HV(log)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(log)(HV(f32) x)
 {
-    hv tiny = HV(set1)(1.17549435e-38f);
-    hv s    = HV(gt)(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
-    hv e    = HV(exponent)(s) - HV(gt)(tiny, x, HV(set1)(23), HV(zero)());
-    hv m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
-    e = HV(gt)(m, big, e + 1.0f, e);
-    f = HV(gt)(m, big, m * 0.5f, m) - 1.0f;
+    HV(f32) tiny = HV(set1)(1.17549435e-38f);
+    HV(f32) s    = HV(if_gt)(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
+    HV(f32) e    = HV(exponent)(s) - HV(if_gt)(tiny, x, HV(set1)(23), HV(zero)());
+    HV(f32) m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
+    e = HV(if_gt)(m, big, e + 1.0f, e);
+    f = HV(if_gt)(m, big, m * 0.5f, m) - 1.0f;
     z = f * f;
     p = HPMLI_LOG_POLY(HV(fma), f);
     y = p * f * z;
     y = HV(fma)(e, HV(set1)(-2.12194440e-4f), y);
     y = HV(fma)(z, HV(set1)(-0.5f), y);
     y = HV(fma)(e, HV(set1)(0.693359375f), f + y);
-    y = HV(eq)(x, HV(set1)(INFINITY), x, y);
-    y = HV(eq)(x, HV(zero)(), HV(set1)(-INFINITY), y);
-    return HV(ge)(x, HV(zero)(), y, HV(set1)(NAN));
+    y = HV(if_eq)(x, HV(set1)(INFINITY), x, y);
+    y = HV(if_eq)(x, HV(zero)(), HV(set1)(-INFINITY), y);
+    return HV(if_ge)(x, HV(zero)(), y, HV(set1)(NAN));
 }
 
-HPMLI_VFN hv HV(sigmoid)(hv x) { return 1.0f / (1.0f + HV(exp)(-x)); }
+HPMLI_VEC_INLINE HV(f32) HV(sigmoid)(HV(f32) x) { return 1.0f / (1.0f + HV(exp)(-x)); }
 
 /* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
-HPMLI_VFN hv HV(tanh)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(tanh)(HV(f32) x)
 {
-    hv a = HV(abs)(x), z = x * x, far;
-    hv p = HV_POLY5(HV(fma), z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+    HV(f32) a = HV(abs)(x), z = x * x, far;
+    HV(f32) p = HV_POLY5(HV(fma), z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
                     -3.33332819422e-1f);
     p = HV(fma)(p * z, x, x);
     far = 1.0f - 2.0f / (HV(exp)(a + a) + 1.0f);
-    far = HV(ge)(x, HV(zero)(), far, -far);
-    return HV(ge)(a, HV(set1)(0.625f), far, p);
+    far = HV(if_ge)(x, HV(zero)(), far, -far);
+    return HV(if_ge)(a, HV(set1)(0.625f), far, p);
 }
 
 /* erf: the series near zero, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
-HPMLI_VFN hv HV(erf)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(erf)(HV(f32) x)
 {
-    hv a = HV(abs)(x), z = x * x, t, p, far, near_;
+    HV(f32) a = HV(abs)(x), z = x * x, t, p, far, near_;
     t = 1.0f / HV(fma)(a, HV(set1)(0.3275911f), HV(set1)(1));
     p = HV_POLY5(HV(fma), t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
     far = HV(fnma)(p * t, HV(exp)(-z), HV(set1)(1));
-    far = HV(ge)(x, HV(zero)(), far, -far);
+    far = HV(if_ge)(x, HV(zero)(), far, -far);
     p = HV_POLY5(HV(fma), z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
                  -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
     near_ = HV(fma)(p, z, HV(set1)(1.1283792f)) * x;
-    return HV(gt)(HV(set1)(0.5f), a, near_, far);
+    return HV(if_gt)(HV(set1)(0.5f), a, near_, far);
 }
 
 /* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
-HPMLI_VFN hv HV(gelu_t)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(gelu_tanh)(HV(f32) x)
 {
-    hv cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
+    HV(f32) cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
     return HV(tanh)(cubic * 0.79788456080286535588f);
 }
-HPMLI_VFN hv HV(gelu_slope)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(gelu_derivative)(HV(f32) x)
 {
-    hv t  = HV(gelu_t)(x);
-    hv du = HV(fma)(x * x, HV(set1)(0.79788456080286535588f * 3 * 0.044715f), HV(set1)(0.79788456080286535588f));
-    hv dt = HV(fnma)(t, t, HV(set1)(1)) * du;
+    HV(f32) t  = HV(gelu_tanh)(x);
+    HV(f32) du = HV(fma)(x * x, HV(set1)(0.79788456080286535588f * 3 * 0.044715f), HV(set1)(0.79788456080286535588f));
+    HV(f32) dt = HV(fnma)(t, t, HV(set1)(1)) * du;
     return 0.5f * (1.0f + t + x * dt);
 }
 /* The normal distribution: its integral, its density. */
-HPMLI_VFN hv HV(cdf)(hv x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
-HPMLI_VFN hv HV(pdf)(hv x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
-HPMLI_VFN hv HV(silu_slope)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(normal_cdf)(HV(f32) x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
+HPMLI_VEC_INLINE HV(f32) HV(normal_pdf)(HV(f32) x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
+HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
 {
-    hv s = HV(sigmoid)(x);
+    HV(f32) s = HV(sigmoid)(x);
     return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
 /* The activations: y = f(x), and dy/dx from x or y, whichever is cheaper. s is the slope of leaky relu. */
 #define HPMLI_ACTS(X)                                                                                                  \
     X(NONE, x, HV(set1)(1))                                                                                            \
-    X(RELU, HV(gt)(x, HV(zero)(), x, HV(eq)(x, x, HV(zero)(), x)), HV(gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))     \
-    X(LEAKY_RELU, HV(gt)(x, HV(zero)(), x, x * s), HV(gt)(y, HV(zero)(), HV(set1)(1), s))                              \
-    X(GELU, x * 0.5f * (1.0f + HV(gelu_t)(x)), HV(gelu_slope)(x))                                                      \
-    X(GELU_ERF, x * HV(cdf)(x), HV(fma)(x, HV(pdf)(x), HV(cdf)(x)))                                                    \
-    X(SILU, x * HV(sigmoid)(x), HV(silu_slope)(x))                                                                     \
+    X(RELU, HV(if_gt)(x, HV(zero)(), x, HV(if_eq)(x, x, HV(zero)(), x)), HV(if_gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))     \
+    X(LEAKY_RELU, HV(if_gt)(x, HV(zero)(), x, x * s), HV(if_gt)(y, HV(zero)(), HV(set1)(1), s))                              \
+    X(GELU, x * 0.5f * (1.0f + HV(gelu_tanh)(x)), HV(gelu_derivative)(x))                                                      \
+    X(GELU_ERF, x * HV(normal_cdf)(x), HV(fma)(x, HV(normal_pdf)(x), HV(normal_cdf)(x)))                                                    \
+    X(SILU, x * HV(sigmoid)(x), HV(silu_derivative)(x))                                                                     \
     X(SIGMOID, HV(sigmoid)(x), y * (1.0f - y))                                                                         \
     X(TANH, HV(tanh)(x), HV(fnma)(y, y, HV(set1)(1)))                                                                  \
     X(EXP, HV(exp)(x), y)                                                                                              \
@@ -11494,17 +11616,17 @@ HPMLI_VFN hv HV(silu_slope)(hv x)
     X(SQRT, HV(sqrt)(x), 0.5f / y)                                                                                     \
     X(SQUARE, x * x, x + x)                                                                                            \
     X(NEG, -x, HV(set1)(-1))                                                                                           \
-    X(ABS, HV(abs)(x), HV(gt)(x, HV(zero)(), HV(set1)(1), HV(gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
+    X(ABS, HV(abs)(x), HV(if_gt)(x, HV(zero)(), HV(set1)(1), HV(if_gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
 
-HPMLI_KFN void HV(act_forward)(hpml_act act, float slope, float *to, const float *from, int64_t n)
+HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const float *from, int64_t n)
 {
-    hv s = HV(set1)(slope);
+    HV(f32) s = HV(set1)(slope);
     switch (act) {
 #define HPMLI_X(name, f, df)                                                                                           \
     case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
-            hv x = HV(ld)(from + i, c);                                                                                \
-            HV(st)(to + i, f, c);                                                                                      \
+            HV(f32) x = HV(load_upto)(from + i, c);                                                                                \
+            HV(store_upto)(to + i, f, c);                                                                                      \
         }                                                                                                              \
         break;
         HPMLI_ACTS(HPMLI_X)
@@ -11513,19 +11635,19 @@ HPMLI_KFN void HV(act_forward)(hpml_act act, float slope, float *to, const float
 }
 
 /* xs or ys may be NULL where the slope does not read it: dy stands in. */
-HPMLI_KFN void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs, const float *ys,
+HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs, const float *ys,
                                 int64_t n, int accumulate)
 {
-    hv s = HV(set1)(slope);
+    HV(f32) s = HV(set1)(slope);
     if (!xs) xs = dy;
     if (!ys) ys = dy;
     switch (act) {
 #define HPMLI_X(name, f, df)                                                                                           \
     case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
-            hv x = HV(ld)(xs + i, c), y = HV(ld)(ys + i, c), d = HV(ld)(dy + i, c) * (df);                             \
-            if (accumulate) d += HV(ld)(dx + i, c);                                                                    \
-            HV(st)(dx + i, d, c);                                                                                      \
+            HV(f32) x = HV(load_upto)(xs + i, c), y = HV(load_upto)(ys + i, c), d = HV(load_upto)(dy + i, c) * (df);                             \
+            if (accumulate) d += HV(load_upto)(dx + i, c);                                                                    \
+            HV(store_upto)(dx + i, d, c);                                                                                      \
             (void)x, (void)y;                                                                                          \
         }                                                                                                              \
         break;
@@ -11535,9 +11657,9 @@ HPMLI_KFN void HV(act_backward)(hpml_act act, float slope, float *dx, const floa
 }
 
 #define HPMLI_MAP2(name, op)                                                                                           \
-    HPMLI_KFN void HV(v##name)(float *y, const float *a, const float *b, int64_t n)                                    \
+    HPMLI_KERNEL void HV(v##name)(float *y, const float *a, const float *b, int64_t n)                                    \
     {                                                                                                                  \
-        HV_LOOP(n) HV(st)(y + i, HV(ld)(a + i, c) op HV(ld)(b + i, c), c);                                             \
+        HV_LOOP(n) HV(store_upto)(y + i, HV(load_upto)(a + i, c) op HV(load_upto)(b + i, c), c);                                             \
     }
 HPMLI_MAP2(add, +)
 HPMLI_MAP2(sub, -)
@@ -11545,41 +11667,41 @@ HPMLI_MAP2(mul, *)
 HPMLI_MAP2(div, /)
 #undef HPMLI_MAP2
 
-HPMLI_KFN void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(st)(y + i, HV(set1)(value), c); }
+HPMLI_KERNEL void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(store_upto)(y + i, HV(set1)(value), c); }
 
 /* y = a x + b y; b == 0 does not read y. */
-HPMLI_KFN void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
+HPMLI_KERNEL void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b);
-    if (b == 0) HV_LOOP(n) HV(st)(y + i, va * HV(ld)(x + i, c), c);
-    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb * HV(ld)(y + i, c)), c);
+    HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
+    if (b == 0) HV_LOOP(n) HV(store_upto)(y + i, va * HV(load_upto)(x + i, c), c);
+    else HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb * HV(load_upto)(y + i, c)), c);
 }
 
 /* y = a x + b */
-HPMLI_KFN void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
+HPMLI_KERNEL void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b);
-    HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb), c);
+    HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
+    HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb), c);
 }
 
 /* y = a (x - centre) + b, or the larger of that and 0. The centre is subtracted first, because a x and a centre are
    both rounded at the size of the centre, and their difference would keep that error. */
-HPMLI_KFN void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
+HPMLI_KERNEL void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
-    if (relu) HV_LOOP(n) HV(st)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c) - vc, vb)), c);
-    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c) - vc, vb), c);
+    HV(f32) va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
+    if (relu) HV_LOOP(n) HV(store_upto)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb)), c);
+    else HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb), c);
 }
 
 /* y (+)= a x + b (z - centre) + constant */
-HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
+HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                             int64_t n, int accumulate)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b), vz = HV(set1)(centre), vc = HV(set1)(constant);
+    HV(f32) va = HV(set1)(a), vb = HV(set1)(b), vz = HV(set1)(centre), vc = HV(set1)(constant);
     HV_LOOP(n) {
-        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c) - vz, vc));
-        if (accumulate) r += HV(ld)(y + i, c);
-        HV(st)(y + i, r, c);
+        HV(f32) r = HV(fma)(va, HV(load_upto)(x + i, c), HV(fma)(vb, HV(load_upto)(z + i, c) - vz, vc));
+        if (accumulate) r += HV(load_upto)(y + i, c);
+        HV(store_upto)(y + i, r, c);
     }
 }
 
@@ -11593,35 +11715,35 @@ HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const fl
 #define HPMLI_BLOCK_SUM 1024
 
 #define HPMLI_REDUCE(name, params, term)                                                                               \
-    HPMLI_KFN float HV(name) params                                                                                    \
+    HPMLI_KERNEL float HV(name) params                                                                                    \
     {                                                                                                                  \
-        hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };                                             \
+        HV(f32)      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };                                             \
         int64_t i    = 0;                                                                                              \
-        for (; i + 4 * HV_W <= n; i += 4 * HV_W) {                                                                     \
+        for (; i + 4 * HV_LANES <= n; i += 4 * HV_LANES) {                                                                     \
             HPMLI_UNROLL                                                                                               \
             for (int u = 0; u < 4; u++) {                                                                              \
-                const int64_t c = HV_W, at = i + u * HV_W;                                                             \
-                const hv      sum = s[u];                                                                              \
+                const int64_t c = HV_LANES, at = i + u * HV_LANES;                                                             \
+                const HV(f32)      sum = s[u];                                                                              \
                 s[u] = term;                                                                                           \
             }                                                                                                          \
         }                                                                                                              \
-        for (; i < n; i += HV_W) {                                                                                     \
-            const int64_t c = n - i < HV_W ? n - i : HV_W, at = i;                                                     \
-            const hv      sum = s[0];                                                                                  \
+        for (; i < n; i += HV_LANES) {                                                                                     \
+            const int64_t c = n - i < HV_LANES ? n - i : HV_LANES, at = i;                                                     \
+            const HV(f32)      sum = s[0];                                                                                  \
             s[0] = term;                                                                                               \
         }                                                                                                              \
-        return HV(sum)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
+        return HV(sum_lanes)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
     }
-HPMLI_VFN hv HV(keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_n) */
+HPMLI_VEC_INLINE HV(f32) HV(zero_beyond)(HV(f32) v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_partial) */
 {
-    return n >= HV_W ? v : HV(bits)((1u << n) - 1, v, HV(zero)());
+    return n >= HV_LANES ? v : HV(select_bits)((1u << n) - 1, v, HV(zero)());
 }
-HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(ld)(x + at, c))
-HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(ld)(a + at, c), HV(ld)(b + at, c), sum))
+HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(load_upto)(x + at, c))
+HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(load_upto)(a + at, c), HV(load_upto)(b + at, c), sum))
 #undef HPMLI_REDUCE
 
 #define HPMLI_WIDE(name, params, piece)                                                                                \
-    HPMLI_KFN double HV(name) params                                                                                   \
+    HPMLI_KERNEL double HV(name) params                                                                                   \
     {                                                                                                                  \
         double sum = 0;                                                                                                \
         for (int64_t i = 0; i < n; i += HPMLI_BLOCK_SUM) {                                                             \
@@ -11636,86 +11758,86 @@ HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + 
 
 /* sums[0] += sum of w, sums[1] += sum of w d, with d = x - centre; w NULL: w = d, so that a centre near the mean gives
    the squares about it, and sums[0] how far the centre is from the mean. */
-HPMLI_VFN void HV(moments)(double *sums, const bool weighted, const float *w, const float *x, float centre, int64_t n)
+HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre, int64_t n)
 {
-    const hv vc = HV(set1)(centre);
+    const HV(f32) vc = HV(set1)(centre);
     for (int64_t i = 0, end; i < n; i = end) {
-        hv s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() }, t[4] = { s[0], s[0], s[0], s[0] };
+        HV(f32) s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() }, t[4] = { s[0], s[0], s[0], s[0] };
         end = n - i < HPMLI_BLOCK_SUM ? n : i + HPMLI_BLOCK_SUM;
-        for (; i + 4 * HV_W <= end; i += 4 * HV_W) {
+        for (; i + 4 * HV_LANES <= end; i += 4 * HV_LANES) {
             HPMLI_UNROLL
             for (int u = 0; u < 4; u++) {
-                hv d = HV(load)(x + i + u * HV_W) - vc, v = weighted ? HV(load)(w + i + u * HV_W) : d;
+                HV(f32) d = HV(load)(x + i + u * HV_LANES) - vc, v = weighted ? HV(load)(w + i + u * HV_LANES) : d;
                 s[u] = s[u] + v, t[u] = HV(fma)(v, d, t[u]);
             }
         }
-        for (; i < end; i += HV_W) {
-            int64_t c = end - i < HV_W ? end - i : HV_W;
-            hv      d = HV(keep)(HV(ld)(x + i, c) - vc, c), v = weighted ? HV(ld)(w + i, c) : d;
+        for (; i < end; i += HV_LANES) {
+            int64_t c = end - i < HV_LANES ? end - i : HV_LANES;
+            HV(f32)      d = HV(zero_beyond)(HV(load_upto)(x + i, c) - vc, c), v = weighted ? HV(load_upto)(w + i, c) : d;
             s[0] = s[0] + v, t[0] = HV(fma)(v, d, t[0]);
         }
-        sums[0] += (double)HV(sum)((s[0] + s[1]) + (s[2] + s[3]));
-        sums[1] += (double)HV(sum)((t[0] + t[1]) + (t[2] + t[3]));
+        sums[0] += (double)HV(sum_lanes)((s[0] + s[1]) + (s[2] + s[3]));
+        sums[1] += (double)HV(sum_lanes)((t[0] + t[1]) + (t[2] + t[3]));
     }
 }
 
-HPMLI_KFN void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
+HPMLI_KERNEL void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
 {
-    if (w) HV(moments)(sums, true, w, x, centre, n);
-    else HV(moments)(sums, false, NULL, x, centre, n);
+    if (w) HV(add_moments)(sums, true, w, x, centre, n);
+    else HV(add_moments)(sums, false, NULL, x, centre, n);
 }
 
-HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
+HPMLI_KERNEL float HV(vmax)(const float *x, int64_t n)
 {
-    hv      m = HV(set1)(-INFINITY);
+    HV(f32)      m = HV(set1)(-INFINITY);
     int64_t i = 0;
-    for (; i + HV_W <= n; i += HV_W) m = HV(max)(HV(load)(x + i), m);
-    float best = HV(hmax)(m);
+    for (; i + HV_LANES <= n; i += HV_LANES) m = HV(max)(HV(load)(x + i), m);
+    float best = HV(max_lane)(m);
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
 }
 
 /* The largest |x|, 0 for none; NaN where x has one. */
-HPMLI_KFN float HV(vamax)(const float *x, int64_t n)
+HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n)
 {
-    hv m = HV(zero)(), nan = HV(zero)();
+    HV(f32) m = HV(zero)(), nan = HV(zero)();
     HV_LOOP(n) {
-        hv v = HV(abs)(HV(ld)(x + i, c));
+        HV(f32) v = HV(abs)(HV(load_upto)(x + i, c));
         m   = HV(max)(v, m);
-        nan = HV(eq)(v, v, nan, v);
+        nan = HV(if_eq)(v, v, nan, v);
     }
-    return HV(sum)(nan) == 0 ? HV(hmax)(m) : NAN;
+    return HV(sum_lanes)(nan) == 0 ? HV(max_lane)(m) : NAN;
 }
 
 /* y = exp(x - shift); returns the sum. The heart of a softmax. */
-HPMLI_KFN float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
+HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
 {
-    hv s = HV(zero)(), vs = HV(set1)(shift);
+    HV(f32) s = HV(zero)(), vs = HV(set1)(shift);
     HV_LOOP(n) {
-        hv e = HV(exp)(HV(ld)(x + i, c) - vs);
-        HV(st)(y + i, e, c);
-        s += HV(keep)(e, c);
+        HV(f32) e = HV(exp)(HV(load_upto)(x + i, c) - vs);
+        HV(store_upto)(y + i, e, c);
+        s += HV(zero_beyond)(e, c);
     }
-    return HV(sum)(s);
+    return HV(sum_lanes)(s);
 }
 
 /* out[j] (+)= sum over rows of x[r][j]. Blocks of rows keep the chain of additions short. */
-HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
+HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
-        hv total = HV(zero)();
+        HV(f32) total = HV(zero)();
         for (int64_t r0 = 0; r0 < rows; r0 += 64) {
             int64_t r = r0, end = r0 + 64 < rows ? r0 + 64 : rows;
-            hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };
+            HV(f32)      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };
             for (; r + 4 <= end; r += 4) {
                 HPMLI_UNROLL
-                for (int u = 0; u < 4; u++) s[u] += HV(ld)(x + (r + u) * cols + i, c);
+                for (int u = 0; u < 4; u++) s[u] += HV(load_upto)(x + (r + u) * cols + i, c);
             }
-            for (; r < end; r++) s[0] += HV(ld)(x + r * cols + i, c);
+            for (; r < end; r++) s[0] += HV(load_upto)(x + r * cols + i, c);
             total += (s[0] + s[1]) + (s[2] + s[3]);
         }
-        if (accumulate) total += HV(ld)(out + i, c);
-        HV(st)(out + i, total, c);
+        if (accumulate) total += HV(load_upto)(out + i, c);
+        HV(store_upto)(out + i, total, c);
     }
 }
 
@@ -11736,90 +11858,89 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
      LAMB     AdamW's r + c w, written over the gradient; hpmli_direction_apply steps      You et al. 2020 */
 
 /* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
-typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
+typedef struct HV(update_check) { HV(f32) weight, square, gradient, instead; } HV(update_check);
 
 /* Stores an updated weight x at w; a non-finite x is replaced by `was` + instead, where `instead` is 0 or NaN. Only x
    is checked, because a non-finite gradient makes x non-finite as well. */
-HPMLI_VFN void HV(stepped)(float *w, hv x, hv was, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) was, HV(update_check) *f, int64_t c)
 {
-    hv off = x * HV(zero)();
+    HV(f32) off = x * HV(zero)();
     f->weight = f->weight + off;
-    HV(st)(w, HV(eq)(off, off, x, was + f->instead), c);
+    HV(store_upto)(w, HV(if_eq)(off, off, x, was + f->instead), c);
 }
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
    would stay for ever. A NaN stays one. */
-HPMLI_VFN hv HV(decayed)(float *state, hv x, int64_t c)
+HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
 {
-    x = HV(gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
-    HV(st)(state, x, c);
+    x = HV(if_gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
+    HV(store_upto)(state, x, c);
     return x;
 }
 
-HPMLI_VFN hv HV(moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
+HPMLI_VEC_INLINE HV(f32) HV(update_mean)(float *state, HV(f32) g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
 {
-    return HV(decayed)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(ld)(state, c)), c);
+    return HV(store_state)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(load_upto)(state, c)), c);
 }
 
-HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(sgd)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, HV(update_check) *f, int64_t c)
 {
-    hv x = HV(ld)(w, c), step;
+    HV(f32) x = HV(load_upto)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     step = g;
     if (m) {
-        hv v = HV(decayed)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), g), c);
+        HV(f32) v = HV(store_state)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), g), c);
         step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
     }
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
+    HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
-HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(adagrad)(const hpmli_opt_args *o, float *w, HV(f32) g, float *v, HV(update_check) *f, int64_t c)
 {
-    hv x = HV(ld)(w, c), s;
+    HV(f32) x = HV(load_upto)(w, c), s;
     g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
-    s = HV(fma)(g, g, HV(ld)(v, c));
-    HV(st)(v, s, c);
+    s = HV(fma)(g, g, HV(load_upto)(v, c));
+    HV(store_upto)(v, s, c);
     f->square = HV(fma)(s, HV(zero)(), f->square);
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
+    HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
 }
 
-HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f, int64_t c)
 {
-    hv x = HV(ld)(w, c), step;
+    HV(f32) x = HV(load_upto)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
-    step = HV(moment)(v, g * g, o->u.beta2, c);
+    step = HV(update_mean)(v, g * g, o->u.beta2, c);
     f->square = HV(fma)(step, HV(zero)(), f->square);
     step = g / (HV(sqrt)(step) + HV(set1)(o->u.eps));
-    if (m) step = HV(decayed)(m, HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), step), c);
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
+    if (m) step = HV(store_state)(m, HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), step), c);
+    HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
-HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, float *m, float *v, HV(update_check) *f, int64_t c)
 {
-    hv mean   = HV(moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
-    hv square = HV(moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
+    HV(f32) mean   = HV(update_mean)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
+    HV(f32) square = HV(update_mean)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
     f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite sum would silently freeze its weight */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
-HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f, int64_t c)
 {
-    hv was = HV(ld)(w, c), x = was, lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
+    HV(f32) was = HV(load_upto)(w, c), x = was, lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
     else x = HV(fnma)(lr * decay, x, x);
-    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
+    HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
 }
 
 /* After an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if the gradient was not finite (LAMB has
    overwritten the gradient), else HPML_NONFINITE_STEP. Resets the state of these elements, because no later gradient
    would make it finite. */
-HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
-                              int64_t n)
+HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_NONFINITE_STEP;
     for (int64_t i = 0; i < n; i++) {
-        float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
+        float g = dw[i] * o->u.grad_scale;
         bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
         if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
         if (lost && m && o->u.found_nonfinite) m[i] = 0;
@@ -11833,30 +11954,28 @@ HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const fl
    because the length of the whole direction would not be finite either. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
-        hv g = HV(ld)(dw + i, c);                                                                                      \
-        if (more) g = g + HV(ld)(more + i, c);                                                                         \
+        HV(f32) g = HV(load_upto)(dw + i, c);                                                                                      \
         g = g * HV(set1)(o->u.grad_scale);                                                                             \
         step;                                                                                                          \
     }
 #define HPMLI_STEPS(step)                                                                                              \
-    for (const int64_t c = HV_W; i + c <= n; i += c) HPMLI_STEP(step)                                                  \
+    for (const int64_t c = HV_LANES; i + c <= n; i += c) HPMLI_STEP(step)                                                  \
     for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
     break;
-HPMLI_VFN void HV(lamb)(const hpmli_opt_args *o, const float *w, hv g, float *r, float *m, float *v, HV(found) *f,
+HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) g, float *r, float *m, float *v, HV(update_check) *f,
                         int64_t c)
 {
-    hv off = g * HV(zero)();
+    HV(f32) off = g * HV(zero)();
     f->gradient = f->gradient + off;
-    g = HV(eq)(off, off, g, f->instead);
-    HV(st)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(ld)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
+    g = HV(if_eq)(off, off, g, f->instead);
+    HV(store_upto)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(load_upto)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
 }
 
-HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
+HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
-    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
-    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
-    HV(found)           *f = &all;
+    HV(update_check)     all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
+    HV(update_check)    *f = &all;
     int64_t              i = 0;
     switch (o->u.opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, f, c))
@@ -11866,9 +11985,9 @@ HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, floa
     case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, dw + i, m + i, v + i, f, c))
     case HPML_OPT_CUSTOM: break; /* see hpmli_optimizer_piece */
     }
-    if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
-    int found = HV(opt_restart)(o, dw, more, m, v, n);
-    return HV(sum)(all.gradient) == 0 ? found : HPML_NONFINITE_GRADIENT;
+    if (HV(sum_lanes)(all.weight + all.square + all.gradient) == 0) return 0;
+    int found = HV(opt_restart)(o, dw, m, v, n);
+    return HV(sum_lanes)(all.gradient) == 0 ? found : HPML_NONFINITE_GRADIENT;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -11878,23 +11997,23 @@ HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, floa
 /* All but f32, which is copied. */
 #define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
 
-HPMLI_KFN void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
+HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
 {
     switch (dtype) {
     case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *y); break;
 #define HPMLI_X(type, name, T) \
-    case HPML_DTYPE_##type: HV_LOOP(n) HV(st)(y + i, HV(ld_##name)((const T *)x + i, c), c); break;
+    case HPML_DTYPE_##type: HV_LOOP(n) HV(store_upto)(y + i, HV(load_upto_##name)((const T *)x + i, c), c); break;
     HPMLI_STORED(HPMLI_X)
 #undef HPMLI_X
     }
 }
 
-HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
+HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
 {
     switch (dtype) {
     case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *x); break;
 #define HPMLI_X(type, name, T) \
-    case HPML_DTYPE_##type: HV_LOOP(n) HV(st_##name)((T *)y + i, HV(ld)(x + i, c), c); break;
+    case HPML_DTYPE_##type: HV_LOOP(n) HV(store_upto_##name)((T *)y + i, HV(load_upto)(x + i, c), c); break;
     HPMLI_STORED(HPMLI_X)
 #undef HPMLI_X
     }
@@ -11902,7 +12021,7 @@ HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n
 
 /* CRC-32C (Castagnoli's polynomial, as in iSCSI) of n bytes more; the one of no bytes is 0. Portably eight bytes at a
    time by tables (Kounavis and Berry 2005), which are made on the stack where there is enough to do. */
-HPMLI_KFN uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
+HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 {
     const unsigned char *p = (const unsigned char *)bytes;
     crc = ~crc;
@@ -11951,7 +12070,7 @@ HPMLI_KFN uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 #undef HPMLI_ROWS
 #undef HPMLI_DOTS
 #undef HPMLI_DOT_MR
-#define HPMLI_NR (2 * HV_W)
+#define HPMLI_NR (2 * HV_LANES)
 #if HPMLI_ISA == 2
 #define HPMLI_MR     14
 #define HPMLI_ROWS   HPMLI_TIMES_14
@@ -12007,21 +12126,21 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
 /* What happens to row r of a tile; `mr`, `nv` are constants once inlined: rows and vectors that are not there vanish.
    Every third row has a pointer, the others are at one or two strides from it. */
-#define HPMLI_TILE_ZERO(nv, r) hv s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
+#define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
 #define HPMLI_TILE_ROW(nv, r)                                                                                          \
     if (mr > r) {                                                                                                      \
-        hv x = HV(set1)(HPMLI_TILE_AT(r));                                                                             \
+        HV(f32) x = HV(set1)(HPMLI_TILE_AT(r));                                                                             \
         s##r = HV(fma)(x, b0, s##r);                                                                                   \
         if (nv > 1) t##r = HV(fma)(x, b1, t##r);                                                                       \
         if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
         if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
     }
 /* Where vector i lies: the last one ends with the last column, and may share some with the one before. */
-#define HPMLI_TILE_V(i)       (nv == i + 1 ? last : i * HV_W)
-#define HPMLI_TILE_LOAD(i, p) (nv <= i ? HV(zero)() : nv == 1 ? HV(load_n)(p, lanes) : HV(load)((p) + HPMLI_TILE_V(i)))
+#define HPMLI_TILE_V(i)       (nv == i + 1 ? last : i * HV_LANES)
+#define HPMLI_TILE_LOAD(i, p) (nv <= i ? HV(zero)() : nv == 1 ? HV(load_partial)(p, lanes) : HV(load)((p) + HPMLI_TILE_V(i)))
 #define HPMLI_TILE_PUT(i, p, x)                                                                                        \
-    if (nv == 1 && i == 0) HV(store_n)(p, x, lanes);                                                                   \
+    if (nv == 1 && i == 0) HV(store_partial)(p, x, lanes);                                                                   \
     else if (nv > i) HV(store)((p) + HPMLI_TILE_V(i), x);
 #define HPMLI_TILE_STORE(nv, r)                                                                                        \
     if (mr > r) {                                                                                                      \
@@ -12039,7 +12158,7 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
 /* One k: the vectors of B, then row after row. */
 #define HPMLI_TILE_B                                                                                                   \
-    hv b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
+    HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
 #define HPMLI_TILE_STEP                                                                                                \
     {                                                                                                                  \
         HPMLI_TILE_B                                                                                                   \
@@ -12048,10 +12167,10 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
     }
 
 /* nv: vectors across. */
-HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
+HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 {
     float  *c = o->c, *packed = o->packed;
-    int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_W, fetch = o->fetch < kc ? o->fetch : kc;
+    int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_LANES, fetch = o->fetch < kc ? o->fetch : kc;
     for (int64_t t = 0, left = o->tiles * o->panels; left > 0; left--, b -= kc * ldb) {
         const float *a0 = a + t * o->next_a, *next = c;
         const float *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
@@ -12060,14 +12179,14 @@ HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         for (; p < head; p++) { /* more to do than to multiply */
             if (packed) {
                 HPMLI_TILE_B
-                const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_W); /* or the next panel */
+                const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_LANES); /* or the next panel */
                 HPMLI_TILE_PUT(0, packed, b0) HPMLI_TILE_PUT(1, packed, b1)
                 HPMLI_TILE_PUT(2, packed, b2) HPMLI_TILE_PUT(3, packed, b3)
-                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_W);
-                packed += nv * HV_W;
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_LANES);
+                packed += nv * HV_LANES;
             }
             if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
-                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_LANES);
                 HPMLI_PREFETCH(next + lanes - 1);
                 next += ldc;
             }
@@ -12086,9 +12205,9 @@ HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 }
 
 #define HPMLI_TILE(nv, r)                                                                                              \
-    HPMLI_KFN void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                                \
+    HPMLI_KERNEL void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                                \
     { HV(tile)(r + 1, nv, kc, a, ars, acs, b, ldb, o); }
-#define HPMLI_TILE_FN(nv, r) HV(tile_##nv##_##r),
+#define HPMLI_TILE_NAME(nv, r) HV(tile_##nv##_##r),
 HPMLI_ROWS(HPMLI_TILE, 1)
 HPMLI_ROWS(HPMLI_TILE, 2)
 #if HPMLI_ISA == 2
@@ -12097,11 +12216,11 @@ HPMLI_TIMES_6(HPMLI_TILE, 4)
 #endif
 
 static const int HV(tile_rows)[4] = { HPMLI_MR, HPMLI_MR, 8, 6 }; /* at most, by vectors */
-static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_FN, 1) },
-                                                              { HPMLI_ROWS(HPMLI_TILE_FN, 2) },
+static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_NAME, 1) },
+                                                              { HPMLI_ROWS(HPMLI_TILE_NAME, 2) },
 #if HPMLI_ISA == 2
-                                                              { HPMLI_TIMES_8(HPMLI_TILE_FN, 3) },
-                                                              { HPMLI_TIMES_6(HPMLI_TILE_FN, 4) }
+                                                              { HPMLI_TIMES_8(HPMLI_TILE_NAME, 3) },
+                                                              { HPMLI_TIMES_6(HPMLI_TILE_NAME, 4) }
 #endif
 };
 
@@ -12109,10 +12228,10 @@ static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI
 // >>gemm-pack   matrix product: packing and turning
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A matrix that lies the wrong way round is turned in registers, a square of HV_W x HV_W at a time. */
+/* A matrix that lies the wrong way round is turned in registers, a square of HV_LANES x HV_LANES at a time. */
 
-/* HV_W rows of HV_W floats, transposed in registers: out[p * ld + j] = in[j * ldx + p]; zero for j >= rows. */
-HPMLI_VFN void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
+/* HV_LANES rows of HV_LANES floats, transposed in registers: out[p * ld + j] = in[j * ldx + p]; zero for j >= rows. */
+HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
 {
 #if HPMLI_ISA == 2
     __m512 r[16], t[16];
@@ -12168,54 +12287,54 @@ HPMLI_VFN void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *
     HPMLI_UNROLL
     for (int i = 0; i < 8; i++) _mm256_storeu_ps(out + i * ld, t[i]);
 #else
-    for (int64_t j = 0; j < HV_W; j++)
-        for (int64_t p = 0; p < HV_W; p++) out[p * ld + j] = j < rows ? in[j * ldx + p] : 0;
+    for (int64_t j = 0; j < HV_LANES; j++)
+        for (int64_t p = 0; p < HV_LANES; p++) out[p * ld + j] = j < rows ? in[j * ldx + p] : 0;
 #endif
 }
 
 /* Packs a panel dst[p * width + j] = x[p * ps + j * js], p < pc, j < jn, zero up to width, which is whole vectors. */
-HPMLI_KFN void HV(pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t width, float *dst)
+HPMLI_KERNEL void HV(pack_columns)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t width, float *dst)
 {
-    for (int64_t j = 0; j < width; j += HV_W) {
-        int64_t rows = jn - j < HV_W ? jn - j : HV_W, p = 0;
+    for (int64_t j = 0; j < width; j += HV_LANES) {
+        int64_t rows = jn - j < HV_LANES ? jn - j : HV_LANES, p = 0;
         if (ps == 1)
-            for (; p + HV_W <= pc; p += HV_W) HV(transpose)(x + j * js + p, js, rows, dst + p * width + j, width);
+            for (; p + HV_LANES <= pc; p += HV_LANES) HV(transpose)(x + j * js + p, js, rows, dst + p * width + j, width);
         for (; p < pc; p++)
-            for (int64_t q = 0; q < HV_W; q++) dst[p * width + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
+            for (int64_t q = 0; q < HV_LANES; q++) dst[p * width + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
     }
 }
 
 /* n lanes of row r, from column j of the tile on, go into C. */
-HPMLI_VFN void HV(tile_save)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
+HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, HV(f32) v, int64_t n)
 {
     v *= HV(set1)(e->alpha);
-    if (e->beta != 0) v = HV(fma)(HV(set1)(e->beta), HV(ld)(c, n), v);
-    if (e->bias_col) v += HV(ld)(e->bias_col + j, n);
+    if (e->beta != 0) v = HV(fma)(HV(set1)(e->beta), HV(load_upto)(c, n), v);
+    if (e->bias_col) v += HV(load_upto)(e->bias_col + j, n);
     if (e->bias_row) v += HV(set1)(e->bias_row[r]);
     if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays */
-    HV(st)(c, v, n);
+    HV(store_upto)(c, v, n);
 }
 
 /* The same for mr rows of a tile. */
-HPMLI_KFN void HV(save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c, int64_t ldc)
+HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c, int64_t ldc)
 {
-    for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_W)
-        for (int64_t j = 0; j < n; j += HV_W) HV(tile_save)(e, c + j, r, j, HV(load)(tile + j), n - j);
+    for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_LANES)
+        for (int64_t j = 0; j < n; j += HV_LANES) HV(finish_vector)(e, c + j, r, j, HV(load)(tile + j), n - j);
 }
 
 /* A tile of C^T, mr rows of NV vectors, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
-HPMLI_KFN void HV(turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
+HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
                                    float *c, int64_t ldc)
 {
-    float square[HV_W * HV_W];
-    for (int64_t r = 0; r < mr; r += HV_W)
-        for (int64_t q = 0; q < n; q += HV_W) {
-            int64_t lanes = mr - r < HV_W ? mr - r : HV_W, rows = n - q < HV_W ? n - q : HV_W;
+    float square[HV_LANES * HV_LANES];
+    for (int64_t r = 0; r < mr; r += HV_LANES)
+        for (int64_t q = 0; q < n; q += HV_LANES) {
+            int64_t lanes = mr - r < HV_LANES ? mr - r : HV_LANES, rows = n - q < HV_LANES ? n - q : HV_LANES;
             float  *to    = c + q * ldc + r;
-            HV(transpose)(tile + r * HPMLI_NV * HV_W + q, HPMLI_NV * HV_W, lanes, square, HV_W);
+            HV(transpose)(tile + r * HPMLI_NV * HV_LANES + q, HPMLI_NV * HV_LANES, lanes, square, HV_LANES);
             for (int64_t i = 0; i < rows; i++)
-                if (plain) HV(st)(to + i * ldc, HV(load)(square + i * HV_W), lanes);
-                else HV(tile_save)(e, to + i * ldc, q + i, r, HV(load)(square + i * HV_W), lanes);
+                if (plain) HV(store_upto)(to + i * ldc, HV(load)(square + i * HV_LANES), lanes);
+                else HV(finish_vector)(e, to + i * ldc, q + i, r, HV(load)(square + i * HV_LANES), lanes);
         }
 }
 
@@ -12226,7 +12345,7 @@ HPMLI_KFN void HV(turn)(const float *tile, int64_t mr, int64_t n, const hpmli_ti
 /* A product seen from the tile: `rows` of P are broadcast, columns of Q are vectors. Mostly P is A and Q is B.
    Swapped, P is B^T and Q is A^T and tiles of C^T are turned on the way out: for products where turning B would cost
    more. */
-typedef struct HV(view) {
+typedef struct HV(gemm_view) {
     const hpmli_gemm_part *part;
     const float *p;
     int64_t      p_rs, p_ks; /* row and k strides of P */
@@ -12241,19 +12360,19 @@ typedef struct HV(view) {
     bool         plain;        /* tiles are only stored or added, ... */
     bool         fetch;        /* ... C is worth a prefetch, */
     hpmli_tile_end end;        /* or this is done; for the block of k */
-} HV(view);
+} HV(gemm_view);
 
 /* Columns of P, ks apart, that lie far from each other: each is in another page, and a few sets of the cache take them
    all. They are worth packing for so many columns of Q. */
-HPMLI_VFN bool HV(far)(int64_t rs, int64_t ks, int64_t k, int64_t cols)
+HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t rs, int64_t ks, int64_t k, int64_t cols)
 {
     return rs == 1 && ks * k >= 262144 && cols >= 4 * HPMLI_NR;
 }
 
-HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
+HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
-    HV(view)    v;
+    HV(gemm_view)    v;
     int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
     memset(&v, 0, sizeof v);
     v.part = part;
@@ -12263,11 +12382,11 @@ HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
     v.p = v.q = part->ws; /* nothing is read when k is 0 */
     v.rows = m, v.cols = n;
     if (v.k == 0) return v;
-    v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_rs, v.p_rs = d->a_rs, v.p_ks = d->a_cs;
-    v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_cs, v.q_ks = d->b_rs, v.q_cs = d->b_cs;
+    v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_row, v.p_rs = d->a_row, v.p_ks = d->a_k;
+    v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_col, v.q_ks = d->b_k, v.q_cs = d->b_col;
     /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C, into far rows. */
-    int64_t keep = (v.q_cs != 1) * n + HV(far)(v.p_rs, v.p_ks, v.k, n) * m;
-    int64_t swap = (v.p_rs != 1) * m + HV(far)(v.q_cs, v.q_ks, v.k, m) * n;
+    int64_t keep = (v.q_cs != 1) * n + HV(columns_alias_cache)(v.p_rs, v.p_ks, v.k, n) * m;
+    int64_t swap = (v.p_rs != 1) * m + HV(columns_alias_cache)(v.q_cs, v.q_ks, v.k, m) * n;
     if (keep * v.k > swap * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
         const float *p = v.p;
         int64_t      rs = v.p_rs, ks = v.p_ks;
@@ -12276,17 +12395,17 @@ HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
         v.rows = n, v.cols = m, v.swapped = true;
     }
     v.pack_q = v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) >= 262144));
-    if (HV(far)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
+    if (HV(columns_alias_cache)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
 
 /* From one packed tile of P to the next: not a power of two apart, with room for what spills over. */
-HPMLI_VFN int64_t HV(packed_size)(const HV(view) *v, int64_t kc) { return v->height * kc + 16; }
+HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const HV(gemm_view) *v, int64_t kc) { return v->height * kc + 16; }
 
 /* Packs the block of P at p, tile after tile; eight k for all of them, so that lines are read from the nearest cache,
    which those of the next eight are on their way to. Eight rows at a time: the last may spill over, into what comes
    later. */
-HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int64_t kc)
+HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const float *p, int64_t mc, int64_t kc)
 {
     int64_t tiles = v->tiles, rows = mc / tiles, more = mc % tiles, height = v->height, ks = v->p_ks;
     for (int64_t k0 = 0, n; k0 < kc; k0 += n, p += n * ks) {
@@ -12295,7 +12414,7 @@ HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int
             for (int64_t i = 0; i < mc; i += 16) __builtin_prefetch(p + k * ks + i);
         for (int64_t t = 0, i = 0; t < tiles; i += rows + (t < more), t++)
             for (int64_t j = (height - 1) / 8 * 8; j >= 0; j -= 8) {
-                float       *to   = v->packed_p + t * HV(packed_size)(v, kc) + k0 * height + j;
+                float       *to   = v->packed_p + t * HV(packed_tile_floats)(v, kc) + k0 * height + j;
                 const float *from = p + i + j;
                 int64_t      left = mc - i - j;
                 for (int64_t k = 0; k < n; k++, to += height, from += ks)
@@ -12306,22 +12425,22 @@ HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int
 }
 
 /* Rows [i0, i0 + mc) x `count` panels of n columns from j on, over k [p0, p0 + kc). pb: room for the packed panel. */
-HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
+HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
                                     int64_t p0, int64_t kc, float *pb, bool ready, int64_t count)
 {
     bool         packed = v->packed_p != NULL;
     const float *a = packed ? v->packed_p : v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
-    int64_t      ldb = v->q_ks, vectors = (n + HV_W - 1) / HV_W, width = vectors * HV_W;
+    int64_t      ldb = v->q_ks, vectors = (n + HV_LANES - 1) / HV_LANES, width = vectors * HV_LANES;
     int64_t      more = mc % v->tiles, mr = mc / v->tiles + (more > 0); /* so many tiles are one row higher */
     bool         direct = v->plain && !v->swapped;
-    float          tile[HPMLI_MR * HPMLI_NV * HV_W];
+    float          tile[HPMLI_MR * HPMLI_NV * HV_LANES];
     hpmli_tile_end e = v->end;
     hpmli_tile_out o;
-    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_W, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
+    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_LANES, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
     if (v->pack_q) {
         if (!ready && v->q_cs == 1) o.packed = pb;
         else {
-            if (!ready) HV(pack)(v->q + p0 * ldb + j * v->q_cs, ldb, v->q_cs, kc, n, width, pb);
+            if (!ready) HV(pack_columns)(v->q + p0 * ldb + j * v->q_cs, ldb, v->q_cs, kc, n, width, pb);
             b = pb, ldb = width;
         }
     }
@@ -12330,7 +12449,7 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
         float  *c  = v->c + ci * v->ldc + cj;
         if (t == more && more > 0) mr--;
         o.tiles = !direct || o.packed ? 1 : (t < more ? more : v->tiles) - t;
-        o.next_a = packed ? HV(packed_size)(v, kc) : mr * v->p_rs;
+        o.next_a = packed ? HV(packed_tile_floats)(v, kc) : mr * v->p_rs;
         o.panels = count, o.next_b = n, o.next_c = n - o.tiles * mr * v->ldc;
         o.fetch = direct && v->fetch ? mr : 0;
         if (direct) o.c = c;
@@ -12338,8 +12457,8 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
         if (!direct) {
             e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
             e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
-            if (v->swapped) HV(turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
-            else HV(save)(tile, mr, n, &e, c, v->ldc);
+            if (v->swapped) HV(finish_tile_transposed)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
+            else HV(finish_tile)(tile, mr, n, &e, c, v->ldc);
         }
         if (o.packed) o.packed = NULL, b = pb, ldb = width;
         a += o.next_a * o.tiles;
@@ -12347,7 +12466,7 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
 }
 
 /* What is done to tiles of the block of k from p0 on. */
-HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
+HPMLI_KERNEL void HV(gemm_block_epilogue)(HV(gemm_view) *v, int64_t p0, int64_t kc)
 {
     const hpmli_gemm_desc *d    = v->part->d;
     bool                   last = p0 + kc == v->k;
@@ -12363,29 +12482,29 @@ HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
 }
 
 /* Block after block of k, of columns, of rows. For the first block of rows the panels of Q are packed, as they come. */
-HPMLI_KFN void HV(blocks)(HV(view) *v)
+HPMLI_KERNEL void HV(gemm_block_loop)(HV(gemm_view) *v)
 {
     float  *pb = v->part->ws;
     int64_t k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1, row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1; /* 0: one */
     for (int64_t kb = 0; kb < k_blocks; kb++) {
         int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
-        HV(block_end)(v, p0, kc);
+        HV(gemm_block_epilogue)(v, p0, kc);
         for (int64_t j0 = 0, nc; j0 < v->cols; j0 += nc) {
             nc = !v->pack_q || v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
-            int64_t vectors = (nc + HV_W - 1) / HV_W;
+            int64_t vectors = (nc + HV_LANES - 1) / HV_LANES;
             int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
             v->height = HV(tile_rows)[(vectors - 1) / panels];
             for (int64_t rb = 0; rb < row_blocks; rb++) {
                 int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
                 v->tiles = (mc + v->height - 1) / v->height;
-                if (v->packed_p) HV(pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
+                if (v->packed_p) HV(pack_rows)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
                 /* panels of full width in one go: a single row of tiles, or k so short that calls would cost more */
                 bool    row   = v->plain && !v->swapped && !v->pack_q && v->height == HV(tile_rows)[most - 1];
-                int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !v->packed_p)) ? nc / (most * HV_W) : 0;
+                int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !v->packed_p)) ? nc / (most * HV_LANES) : 0;
                 for (int64_t t = 0, j = 0, end, count; j < nc; t += count, j = end) {
                     count = t < whole ? whole : 1;
-                    end   = t < whole ? whole * most * HV_W : vectors * (t + 1) / panels * HV_W;
-                    HV(panel)(v, i0, mc, j0 + j, ((end < nc ? end : nc) - j) / count, p0, kc,
+                    end   = t < whole ? whole * most * HV_LANES : vectors * (t + 1) / panels * HV_LANES;
+                    HV(gemm_panel)(v, i0, mc, j0 + j, ((end < nc ? end : nc) - j) / count, p0, kc,
                               row_blocks > 1 ? pb + j * kc : pb, rb > 0, count);
                 }
             }
@@ -12402,45 +12521,45 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
    idle. */
 
 #ifndef HPMLI_DOT_ROW
-#define HPMLI_DOT_ZERO(L, r) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
+#define HPMLI_DOT_ZERO(L, r) HV(f32) s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
 #define HPMLI_DOT_ROW(LOAD, r)                                                                                         \
     if (mr > r) {                                                                                                      \
-        hv x = LOAD(p + r * p_rs);                                                                                     \
+        HV(f32) x = LOAD(p + r * p_rs);                                                                                     \
         s##r = HV(fma)(x, b0, s##r), t##r = HV(fma)(x, b1, t##r);                                                      \
         u##r = HV(fma)(x, b2, u##r), v##r = HV(fma)(x, b3, v##r);                                                      \
     }
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
-    hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                     \
+    HV(f32) b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                     \
     HPMLI_DOTS(HPMLI_DOT_ROW, LOAD)
-#define HPMLI_DOT_REST(p) HV(load_n)(p, k - i)
+#define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i)
 #define HPMLI_DOT_SAVE(L, r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
 #define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
 #define HPMLI_DOT(L, r)                                                                                                \
-    HPMLI_KFN void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_rs, q, q_rs, n, out); }
-#define HPMLI_DOT_FN(L, r) HV(dot_##r),
+    HPMLI_KERNEL void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_rs, q, q_rs, n, out); }
+#define HPMLI_DOT_NAME(L, r) HV(dot_##r),
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
 /* Dot products of mr rows of P with 4 of Q, along k: out[r * 4 + j]. With n < 4 rows of Q the last stands in for the
    rest. */
-HPMLI_VFN void HV(dot)(const int mr, HPMLI_DOT_ARGS)
+HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 {
     const float *q0 = q, *q1 = n > 1 ? q0 + q_rs : q0, *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
     int64_t      i  = 0;
     HPMLI_DOTS(HPMLI_DOT_ZERO, 0)
-    for (; i + HV_W <= k; i += HV_W) {
+    for (; i + HV_LANES <= k; i += HV_LANES) {
         HPMLI_DOT_STEP(HV(load))
-        p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W;
+        p += HV_LANES, q0 += HV_LANES, q1 += HV_LANES, q2 += HV_LANES, q3 += HV_LANES;
     }
     if (i < k) { HPMLI_DOT_STEP(HPMLI_DOT_REST) }
     HPMLI_DOTS(HPMLI_DOT_SAVE, 0)
 }
 
 HPMLI_DOTS(HPMLI_DOT, 0)
-static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOTS(HPMLI_DOT_FN, 0) };
+static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOTS(HPMLI_DOT_NAME, 0) };
 
 /* Element (i, j) of one product, finished. */
-HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
+HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
 {
     x *= d->alpha;
     if (d->beta != 0) x += d->beta * *c;
@@ -12449,17 +12568,17 @@ HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64
     *c = d->act == 1 && !(x > 0) ? 0 : x;
 }
 
-HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
+HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
     int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
-    const float *a = d->a + part->batch * d->a_batch + part->i0 * d->a_rs;
-    const float *b = d->b + part->batch * d->b_batch + part->j0 * d->b_cs;
+    const float *a = d->a + part->batch * d->a_batch + part->i0 * d->a_row;
+    const float *b = d->b + part->batch * d->b_batch + part->j0 * d->b_col;
     float       *c = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
     int     turned = n * ((m + 3) / 4) < m * ((n + 3) / 4); /* which dimension goes better in fours */
     bool    plain  = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1;
     int64_t rows = turned ? n : m, cols = turned ? m : n;
-    int64_t p_rs = turned ? d->b_cs : d->a_rs, q_rs = turned ? d->a_rs : d->b_cs;
+    int64_t p_rs = turned ? d->b_col : d->a_row, q_rs = turned ? d->a_row : d->b_col;
     const float *p = turned ? b : a, *q = turned ? a : b;
     int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
     for (int64_t j = 0; j < cols; j += 4)
@@ -12476,19 +12595,19 @@ HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
                 }
                 for (int64_t s = 0; s < nr; s++) {
                     int64_t ci = turned ? j + s : i + r, cj = turned ? i + r : j + s;
-                    HV(save_one)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
+                    HV(finish_element)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
                 }
             }
         }
 }
 
-#define HPMLI_ROW_ZERO(nv, i) hv s##i = HV(zero)();
+#define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
 #define HPMLI_ROW_ADD(nv, i)                                                                                           \
-    if (nv > i) s##i = HV(fma)(x, nv > i + 1 ? HV(load)(b + i * HV_W) : HV(ld)(b + i * HV_W, n - i * HV_W), s##i);
+    if (nv > i) s##i = HV(fma)(x, nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES), s##i);
 #define HPMLI_ROW_SAVE(nv, i)                                                                                          \
-    if (nv > i) HV(tile_save)(&e, c + i * HV_W, 0, j + i * HV_W, s##i, nv > i + 1 ? HV_W : n - i * HV_W);
+    if (nv > i) HV(finish_vector)(&e, c + i * HV_LANES, 0, j + i * HV_LANES, s##i, nv > i + 1 ? HV_LANES : n - i * HV_LANES);
 /* One row times `nv` vectors of columns of a matrix whose rows are contiguous; the last may be partial. */
-HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
+HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
 {
     const hpmli_gemm_desc *d = part->d;
     const float *a = d->a + part->batch * d->a_batch, *b = d->b + part->batch * d->b_batch + j;
@@ -12497,8 +12616,8 @@ HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int
     e.alpha = d->alpha, e.beta = d->beta, e.relu = d->act == 1;
     e.bias_row = d->bias_m, e.bias_col = d->bias_n;
     HPMLI_TIMES_16(HPMLI_ROW_ZERO, nv)
-    for (int64_t p = 0; p < d->k; p++, b += d->b_rs) {
-        hv x = HV(set1)(a[p * d->a_cs]);
+    for (int64_t p = 0; p < d->k; p++, b += d->b_k) {
+        HV(f32) x = HV(set1)(a[p * d->a_k]);
         HPMLI_TIMES_16(HPMLI_ROW_ADD, nv)
     }
     HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
@@ -12506,12 +12625,12 @@ HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int
 
 /* As many vectors of C at a time as there are registers for, so that B is read in long stretches; nine rather than one
    left over. */
-HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
+HPMLI_KERNEL void HV(gemm_row)(const hpmli_gemm_part *part)
 {
     for (int64_t j = part->j0, v, n; j < part->j1; j += n) {
-        v = (part->j1 - j + HV_W - 1) / HV_W;
+        v = (part->j1 - j + HV_LANES - 1) / HV_LANES;
         v = HPMLI_ISA == 2 && (v == 16 || v >= 24) ? 16 : v == 9 ? 9 : v >= 8 ? 8 : v >= 4 ? 4 : 1;
-        n = part->j1 - j < v * HV_W ? part->j1 - j : v * HV_W;
+        n = part->j1 - j < v * HV_LANES ? part->j1 - j : v * HV_LANES;
         if (HPMLI_ISA == 2 && v == 16) HV(gemm_row_piece)(16, part, j, n);
         else if (v == 9) HV(gemm_row_piece)(9, part, j, n);
         else if (v == 8) HV(gemm_row_piece)(8, part, j, n);
@@ -12520,22 +12639,22 @@ HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
     }
 }
 
-HPMLI_KFN void HV(gemm_part)(const hpmli_gemm_part *part)
+HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
     bool plain = d->alpha != 0 && d->k > 0;
-    if (plain && d->m == 1 && d->b_cs == 1 && d->n > 1) HV(gemm_row)(part);
-    else if (plain && d->a_cs == 1 && d->b_rs == 1 && (d->m == 1 || d->n == 1 ||
+    if (plain && d->m == 1 && d->b_col == 1 && d->n > 1) HV(gemm_row)(part);
+    else if (plain && d->a_k == 1 && d->b_k == 1 && (d->m == 1 || d->n == 1 ||
              (d->k >= 128 && (d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024))))
         HV(gemm_dots)(part);
     else {
-        HV(view) v = HV(view_of)(part);
-        HV(blocks)(&v);
+        HV(gemm_view) v = HV(gemm_view_of)(part);
+        HV(gemm_block_loop)(&v);
     }
 }
 
 /* Row i of C from `count` parts of the sum over k, `apart` floats from one to the next; added up in order. */
-HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
+HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
 {
     hpmli_tile_end e;
     float *c = d->c + i * d->ldc;
@@ -12544,11 +12663,11 @@ HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *su
     e.relu     = d->act == 1;
     e.bias_row = d->bias_m ? d->bias_m + i : NULL;
     e.bias_col = d->bias_n;
-    for (int64_t j = 0; j < d->n; j += HV_W) {
-        int64_t n = d->n - j < HV_W ? d->n - j : HV_W;
-        hv      s = HV(ld)(sums + i * d->n + j, n);
-        for (int64_t t = 1; t < count; t++) s += HV(ld)(sums + t * apart + i * d->n + j, n);
-        HV(tile_save)(&e, c + j, 0, j, s, n);
+    for (int64_t j = 0; j < d->n; j += HV_LANES) {
+        int64_t n = d->n - j < HV_LANES ? d->n - j : HV_LANES;
+        HV(f32)      s = HV(load_upto)(sums + i * d->n + j, n);
+        for (int64_t t = 1; t < count; t++) s += HV(load_upto)(sums + t * apart + i * d->n + j, n);
+        HV(finish_vector)(&e, c + j, 0, j, s, n);
     }
 }
 
@@ -12568,10 +12687,10 @@ HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *su
    chunk computes all of it and keeps its part. Where a product is added to something it is a fused multiply-add, in the
    scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
 
-/* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. HV(pairs): the 64-bit words (a, b) for
-   each; HV(products): the line above without its last two terms; HV(words): words as floats, rounded. */
+/* What this chapter needs of an instruction set; `HV(u32)` holds HV_LANES / 4 blocks. HV(set_u64_pairs): the 64-bit words (a, b) for
+   each; HV(philox_products): the line above without its last two terms; HV(load_u32): words as floats, rounded. */
 #if HPMLI_ISA == 0
-HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
+HPMLI_VEC_INLINE void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
 {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
@@ -12587,140 +12706,140 @@ HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t bloc
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 static HPMLI_UNUSED const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
-HPMLI_VFN hv HV(words)(const uint32_t *p) { return (float)*p; }
-HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return fmaf(a, b, c); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return (float)*p; }
+HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return fmaf(a, b, c); }
 #else
 #if HPMLI_ISA == 1
-HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm256_set_epi64x(b, a, b, a); }
-HPMLI_VFN hv HV(words)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
+HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm256_set_epi64x(b, a, b, a); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
 {
-    hu words = HV(load_words)(p);
-    return HV(fma)(HV(of_i32)(words >> 8), HV(set1)(256), HV(of_i32)(words & 255u));
+    HV(u32) words = HV(load_words)(p);
+    return HV(fma)(HV(from_i32)(words >> 8), HV(set1)(256), HV(from_i32)(words & 255u));
 }
 #elif HPMLI_ISA == 2
-HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm512_set4_epi64(b, a, b, a); }
-HPMLI_VFN hv HV(words)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
+HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm512_set4_epi64(b, a, b, a); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
 #else
-HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b)
+HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b)
 {
-    return (hu)vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
+    return (HV(u32))vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
 }
-HPMLI_VFN hu HV(products)(hu c, hu m)
+HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
 {
-    hu products = vrev64q_u32((hu)vmull_u32(vmovn_u64((hq)c), vmovn_u64((hq)m)));
+    HV(u32) products = vrev64q_u32((HV(u32))vmull_u32(vmovn_u64((HV(u64))c), vmovn_u64((HV(u64))m)));
     return vextq_u32(products, products, 2);
 }
-HPMLI_VFN hv HV(words)(const uint32_t *p) { return vcvtq_f32_u32(HV(load_words)(p)); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return vcvtq_f32_u32(HV(load_words)(p)); }
 #endif
 #if HPMLI_ISA != 3
-HPMLI_VFN hu HV(products)(hu c, hu m)
+HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
 {
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
-    return (hu)HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
+    return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
 #endif
-HPMLI_VFN hu HV(philox_round)(hu c, hu key, hu m) { return HV(products)(c, m) ^ key ^ (hu)((hq)c >> 32); }
-HPMLI_VFN hu HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
+HPMLI_VEC_INLINE HV(u32) HV(philox_round)(HV(u32) c, HV(u32) key, HV(u32) m) { return HV(philox_products)(c, m) ^ key ^ (HV(u32))((HV(u64))c >> 32); }
+HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
 {
-    return (hu)((hq)HV(pairs)((int64_t)block, (int64_t)stream) + (hq)HV(load_words)(hpmli_block_numbers));
+    return (HV(u32))((HV(u64))HV(set_u64_pairs)((int64_t)block, (int64_t)stream) + (HV(u64))HV(load_words)(hpmli_block_numbers));
 }
-HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return HV(fma)(a, b, c); }
+HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return HV(fma)(a, b, c); }
 #endif
 
 /* Chunk number `chunk` of a stream. Four vectors at a time hide the latency of the multiplication. */
-HPMLI_VFN void HV(chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
+HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
 {
-    uint64_t block = chunk * (HPMLI_CHUNK / 4);
+    uint64_t block = chunk * (HPMLI_PHILOX_CHUNK / 4);
 #if HPMLI_ISA == 0
-    for (int b = 0; b < HPMLI_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
+    for (int b = 0; b < HPMLI_PHILOX_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
 #else
-    hu m = HV(pairs)(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = HV(pairs)(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
-    for (int i = 0; i < HPMLI_CHUNK; i += 4 * HV_W, block += HV_W) {
-        hu key = HV(pairs)((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
+    HV(u32) m = HV(set_u64_pairs)(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = HV(set_u64_pairs)(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
+    for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += 4 * HV_LANES, block += HV_LANES) {
+        HV(u32) key = HV(set_u64_pairs)((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
         HPMLI_UNROLL
-        for (int u = 0; u < 4; u++) c[u] = HV(philox_count)(block + (uint64_t)u * (HV_W / 4), stream);
+        for (int u = 0; u < 4; u++) c[u] = HV(philox_count)(block + (uint64_t)u * (HV_LANES / 4), stream);
         for (int round = 0; round < 10; round++, key += bump) {
             HPMLI_UNROLL
             for (int u = 0; u < 4; u++) c[u] = HV(philox_round)(c[u], key, m);
         }
         HPMLI_UNROLL
-        for (int u = 0; u < 4; u++) HV(store_words)(w + i + u * HV_W, c[u]);
+        for (int u = 0; u < 4; u++) HV(store_words)(w + i + u * HV_LANES, c[u]);
     }
 #endif
 }
 
 /* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, for log m the
    polynomial of hpmli_log; log 2 is split in two so that e times the larger part is exact. */
-HPMLI_VFN hv HV(radius)(hv u)
+HPMLI_VEC_INLINE HV(f32) HV(normal_radius)(HV(f32) u)
 {
-    hv m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
-    e = HV(gt)(m, root2, e + 1.0f, e);
-    f = HV(gt)(m, root2, m * 0.5f, m) - 1.0f;
+    HV(f32) m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
+    e = HV(if_gt)(m, root2, e + 1.0f, e);
+    f = HV(if_gt)(m, root2, m * 0.5f, m) - 1.0f;
     z = f * f;
-    y = HPMLI_LOG_POLY(HV(fused), f);
-    y = HV(fused)(f * z, y, e * -2.12194440e-4f);
-    y = HV(fused)(z, HV(set1)(-0.5f), y) + f;
-    y = HV(fused)(e, HV(set1)(0.693359375f), y);
+    y = HPMLI_LOG_POLY(HV(exact_fma), f);
+    y = HV(exact_fma)(f * z, y, e * -2.12194440e-4f);
+    y = HV(exact_fma)(z, HV(set1)(-0.5f), y) + f;
+    y = HV(exact_fma)(e, HV(set1)(0.693359375f), y);
     return HV(sqrt)(HV(max)(y * -2.0f, HV(zero)()));
 }
 
 /* cos and sin of 2 pi t for t in [-1/2, 1/2]: exact reduction to an eighth of a turn, then polynomials (Cephes). */
-HPMLI_VFN void HV(cos_sin)(hv t, hv *cosine, hv *sine)
+HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
 {
-    hv q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
-    hv x = HV(fused)(q, HV(set1)(-0.25f), t) * 6.28318531f, z = x * x;
-    hv s    = HV(fused)(HV(set1)(-1.9515295891e-4f), z, HV(set1)(8.3321608736e-3f));
-    hv c    = HV(fused)(HV(set1)(2.443315711809948e-5f), z, HV(set1)(-1.388731625493765e-3f));
-    s = HV(fused)(x * z, HV(fused)(s, z, HV(set1)(-1.6666654611e-1f)), x);
-    c = HV(fused)(z, HV(fused)(z, HV(fused)(c, z, HV(set1)(4.166664568298827e-2f)), HV(set1)(-0.5f)), one);
-    hv u    = HV(eq)(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
-    hv v    = HV(eq)(aq, one, c, s);
-    u = HV(gt)(aq, one, -u, u);
-    v = HV(gt)(aq, one, -v, v);
-    *cosine = HV(eq)(q, one, -u, u);
-    *sine   = HV(eq)(q, HV(set1)(-1), -v, v);
+    HV(f32) q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
+    HV(f32) x = HV(exact_fma)(q, HV(set1)(-0.25f), t) * 6.28318531f, z = x * x;
+    HV(f32) s    = HV(exact_fma)(HV(set1)(-1.9515295891e-4f), z, HV(set1)(8.3321608736e-3f));
+    HV(f32) c    = HV(exact_fma)(HV(set1)(2.443315711809948e-5f), z, HV(set1)(-1.388731625493765e-3f));
+    s = HV(exact_fma)(x * z, HV(exact_fma)(s, z, HV(set1)(-1.6666654611e-1f)), x);
+    c = HV(exact_fma)(z, HV(exact_fma)(z, HV(exact_fma)(c, z, HV(set1)(4.166664568298827e-2f)), HV(set1)(-0.5f)), one);
+    HV(f32) u    = HV(if_eq)(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    HV(f32) v    = HV(if_eq)(aq, one, c, s);
+    u = HV(if_gt)(aq, one, -u, u);
+    v = HV(if_gt)(aq, one, -v, v);
+    *cosine = HV(if_eq)(q, one, -u, u);
+    *sine   = HV(if_eq)(q, HV(set1)(-1), -v, v);
 }
 
 /* Two words to two independent normals: radius from the first, angle from the second (Box & Muller). */
-HPMLI_VFN void HV(box_muller)(const uint32_t *a, const uint32_t *b, hv *x, hv *y)
+HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f32) *x, HV(f32) *y)
 {
     const float scale = 1.0f / 4294967296.0f;
-    hv          u = HV(fused)(HV(words)(a), HV(set1)(scale), HV(set1)(scale / 2)), r = HV(radius)(u), c, s;
-    HV(cos_sin)(HV(of_i32)(HV(load_words)(b)) * scale, &c, &s);
+    HV(f32)          u = HV(exact_fma)(HV(load_u32)(a), HV(set1)(scale), HV(set1)(scale / 2)), r = HV(normal_radius)(u), c, s;
+    HV(cos_sin)(HV(from_i32)(HV(load_words)(b)) * scale, &c, &s);
     *x = r * c;
     *y = r * s;
 }
 
-HPMLI_VFN void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
+HPMLI_VEC_INLINE void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
-    for (int i = 0; i < HPMLI_CHUNK; i += HV_W)
-        HV(store)(x + i, HV(of_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
+    for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += HV_LANES)
+        HV(store)(x + i, HV(from_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
 }
 
 /* Words j and j + 32 of a chunk make normals j and j + 32. */
-HPMLI_VFN void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
+HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
 {
-    for (int i = 0; i < HPMLI_CHUNK / 2; i += HV_W) {
-        hv a, b;
-        HV(box_muller)(w + i, w + i + HPMLI_CHUNK / 2, &a, &b);
+    for (int i = 0; i < HPMLI_PHILOX_CHUNK / 2; i += HV_LANES) {
+        HV(f32) a, b;
+        HV(box_muller)(w + i, w + i + HPMLI_PHILOX_CHUNK / 2, &a, &b);
         HV(store)(x + i, a);
-        HV(store)(x + i + HPMLI_CHUNK / 2, b);
+        HV(store)(x + i + HPMLI_PHILOX_CHUNK / 2, b);
     }
 }
 
 /* Numbers first .. first + n - 1 of a stream: a walk over chunks. out: (n), of floats or of words. */
-HPMLI_KFN void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
+HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
 {
-    uint32_t w[HPMLI_CHUNK];
-    float    x[HPMLI_CHUNK], *to = (float *)out;
+    uint32_t w[HPMLI_PHILOX_CHUNK];
+    float    x[HPMLI_PHILOX_CHUNK], *to = (float *)out;
     for (int64_t c; n > 0; to += c, first += (uint64_t)c, n -= c) {
-        int64_t skip = (int64_t)(first % HPMLI_CHUNK);
-        c = HPMLI_CHUNK - skip < n ? HPMLI_CHUNK - skip : n;
-        HV(chunk)(w, seed, stream, first / HPMLI_CHUNK);
-        if (kind == HPMLI_UNIFORM) HV(chunk_uniform)(c == HPMLI_CHUNK ? to : x, w);
-        else if (kind == HPMLI_NORMAL) HV(chunk_normal)(c == HPMLI_CHUNK ? to : x, w);
+        int64_t skip = (int64_t)(first % HPMLI_PHILOX_CHUNK);
+        c = HPMLI_PHILOX_CHUNK - skip < n ? HPMLI_PHILOX_CHUNK - skip : n;
+        HV(philox_chunk)(w, seed, stream, first / HPMLI_PHILOX_CHUNK);
+        if (kind == HPMLI_UNIFORM) HV(chunk_uniform)(c == HPMLI_PHILOX_CHUNK ? to : x, w);
+        else if (kind == HPMLI_NORMAL) HV(chunk_normal)(c == HPMLI_PHILOX_CHUNK ? to : x, w);
         else memcpy(to, w + skip, (size_t)c * sizeof *w);
-        if (kind != HPMLI_WORDS && c < HPMLI_CHUNK) memcpy(to, x + skip, (size_t)c * sizeof *x);
+        if (kind != HPMLI_WORDS && c < HPMLI_PHILOX_CHUNK) memcpy(to, x + skip, (size_t)c * sizeof *x);
     }
 }
 
@@ -12738,42 +12857,42 @@ HPMLI_KFN void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t st
    double. A mean is kept within the least and greatest element of its side, so that a side whose elements are all equal
    is exact: what was quantized once is quantized again without loss. */
 
-#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_W) /* registers that make up the lanes */
+#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the lanes */
 
 typedef struct HV(onebit_acc) {
-    hv sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
+    HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 
 /* c elements, at most 16; returns their bits. e NULL: no feedback. */
-HPMLI_VFN uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
+HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
 {
-    hv       zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
+    HV(f32)       zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
     uint32_t bits = 0, valid = (1u << c) - 1;
-#if HV_W > 1 /* sixteen numbers are a loop */
+#if HV_LANES > 1 /* sixteen numbers are a loop */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
-        int64_t at = u * HV_W, left = c > at ? c - at : 0;
-        hv      v  = HV(ld)(g + at, left), least; /* 0 in lanes behind the end */
+        int64_t at = u * HV_LANES, left = c > at ? c - at : 0;
+        HV(f32)      v  = HV(load_upto)(g + at, left), least; /* 0 in lanes behind the end */
         if (e) {
-            v += HV(ld)(e + at, left);
-            HV(st)(e + at, v, left);
+            v += HV(load_upto)(e + at, left);
+            HV(store_upto)(e + at, v, left);
         }
-        bits |= HV(signmask)(v) << at;
-        a->sum[0][u] += HV(ge)(v, zero, zero, v);
-        a->sum[1][u] += HV(ge)(v, zero, v, zero);
+        bits |= HV(sign_bits)(v) << at;
+        a->sum[0][u] += HV(if_ge)(v, zero, zero, v);
+        a->sum[1][u] += HV(if_ge)(v, zero, v, zero);
         /* 0 does no harm to the extremes of either side, which only count when it has elements, but for one */
-        least = HV(min)(HV(ge)(v, zero, v, inf), a->least[1][u]);
+        least = HV(min)(HV(if_ge)(v, zero, v, inf), a->least[1][u]);
         a->least[0][u] = HV(min)(v, a->least[0][u]);
-        a->most[0][u]  = HV(max)(HV(ge)(v, zero, minf, v), a->most[0][u]);
-        a->least[1][u] = left < HV_W ? HV(bits)(valid >> at, least, a->least[1][u]) : least;
+        a->most[0][u]  = HV(max)(HV(if_ge)(v, zero, minf, v), a->most[0][u]);
+        a->least[1][u] = left < HV_LANES ? HV(select_bits)(valid >> at, least, a->least[1][u]) : least;
         a->most[1][u]  = HV(max)(v, a->most[1][u]);
     }
     return bits & valid;
 }
 
 /* Pass 1. bits: ceil(n / 32) * 4 bytes. e: in e, out v. A NaN or infinity shows in the sums. */
-HPMLI_KFN void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
+HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HV(onebit_acc) a;
     int64_t                   ones = 0;
@@ -12799,7 +12918,7 @@ HPMLI_KFN void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, c
             HPMLI_UNROLL
             for (int h = HPMLI_ONEBIT_V / 2; h > 0; h /= 2)
                 for (int u = 0; u < h; u++) a.sum[side][u] += a.sum[side][u + h];
-            row->sum[side] += (double)HV(sum)(a.sum[side][0]);
+            row->sum[side] += (double)HV(sum_lanes)(a.sum[side][0]);
         }
     }
     if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* to whole words */
@@ -12809,62 +12928,62 @@ HPMLI_KFN void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, c
             a.least[side][0] = HV(min)(a.least[side][0], a.least[side][u]);
             a.most[side][0]  = HV(max)(a.most[side][0], a.most[side][u]);
         }
-        row->least[side] = -HV(hmax)(-a.least[side][0]);
-        row->most[side]  = HV(hmax)(a.most[side][0]);
+        row->least[side] = -HV(max_lane)(-a.least[side][0]);
+        row->most[side]  = HV(max_lane)(a.most[side][0]);
     }
     row->count[1] = ones;
     row->count[0] = n - ones;
 }
 
 /* Pass 2: e holds v, gets v - level. */
-HPMLI_KFN void HV(onebit_carry)(float *e, float low, float high, int64_t n)
+HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 {
-    hv l = HV(set1)(low), h = HV(set1)(high);
+    HV(f32) l = HV(set1)(low), h = HV(set1)(high);
     HV_LOOP(n) {
-        hv v = HV(ld)(e + i, c);
-        HV(st)(e + i, v - HV(ge)(v, HV(zero)(), h, l), c);
+        HV(f32) v = HV(load_upto)(e + i, c);
+        HV(store_upto)(e + i, v - HV(if_ge)(v, HV(zero)(), h, l), c);
     }
 }
 
 #define HPMLI_ONEBIT_DECODE(name, result)                                                                              \
-    HPMLI_KFN void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)                         \
+    HPMLI_KERNEL void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)                         \
     {                                                                                                                  \
-        hv l = HV(set1)(low), h = HV(set1)(high);                                                                      \
+        HV(f32) l = HV(set1)(low), h = HV(set1)(high);                                                                      \
         for (int64_t i = 0; i < n; i += HPMLI_ONEBIT_LANES) {                                                          \
             uint32_t m = bits[i / 8] | (uint32_t)bits[i / 8 + 1] << 8;                                                 \
             HPMLI_UNROLL                                                                                               \
-            for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_W) {                                                       \
+            for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_LANES) {                                                       \
                 int64_t c = n - i > u ? n - i - u : 0;                                                                 \
                 float  *y = out + i + u;                                                                               \
-                hv      v = HV(bits)(m >> u, h, l);                                                                    \
-                HV(st)(y, result, c);                                                                                  \
+                HV(f32)      v = HV(select_bits)(m >> u, h, l);                                                                    \
+                HV(store_upto)(y, result, c);                                                                                  \
             }                                                                                                          \
         }                                                                                                              \
     }
 HPMLI_ONEBIT_DECODE(onebit_decode, v)
-HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(ld)(y, c) + v)
+HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(load_upto)(y, c) + v)
 #undef HPMLI_ONEBIT_DECODE
 #undef HPMLI_ONEBIT_V
 
 /* packed = bf16(g + e), e = what was lost; e NULL: no feedback. False when something does not fit: NaN, infinity, or a
    float that rounds to infinity; 0 * lost is NaN then, and stays so in the sum. */
-HPMLI_KFN bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
+HPMLI_KERNEL bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
 {
-    hv nan = HV(zero)();
+    HV(f32) nan = HV(zero)();
     HV_LOOP(n) {
-        hv v = HV(ld)(g + i, c), lost;
-        if (e) v += HV(ld)(e + i, c);
-        HV(st_bf16)(packed + i, v, c);
-        lost = v - HV(ld_bf16)(packed + i, c);
-        if (e) HV(st)(e + i, lost, c);
+        HV(f32) v = HV(load_upto)(g + i, c), lost;
+        if (e) v += HV(load_upto)(e + i, c);
+        HV(store_upto_bf16)(packed + i, v, c);
+        lost = v - HV(load_upto_bf16)(packed + i, c);
+        if (e) HV(store_upto)(e + i, lost, c);
         nan = HV(fma)(lost, HV(zero)(), nan);
     }
-    return HV(sum)(nan) == 0;
+    return HV(sum_lanes)(nan) == 0;
 }
 
-HPMLI_KFN void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
+HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
 {
-    HV_LOOP(n) HV(st)(out + i, HV(ld)(out + i, c) + HV(ld_bf16)((const uint16_t *)packed + i, c), c);
+    HV_LOOP(n) HV(store_upto)(out + i, HV(load_upto)(out + i, c) + HV(load_upto_bf16)((const uint16_t *)packed + i, c), c);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -12883,10 +13002,10 @@ HPMLI_KFN void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
    read. */
 
 /* The rows of a tile are those of >>gemm. */
-HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
+HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_ARGS)
 {
     const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc;
-    const int64_t lanes = HV_W, last = (nv - 1) * HV_W; /* tiles are whole: the result has room for them */
+    const int64_t lanes = HV_LANES, last = (nv - 1) * HV_LANES; /* tiles are whole: the result has room for them */
     HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
     for (int64_t u = s->runs[0]; u > 0; u--, a += s->a_at[0], b += s->b_at[0]) {
         const float *from = a, *with = b;
@@ -12894,7 +13013,7 @@ HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
             const float *a0 = from, *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
             const float *q = with;
             for (int64_t p = s->length; p > 0; p--) {
-                hv b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_W), b2 = b1, b3 = b1;
+                HV(f32) b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_LANES), b2 = b1, b3 = b1;
                 HPMLI_ROWS(HPMLI_TILE_ROW, nv)
                 a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
             }
@@ -12905,71 +13024,71 @@ HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
     else { HPMLI_ROWS(HPMLI_TILE_STORE, nv) }
 }
 
-#define HPMLI_STRIP(nv, r)                                                                                             \
-    HPMLI_KFN void HV(strip_##nv##_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, nv, s, a, b, c); }
-#define HPMLI_STRIP_FN(nv, r) HV(strip_##nv##_##r),
-HPMLI_ROWS(HPMLI_STRIP, 1)
-HPMLI_ROWS(HPMLI_STRIP, 2)
-static hpmli_strip_fn *const HV(strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_FN, 1) },
-                                                         { HPMLI_ROWS(HPMLI_STRIP_FN, 2) } };
+#define HPMLI_CONV_TILE(nv, r)                                                                                             \
+    HPMLI_KERNEL void HV(conv_tile_##nv##_##r)(HPMLI_CONV_TILE_ARGS) { HV(conv_tile)(r + 1, nv, s, a, b, c); }
+#define HPMLI_CONV_TILE_NAME(nv, r) HV(conv_tile_##nv##_##r),
+HPMLI_ROWS(HPMLI_CONV_TILE, 1)
+HPMLI_ROWS(HPMLI_CONV_TILE, 2)
+static hpmli_conv_tile_fn *const HV(conv_tiles)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 1) },
+                                                         { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 2) } };
 
 /* All rows of a strip, dealt out evenly to tiles; n columns count. */
-HPMLI_VFN void HV(strip)(const hpmli_conv_strip *s, int64_t n, const float *a, const float *b, float *c)
+HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t n, const float *a, const float *b, float *c)
 {
     int64_t tiles = (s->rows + HPMLI_MR - 1) / HPMLI_MR;
     for (int64_t t = 0; t < tiles; t++) {
         int64_t i = t * s->rows / tiles, mr = (t + 1) * s->rows / tiles - i;
-        HV(strips)[n > HV_W][mr - 1](s, a + i * s->ars, b, c + i * s->ldc);
+        HV(conv_tiles)[n > HV_LANES][mr - 1](s, a + i * s->ars, b, c + i * s->ldc);
     }
 }
 
-/* out[j * HV_W + i] = x[i * ldx + j], i < rows, j < cols, both at most HV_W; rows that are not there are zero. */
-HPMLI_KFN void HV(square)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
+/* out[j * HV_LANES + i] = x[i * ldx + j], i < rows, j < cols, both at most HV_LANES; rows that are not there are zero. */
+HPMLI_KERNEL void HV(transpose_block)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
 {
-    float part[HV_W * HV_W];
-    if (cols < HV_W) {
-        for (int64_t i = 0; i < rows; i++) HV(store)(part + i * HV_W, HV(load_n)(x + i * ldx, cols));
-        x = part, ldx = HV_W;
+    float part[HV_LANES * HV_LANES];
+    if (cols < HV_LANES) {
+        for (int64_t i = 0; i < rows; i++) HV(store)(part + i * HV_LANES, HV(load_partial)(x + i * ldx, cols));
+        x = part, ldx = HV_LANES;
     }
-    HV(transpose)(x, ldx, rows, out, HV_W);
+    HV(transpose)(x, ldx, rows, out, HV_LANES);
 }
 
 /* y[j * ldy + i] (+)= x[i * ldx + j] + bias[j], i < rows, j < cols. spare: a vector may be read behind each row. */
-HPMLI_VFN void HV(conv_flip)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool spare, float *y, int64_t ldy,
+HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool spare, float *y, int64_t ldy,
                              const float *bias, int relu, int accumulate)
 {
-    float square[HV_W * HV_W];
-    for (int64_t i = 0; i < rows; i += HV_W) {
-        int64_t lanes = rows - i < HV_W ? rows - i : HV_W;
-        for (int64_t j = 0; j < cols; j += HV_W) {
-            int64_t n = cols - j < HV_W ? cols - j : HV_W;
-            HV(square)(x + i * ldx + j, ldx, lanes, spare ? HV_W : n, square);
+    float square[HV_LANES * HV_LANES];
+    for (int64_t i = 0; i < rows; i += HV_LANES) {
+        int64_t lanes = rows - i < HV_LANES ? rows - i : HV_LANES;
+        for (int64_t j = 0; j < cols; j += HV_LANES) {
+            int64_t n = cols - j < HV_LANES ? cols - j : HV_LANES;
+            HV(transpose_block)(x + i * ldx + j, ldx, lanes, spare ? HV_LANES : n, square);
             for (int64_t q = 0; q < n; q++) {
                 float *to = y + (j + q) * ldy + i;
-                hv     v  = HV(load)(square + q * HV_W);
+                HV(f32)     v  = HV(load)(square + q * HV_LANES);
                 if (bias) v += HV(set1)(bias[j + q]);
-                if (accumulate) v = HV(ld)(to, lanes) + v;
+                if (accumulate) v = HV(load_upto)(to, lanes) + v;
                 if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
-                HV(st)(to, v, lanes);
+                HV(store_upto)(to, v, lanes);
             }
         }
     }
 }
 
 /* The weights (out, in, taps) of channels [o, o + panel) as tiles read them: dst[(tap * in + c) * panel + lane]. */
-HPMLI_KFN void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
+HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC, each = d->C * d->taps;
     if (end % HPMLI_NR) memset(dst + end / HPMLI_NR * HPMLI_NR * each, 0, (size_t)(each * HPMLI_NR) * sizeof *dst);
-    for (; o < end; o += HV_W)
+    for (; o < end; o += HV_LANES)
         for (int64_t c = 0; c < d->C; c++)
-            HV(conv_flip)(w + o * each + c * d->taps, each, end - o < HV_W ? end - o : HV_W, d->taps, false,
+            HV(conv_store_transposed)(w + o * each + c * d->taps, each, end - o < HV_LANES ? end - o : HV_LANES, d->taps, false,
                           dst + o / HPMLI_NR * HPMLI_NR * each + c * HPMLI_NR + o % HPMLI_NR, d->C * HPMLI_NR, NULL, 0,
                           0);
 }
 
 /* The same weights for the gradient of the input, output channel o of them: a panel is some lanes of a block. */
-HPMLI_KFN void HV(conv_pack_back)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
+HPMLI_KERNEL void HV(conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
     int64_t blocks = d->blocks[0] * d->blocks[1], each = d->block / d->C;
     int64_t width = (d->block + HPMLI_NR - 1) / HPMLI_NR * HPMLI_NR;
@@ -12982,10 +13101,10 @@ HPMLI_KFN void HV(conv_pack_back)(const hpmli_conv *d, float *dst, const float *
 }
 
 /* An image (channels, height, width) into NHWC order; rows of the result are `pitch` floats apart. */
-HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
+HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
                                         int64_t pitch)
 {
-    float   square[HV_W * HV_W];
+    float   square[HV_LANES * HV_LANES];
     int64_t plane = height * width, row = 0, col = 0;
     if (channels == 1) {
         for (; row < height; row++) memcpy(image + row * pitch, x + row * width, (size_t)width * sizeof *x);
@@ -12998,23 +13117,23 @@ HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int
                     image[row * pitch + col * channels + c] = x[c * plane + row * width + col];
         return;
     }
-    for (int64_t p = 0; p < plane; p += HV_W) {
-        float  *to[HV_W];
-        int64_t n = plane - p < HV_W ? plane - p : HV_W;
+    for (int64_t p = 0; p < plane; p += HV_LANES) {
+        float  *to[HV_LANES];
+        int64_t n = plane - p < HV_LANES ? plane - p : HV_LANES;
         for (int64_t i = 0; i < n; i++) {
             to[i] = image + row * pitch + col * channels;
             if (++col == width) col = 0, row++;
         }
-        for (int64_t c = 0; c < channels; c += HV_W) {
-            int64_t rows = channels - c < HV_W ? channels - c : HV_W;
-            HV(square)(x + c * plane + p, plane, rows, n, square);
-            for (int64_t i = 0; i < n; i++) HV(st)(to[i] + c, HV(load)(square + i * HV_W), rows);
+        for (int64_t c = 0; c < channels; c += HV_LANES) {
+            int64_t rows = channels - c < HV_LANES ? channels - c : HV_LANES;
+            HV(transpose_block)(x + c * plane + p, plane, rows, n, square);
+            for (int64_t i = 0; i < n; i++) HV(store_upto)(to[i] + c, HV(load)(square + i * HV_LANES), rows);
         }
     }
 }
 
 /* Some channels of rows of pixels from one NHWC image to another: to (+)= from + bias. */
-HPMLI_KFN void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
+HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                              int accumulate)
 {
     bool    joint = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels; /* a row is contiguous */
@@ -13024,17 +13143,17 @@ HPMLI_KFN void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *f
             const float *x = from + r * d->from_row + p * d->from_pixel;
             float       *y = to + r * d->to_row + p * d->to_pixel;
             HV_LOOP(n) {
-                hv v = HV(ld)(x + i, c);
-                if (bias) v += HV(ld)(bias + i, c);
-                if (accumulate) v += HV(ld)(y + i, c);
+                HV(f32) v = HV(load_upto)(x + i, c);
+                if (bias) v += HV(load_upto)(bias + i, c);
+                if (accumulate) v += HV(load_upto)(y + i, c);
                 if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
-                HV(st)(y + i, v, c);
+                HV(store_upto)(y + i, v, c);
             }
         }
 }
 
 /* Back from NHWC order: dx (C, H, W), or its channels in NHWC order too, (+)= its image. */
-HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
+HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
     hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_ld, d->x_ld, d->x_pitch, d->C };
     if (d->nhwc) {
@@ -13044,27 +13163,27 @@ HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *imag
     bool    whole = d->x_pitch == d->W * d->C;
     int64_t rows = whole ? 1 : d->H, n = whole ? d->H * d->W : d->W;
     for (int64_t r = 0; r < rows; r++)
-        HV(conv_flip)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
+        HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
 }
 
 /* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. y: the
    group's first channel. */
-HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
+HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
                               const float *bias, int relu, float *y, float *band)
 {
     const int64_t    size = d->block * HPMLI_NR; /* of a run of weights */
-    hpmli_conv_strip s = { d->OW, d->col_at, 1, HPMLI_NR, HPMLI_NR, d->block, { d->blocks[0], d->blocks[1] },
+    hpmli_conv_product s = { d->OW, d->col_at, 1, HPMLI_NR, HPMLI_NR, d->block, { d->blocks[0], d->blocks[1] },
                            { d->block_at[0], d->block_at[1] }, { d->blocks[1] * size, size }, 0 };
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
         int64_t n = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
         for (int64_t row = 0; row < d->OH; row += d->band) {
             int64_t rows = d->OH - row < d->band ? d->OH - row : d->band;
             for (int64_t r = 0; r < rows; r++)
-                HV(strip)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
+                HV(conv_product)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
             hpmli_conv_copy copy = { 1, rows * d->OW, n, 0, d->y_ld, 0, HPMLI_NR };
             const float    *add  = bias ? bias + o : NULL;
             if (d->nhwc) HV(conv_copy)(&copy, y + row * d->OW * d->y_ld + o, band, add, relu, 0);
-            else HV(conv_flip)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW,
+            else HV(conv_store_transposed)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW,
                                d->OH * d->OW, add, relu, 0);
         }
     }
@@ -13072,90 +13191,90 @@ HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *
 
 /* dx, in NHWC order, += for each block of taps, dy times its weights: the numbers that the pixels of a row of dy were
    made of overlap, and are added one pixel after the other. */
-HPMLI_KFN void HV(conv_inputs)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
+HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
-    hpmli_conv_strip s = { d->OW, d->OC, 1, HPMLI_NR, d->col_at, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
+    hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->col_at, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
     for (int64_t u = 0; u < d->blocks[0]; u++)
         for (int64_t v = 0; v < d->blocks[1]; v++)
             for (int64_t lane = 0; lane < d->block; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
                 for (int64_t i = 0; i < images; i++)
                     for (int64_t row = 0; row < d->OH; row++)
-                        HV(strip)(&s, d->block - lane, dy + i * d->y_size + row * d->OW * d->OC, w,
+                        HV(conv_product)(&s, d->block - lane, dy + i * d->y_size + row * d->OW * d->OC, w,
                                   dx + i * d->x_size + row * d->row_at +
                                   u * d->block_at[0] + v * d->block_at[1] + lane);
 }
 
 /* dw (panels of out, taps, in, panel) (+)= sum over the pixels of some images. */
-HPMLI_KFN void HV(conv_weights)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
+HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
                                 int add)
 {
-    hpmli_conv_strip s = { d->block, 1, d->col_at, d->OC, HPMLI_NR, d->OW, { images, d->OH }, { d->x_size, d->row_at },
+    hpmli_conv_product s = { d->block, 1, d->col_at, d->OC, HPMLI_NR, d->OW, { images, d->OH }, { d->x_size, d->row_at },
                            { d->y_size, d->OW * d->OC }, add };
     for (int64_t o = 0; o < d->OC; o += HPMLI_NR)
         for (int64_t u = 0; u < d->blocks[0]; u++)
             for (int64_t v = 0; v < d->blocks[1]; v++, dw += d->block * HPMLI_NR)
-                HV(strip)(&s, d->OC - o, x + u * d->block_at[0] + v * d->block_at[1], dy + o, dw);
+                HV(conv_product)(&s, d->OC - o, x + u * d->block_at[0] + v * d->block_at[1], dy + o, dw);
 }
 
 /* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
-HPMLI_KFN void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate)
+HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate)
 {
-    float   sum[HV_W * HV_W];
+    float   sum[HV_LANES * HV_LANES];
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC;
-    for (; o < end; o += HV_W) {
+    for (; o < end; o += HV_LANES) {
         const float *from = parts + o / HPMLI_NR * HPMLI_NR * d->taps * d->C + o % HPMLI_NR;
         for (int64_t c = 0; c < d->C; c++)
-            for (int64_t t = 0; t < d->taps; t += HV_W) {
-                int64_t n = d->taps - t < HV_W ? d->taps - t : HV_W;
+            for (int64_t t = 0; t < d->taps; t += HV_LANES) {
+                int64_t n = d->taps - t < HV_LANES ? d->taps - t : HV_LANES;
                 for (int64_t i = 0; i < n; i++) {
                     const float *p = from + ((t + i) * d->C + c) * HPMLI_NR;
-                    hv           s = HV(load)(p);
+                    HV(f32)           s = HV(load)(p);
                     for (int64_t k = 1; k < d->parts; k++) s += HV(load)(p + k * d->part_size);
-                    HV(store)(sum + i * HV_W, s);
+                    HV(store)(sum + i * HV_LANES, s);
                 }
-                HV(conv_flip)(sum, HV_W, n, end - o < HV_W ? end - o : HV_W, true, dw + (o * d->C + c) * d->taps + t,
+                HV(conv_store_transposed)(sum, HV_LANES, n, end - o < HV_LANES ? end - o : HV_LANES, true, dw + (o * d->C + c) * d->taps + t,
                               d->C * d->taps, NULL, 0, accumulate);
             }
     }
 }
 
 /* Corner q of n windows of 2 x 2 side by side, in the rows at x and x + width: upper left, right, lower left, right. */
-HPMLI_VFN hv HV(corner)(const float *x, int64_t width, int q, int64_t n)
+HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
-    hv a = HV(ld)(p, 2 * n), b = 2 * n > HV_W ? HV(ld)(p + HV_W, 2 * n - HV_W) : HV(zero)();
-    return q % 2 ? HV(odd)(a, b) : HV(even)(a, b);
+    HV(f32) a = HV(load_upto)(p, 2 * n), b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
+    return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
 
 /* A row of n maxima; at: which corner each was, 0 to 3. */
-HPMLI_KFN void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
+HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
-        hv best = HV(corner)(x + 2 * i, width, 0, c), from = HV(zero)();
+        HV(f32) best = HV(pool_corner)(x + 2 * i, width, 0, c), from = HV(zero)();
         for (int q = 1; q < 4; q++) { /* the first of equals wins, and the first NaN */
-            hv v = HV(corner)(x + 2 * i, width, q, c);
-            from = HV(eq)(best, best, HV(ge)(best, v, from, HV(set1)((float)q)), from);
-            best = HV(eq)(best, best, HV(ge)(best, v, best, v), best);
+            HV(f32) v = HV(pool_corner)(x + 2 * i, width, q, c);
+            from = HV(if_eq)(best, best, HV(if_ge)(best, v, from, HV(set1)((float)q)), from);
+            best = HV(if_eq)(best, best, HV(if_ge)(best, v, best, v), best);
         }
-        HV(st)(y + i, best, c);
-        HV(st)(at + i, from, c);
+        HV(store_upto)(y + i, best, c);
+        HV(store_upto)(at + i, from, c);
     }
 }
 
 /* Back: the gradient goes to the winner, 0 to the others. */
-HPMLI_KFN void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
+HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
                                                 bool accumulate)
 {
     HV_LOOP(n) {
-        hv from = HV(ld)(at + i, c), v = HV(ld)(dy + i, c);
+        HV(f32) from = HV(load_upto)(at + i, c), v = HV(load_upto)(dy + i, c);
         for (int q = 0; q < 4; q += 2) {
-            hv a = HV(eq)(from, HV(set1)((float)q), v, HV(zero)());
-            hv b = HV(eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
-            for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_W) {
-                float *p = dx + 2 * i + q / 2 * width + h * HV_W;
-                hv     d = h ? HV(high)(a, b) : HV(low)(a, b);
-                if (accumulate) d += HV(ld)(p, lanes);
-                HV(st)(p, d, lanes);
+            HV(f32) a = HV(if_eq)(from, HV(set1)((float)q), v, HV(zero)());
+            HV(f32) b = HV(if_eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
+            for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_LANES) {
+                float *p = dx + 2 * i + q / 2 * width + h * HV_LANES;
+                HV(f32)     d = h ? HV(interleave_high)(a, b) : HV(interleave_low)(a, b);
+                if (accumulate) d += HV(load_upto)(p, lanes);
+                HV(store_upto)(p, d, lanes);
             }
         }
     }
@@ -13170,8 +13289,8 @@ static const hpmli_kernels HV(kernels) = {
     HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide), HV(vdot_wide), HV(vmoments),
     HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(opt_step), HV(to_f32), HV(from_f32), HV(gemm_part),
     HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode), HV(onebit_decode_add),
-    HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_back), HV(conv_turn), HV(conv_copy),
-    HV(conv_return), HV(conv_image), HV(conv_inputs), HV(conv_weights), HV(conv_unpack), HV(max_pool_row),
+    HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_for_dx), HV(conv_to_nhwc), HV(conv_copy),
+    HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad), HV(conv_unpack), HV(max_pool_row),
     HV(max_pool_row_back), HV(crc32c),
 };
 #endif /* HPMLI_ISA */

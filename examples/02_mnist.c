@@ -157,7 +157,8 @@ static int launch(job *j)
     char             error[768];
     hpml_launch_desc l = { .ranks = (int32_t)o->workers, .ctx = { .seed = (uint64_t)o->seed } };
     l.ctx.threads = (int32_t)o->threads;
-    while (strcmp(hpml_dtype_name(l.ctx.store), o->precision) != 0) l.ctx.store = (hpml_dtype)(l.ctx.store + 1);
+    hpml_dtype *dtype = &l.ctx.activation_dtype;
+    while (strcmp(hpml_dtype_name(*dtype), o->precision) != 0) *dtype = (hpml_dtype)(*dtype + 1);
     if (strcmp(o->transport, "mpi") == 0) l.transport = HPML_TRANSPORT_MPI, l.ranks = 0;
     for (int n = 0; n < 2 && o->network; n++)
         if (strcmp(o->network, networks[n].name) == 0)

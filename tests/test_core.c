@@ -26,7 +26,7 @@ TEST(failing_allocator_leaks_nothing)
     for (size_t i = 2;; i++) { /* in f32, in halves */
         size_t        k  = i / 2;
         meter         m  = { .fail_at = k };
-        hpml_ctx_desc cd = { .threads = 2, .store = i % 2 ? HPML_DTYPE_F16 : HPML_DTYPE_F32,
+        hpml_ctx_desc cd = { .threads = 2, .activation_dtype = i % 2 ? HPML_DTYPE_F16 : HPML_DTYPE_F32,
                              .allocator = { meter_alloc, meter_free, &m } };
         hpml_ctx     *ctx = hpml_ctx_create(&cd);
         hpml_tensor  *in  = hpml_input_4d(ctx, 2, 1, 8, 8);
@@ -215,7 +215,7 @@ TEST(results_stored_in_halves_are_f32_on_the_host)
     size_t      total[3], activations[3];
     for (int store = 0; store < 3; store++) {
         const float  last = store == 1 ? 70144 : 70000; /* the nearest bf16; that of 1.00390625 is 1: ties go to even */
-        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = (hpml_dtype)store });
+        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = (hpml_dtype)store });
         hpml_tensor *x = hpml_input_2d(ctx, 2, 4), *y = hpml_scale(x, 1, 0), *narrow = hpml_mean(y, 1);
         hpml_tensor *deep = hpml_input_2d(ctx, 512, 256), *h = deep, *sum = hpml_mean(y, HPML_ALL_DIMS);
         hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1, .loss = sum });
@@ -252,11 +252,11 @@ TEST(results_stored_in_halves_are_f32_on_the_host)
     }
     hpml_backend other = *hpml_backend_cpu();
     other.name = "other";
-    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_U8 });
-    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".store is u8 (4), expected f32, bf16 or f16");
+    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = HPML_DTYPE_U8 });
+    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".activation_dtype is u8 (4), expected f32, bf16 or f16");
     hpml_ctx_free(ctx);
-    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_F16, .backend = &other });
-    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".store f16 is for the CPU; the backend \"other\" takes its precision");
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = HPML_DTYPE_F16, .backend = &other });
+    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".activation_dtype f16 is for the CPU; the backend \"other\" takes its");
     hpml_ctx_free(ctx);
 }
 
@@ -312,7 +312,7 @@ TEST(graphs_share_an_input)
     const float  v[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
     ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, 8) == HPML_OK);
     ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && z->data[7] == 24);
-    ENSURE(hpml_graph_batch(g, 1) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK &&
+    ENSURE(hpml_graph_set_batch(g, 1) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK &&
            hpml_tensor_count(x) == 2);
     ENSURE(hpml_tensor_set(x, (float[]){ -1, -2 }, 2) == HPML_OK);
     ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && hpml_tensor_count(x) == 8 &&

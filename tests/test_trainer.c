@@ -13,7 +13,7 @@ static hpml_dtype    line_store;
 static hpml_trainer *line(hpml_ctx **ctx, hpml_trainer_desc d)
 {
     hpml_linear_desc l = { .no_bias = true, .name = "w" };
-    *ctx     = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .store = line_store });
+    *ctx     = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .activation_dtype = line_store });
     d.input  = hpml_input_2d(*ctx, 2, 3);
     d.output = hpml_linear(d.input, 1, &l);
     d.loss   = HPML_LOSS_MSE;
@@ -214,7 +214,7 @@ static float      seen; /* the scale that the loss is asked for */
 static hpml_status watch(const hpml_run *run, hpml_node *n)
 {
     seen = run->loss_scale;
-    return hpml_backend_cpu()->ops[HPML_OP_HUBER].backward(run, n);
+    return hpml_backend_cpu()->ops[HPML_OP_MSE].backward(run, n);
 }
 
 /* A fixed loss scale, a power of two, changes no bit. A dynamic one (a backend that says it stores f16) is halved until
@@ -236,8 +236,8 @@ TEST(loss_scales)
     }
     hpml_op_impl ops[HPML_OP_COUNT];
     memcpy(ops, cpu.ops, sizeof ops);
-    ops[HPML_OP_HUBER].backward = watch;
-    cpu.store = store, cpu.ops = ops;
+    ops[HPML_OP_MSE].backward = watch;
+    cpu.activation_dtype = store, cpu.ops = ops;
     ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = &cpu });
     hpml_tensor      *x = hpml_input_2d(ctx, 2, 3), *y = hpml_linear(x, 1, &(hpml_linear_desc){ .no_bias = true });
     hpml_trainer_desc d = { .input = x, .output = y, .loss = HPML_LOSS_MSE, .lr = 1e-20f };
@@ -308,7 +308,7 @@ TEST(an_overflow_in_f16_skips_its_step)
 
 TEST(the_dynamic_loss_scale_settles)
 {
-    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 11, .store = HPML_DTYPE_F16 });
+    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 11, .activation_dtype = HPML_DTYPE_F16 });
     ENSURE(loss_scale_adapts(ctx));
     hpml_ctx_free(ctx);
 }
@@ -319,7 +319,7 @@ static double mlp_accuracy(hpml_dtype store, double *loss)
     double accuracy = 0;
     *loss = 0;
     for (uint64_t seed = 1; seed <= 2; seed++) {
-        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = seed, .store = store });
+        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = seed, .activation_dtype = store });
         hpml_tensor  *x = hpml_input_2d(ctx, 128, 784);
         hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.05f,
                                                                          .momentum = 0.9f });
@@ -587,11 +587,10 @@ TEST(a_gradient_without_an_end_stays_out)
 TEST(a_step_reports_numbers_that_are_not_finite)
 {
     static const char *const cpus[] = { "scalar", "avx2", "avx512", "neon" };
-    for (int k = 0; k < 4 * 8 * 3; k++) {
+    for (int k = 0; k < 4 * 8 * 2; k++) {
         hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .cpu = cpus[k % 4] });
         int32_t   bad = 0;
-        bool      sum = k / 32 == 2;
-        float     w[2][37], g[2][37], m[2][37], v[2][37], more[37] = { 0 };
+        float     w[2][37], g[2][37], m[2][37], v[2][37];
         if (!ctx || hpml_ctx_status(ctx) != HPML_OK) { hpml_ctx_free(ctx); continue; }
         hpml_update u[2];
         for (int i = 0; i < 2; i++) {
@@ -600,12 +599,11 @@ TEST(a_step_reports_numbers_that_are_not_finite)
             u[i] = (hpml_update){ .opt = (hpml_opt)(k / 4 % 8), .n = 37, .w = w[i], .g = g[i], .state = { m[i], v[i] },
                 .step = 2, .lr = 0.1f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f,
                 .grad_scale = 0.5f, .weight_decay = 0.01f, .found_nonfinite = i ? &bad : NULL,
-                .more = sum ? more : NULL, .custom = &own_sgd };
+                .custom = &own_sgd };
         }
         ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && !bad && memcmp(w[0], w[1], sizeof w[0]) == 0);
         for (int j = 0; j < 37; j++) g[0][j] = g[1][j] = (float)(j % 5) - 2; /* LAMB's direction was there */
-        if (sum) more[36] = (float)NAN;
-        else g[0][36] = g[1][36] = k / 32 ? -(float)INFINITY : (float)NAN;
+        g[0][36] = g[1][36] = k / 32 ? -(float)INFINITY : (float)NAN;
         ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && (bad & HPML_NONFINITE_GRADIENT));
         ENSURE(!isfinite(w[0][36]));
         bool normed = u[0].opt == HPML_OPT_LARS || u[0].opt == HPML_OPT_LAMB; /* a length of all of it */
@@ -828,9 +826,6 @@ TEST(what_does_not_fit_is_refused)
         ENSURE(hpml_trainer_fit(t, blobs(ctx, 8), &fit[i]) == HPML_ERR_ARGUMENT);
         hpml_ctx_clear_error(ctx);
     }
-    hpml_trainer *clipped = classifier(ctx, 4, (hpml_trainer_desc){ .clip_norm = 1 });
-    ENSURE(hpml_trainer_update_sum(clipped, x, 1) == HPML_ERR_UNSUPPORTED && strstr(hpml_ctx_error(ctx), "clip_norm"));
-    hpml_ctx_clear_error(ctx);
     hpml_tensor *in = hpml_input_2d(ctx, 4, 2), *to = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 4 });
     hpml_tensor *wide = hpml_linear(in, 3, NULL), *loss = hpml_cross_entropy(wide, to, NULL);
     hpml_tensor *data = hpml_tensor_create_2d(ctx, 4, 2);
@@ -1040,7 +1035,7 @@ TEST(early_step_of_a_weight_that_is_its_own_input)
 
 static uint64_t train_for(const char *load, const char *save, int64_t steps, hpml_opt opt, hpml_dtype store)
 {
-    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3, .store = store });
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3, .activation_dtype = store });
     hpml_dataset *d   = blobs(ctx, 200);
     hpml_trainer *t   = classifier(ctx, 32, (hpml_trainer_desc){ .lr = 0.05f, .momentum = 0.9f, .optimizer = opt,
                                                                 .custom_optimizer = own_row(opt) });
