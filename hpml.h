@@ -7795,8 +7795,8 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
 // >>nonfinite   a step's scalars; the names of layers whose numbers are not finite
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A NaN or infinity is found in one of the step's scalars (loss, gradients' sum of squares) or by the parameters' steps
-   themselves. Only then the place is looked for: forward runs once more, and each result is checked. */
+/* A step finds a NaN or infinity in one of its scalars (loss, gradients' sum of squares) or while it steps a parameter.
+   Only then it searches for the place: it runs forward once more and checks each result. */
 
 /* Counts into t->scalars the rows of the output whose largest number is at their label, and the rows whose label is a
    class (HPML_IGNORE is not); adds each to the confusion matrix, if there is one. On the host. */
@@ -7950,8 +7950,9 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t)
 // >>step   one step: micro-batch, gradients, update
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* hpml_trainer_step runs the lines of the table at the beginning of PART V: hpmli_step_begin, _run, _update, _fill_info.
-   Data parallelism uses two of them as they are, through hpml_trainer_forward_backward and hpml_trainer_apply. */
+/* hpml_trainer_step runs the lines of the table at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
+   hpmli_step_update and hpmli_step_fill_info. Data parallelism calls two of its pieces by itself, from its hooks:
+   hpml_trainer_forward_backward and hpml_trainer_apply. */
 
 /* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs it. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
