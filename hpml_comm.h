@@ -354,8 +354,7 @@ typedef struct hpml_transport {
                                                 messages between nodes do */
     bool (*is_concurrent)(const hpml_comm *c); /* optional: a part of c may be used by another thread at the same time;
                                                   false: background work is done at once. NULL: true */
-    bool   one_process; /* all ranks share this machine's cores and memory, whatever their nodes; a receive is delivered
-                           whole, by one call of hpml_message_deliver */
+    bool   one_process; /* all ranks share this machine's cores, whatever their nodes */
     size_t piece;       /* bytes: AUTO sums larger arrays in pieces of this size, which stay in the caches; 0: whole */
     double alpha, beta; /* typical seconds a message, seconds a byte, from which AUTO starts; 0: 2e-6, 0.25e-9 */
     const struct hpmlc_schedule *schedule; /* private to THREADS and CLOCK: how a process's threads take turns */
