@@ -61,6 +61,8 @@
 //     virtual time    seconds on the clocks of CLOCK and of the simulator: computing and links advance them
 //     job             work in the background, waited for once
 //     bucket          gradients that are exchanged together while the backward pass still runs
+//     strategy        a form of data parallelism: what is exchanged, when, and what the optimizer gets (>>strategies)
+//     shard           the part of a bucket that one rank of a node adds up
 //     stripe, owner   a part of a tensor's rows; the rank that adds up this part
 //     residual        the quantization error that a codec adds to the next gradient (error feedback)
 //     leaf            samples whose gradient is computed and rounded by itself, for exact sums
@@ -594,7 +596,8 @@ typedef struct hpml_distribute_desc {
 /* Collective; NULL on failure, the error on the context. */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc);
-/* Optional: the trainer is serial again. Waits for what is in flight, hence on all ranks, between two steps. */
+/* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
+   between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
 HPML_API void hpml_distribute_free(hpml_distributed *d);
 
 /* Means over the steps since the start, or since the last call with reset; seconds are those of hpml_comm_now. */
