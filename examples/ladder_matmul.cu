@@ -42,7 +42,7 @@ static __global__ void k3_tiled(int n, const float *A, const float *B, float *C)
         b[y][x] = B[(size_t)(k + y) * n + col];
         __syncthreads(); /* the tile is complete */
         for (int i = 0; i < TILE; i++) sum += a[y][i] * b[i][x];
-        __syncthreads(); /* nobody reads it any more */
+        __syncthreads(); /* no thread reads the tiles any more */
     }
     C[(size_t)row * n + col] = sum;
 }

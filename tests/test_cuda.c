@@ -49,7 +49,7 @@ static void multiprocessors(size_t i)
    depend on it, are left out. */
 static bool libraries_only(void) { return emulated() && getenv("HPML_LIBRARIES"); }
 
-/* The libraries' products and convolutions, or our own: the emulation has only cuBLASLt, and tests ours unless told. */
+/* The libraries' products and convolutions, or our own: the emulation has only cuBLASLt, and tests ours by default. */
 static enum { AS_EVER, LIBRARIES, OWN } products;
 
 static hpml_ctx *context(bool gpu, hpml_cuda_precision precision)
@@ -250,7 +250,7 @@ TEST(half_copies_that_failed_are_made_later)
     }
 }
 
-/* What a kernel broke is told by every call that follows, and is no lack of memory. */
+/* Every call after a kernel's fault returns its error, which is not reported as lack of memory. */
 TEST(a_lost_device_is_not_out_of_memory)
 {
     float v[24];
@@ -1281,7 +1281,7 @@ TEST(every_allocation_and_every_launch_may_fail)
     }
 }
 
-/* A step that nobody asks for its loss waits for nothing; passes are replayed; work held back as long as it may be, in
+/* A step whose loss is not read does not wait; passes are replayed; work held back as long as it may be, in
    any order of threads, gives the same losses. */
 TEST(a_step_does_not_wait)
 {

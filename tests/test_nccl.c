@@ -476,8 +476,8 @@ TEST(nccl_ranks_meet_by_file)
     ENSURE(access("build/nccl_id.0", F_OK) != 0);
 }
 
-/* A run that is killed while its ranks meet, one of two or both, leaves files; the next one meets by the same name,
-   whoever is first: rank 1 finds a card of rank 0 whose id is nobody's any more. */
+/* A run that is killed while its ranks meet, one of two or both, leaves files. The next run meets by the same name,
+   whichever rank is first, though rank 1 finds a file of rank 0 with the id of the killed run. */
 TEST(files_of_a_killed_run_do_not_matter)
 {
     for (int come = 1; come <= 2; come++) {
@@ -586,7 +586,7 @@ TEST(nccl_waits_end)
         ENSURE(took < 10 && (s == HPML_ERR_TIMEOUT || s == HPML_ERR_PEER));
         ENSURE(strstr(lost.text, "not done after 1 seconds: has a rank died"));
         for (int r = 0; r < 4; r++) ENSURE(r == 1 && lost.away ? !lost.said[r][0] : lost.said[r][0]);
-        for (int r = 0; r < 4 && !lost.link.in_nodes; r++) /* who is told by another's error names that rank */
+        for (int r = 0; r < 4 && !lost.link.in_nodes; r++) /* the other ranks' errors name the rank */
             ENSURE((r == 1 && lost.away) || strstr(lost.said[r], "not done after 1 seconds: has a rank died"));
         aborted = nccl_on_cpu_count().aborted;
         ENSURE(aborted >= (lost.away ? 3 : 4) && nccl_on_cpu_count().live == 0 && nccl_on_cpu_count().misused == 0);

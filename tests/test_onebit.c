@@ -14,8 +14,8 @@ static int ranks = 4, me; /* mpiexec's */
 #ifdef HPML_USE_MPI
 #include <mpi.h>
 enum { SEEDS = 2 };
-/* A rank whose test fails would leave the others in messages that nobody answers: it ends them, when those that fail
-   with it have said so. */
+/* Ends the job after a failure, because the other ranks would wait for this rank's messages; first gives ranks that
+   fail as well the time to print it. */
 #define TEST_OUT       (me > 0 ? stderr : stdout)
 #define TEST_GIVE_UP() (usleep(300000), MPI_Abort(MPI_COMM_WORLD, 1))
 #else
@@ -28,7 +28,7 @@ enum { BATCH = 128 };
 #ifdef HPML_USE_MPI
 /* Messages as on a wire of `wire` bytes a second, 50 us long: what MPI has received is seen when that would have
    brought it, one after another. 0: as it is. */
-static double wire, wired; /* wired: seconds so far */
+static double wire, wired; /* wired: seconds spent on the wire */
 static struct { MPI_Request request; double due; } coming[64];
 static int    are_coming;
 
@@ -543,7 +543,7 @@ TEST(bytes_are_a_27th)
 TEST(a_failure_ends_the_job)
 {
     const char *who = getenv("HPML_TEST_FAILS");
-    if (!who) SKIP("no rank is told to fail");
+    if (!who) SKIP("HPML_TEST_FAILS names no rank");
     ENSURE(me != atoi(who));
     MPI_Barrier(MPI_COMM_WORLD);
 }
@@ -700,7 +700,7 @@ static hpml_status time_exchange(hpml_comm *c, void *user)
         hpml_exchange_run(x[k]);
         if (hpml_comm_rank(c) == 0) all[k].network = wired, all[k].true_time = hpml_now() - start;
         wire = 0;
-        hpml_barrier(c); /* nobody leaves while another's message is on the wire */
+        hpml_barrier(c); /* no rank leaves while a message is on the wire */
     }
 #endif
     return hpml_ctx_status(ctx);

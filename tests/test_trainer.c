@@ -504,7 +504,7 @@ TEST(accumulation_weighs_samples)
         }
         for (int k = 1; k < 3; k++) {
             for (int i = 0; i < 16; i++) ENSURE_NEAR(w[k][i], w[0][i], 1e-6);
-            ENSURE_NEAR(norm[k], norm[0], 1e-6); /* -1 where nobody clips */
+            ENSURE_NEAR(norm[k], norm[0], 1e-6); /* -1 without clipping */
         }
     }
 }
@@ -583,7 +583,7 @@ TEST(a_gradient_without_an_end_stays_out)
     }
 }
 
-/* Of the kernels: what is finite takes the same step to the bit, whether somebody is told of the rest or not. */
+/* Optimizer kernels: a finite element takes the same step, bit for bit, whether non-finite ones are reported or not. */
 TEST(steps_tell_of_what_is_not_finite)
 {
     static const char *const cpus[] = { "scalar", "avx2", "avx512", "neon" };
@@ -909,7 +909,7 @@ static int on_step(const hpml_step_info *i, void *user)
     return w->calls == w->stop;
 }
 
-/* It is told of every step, and may end the training; the next call goes on where it was. */
+/* A callback is called after every step and may end the training; the next call continues there. */
 TEST(a_callback_sees_every_step)
 {
     for (int stop = 0; stop < 2; stop++) {
