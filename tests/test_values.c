@@ -300,7 +300,9 @@ static double run_world(world *w)
         case HPML_OP_MATMUL: matmul(n, s, y); break;
         case HPML_OP_LINEAR: linear(n, s, y); break;
         case HPML_OP_CONV2D: case HPML_OP_MAX_POOL2D: case HPML_OP_AVG_POOL2D: windows(n, s, y); break;
-        case HPML_OP_SOFTMAX: case HPML_OP_LOG_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM: rows(n, s, y); break;
+        case HPML_OP_SOFTMAX: case HPML_OP_LOG_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
+            rows(n, s, y);
+            break;
         case HPML_OP_BATCHNORM: batchnorm(n, s, y); break;
         case HPML_OP_ATTENTION: attention(n, s, y); break;
         case HPML_OP_LSTM: lstm(n, s, y); break;
