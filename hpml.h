@@ -1285,12 +1285,12 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 // >>api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A codec packs a gradient in fewer bytes and carries what it lost, the residual e, into the next step:
+/* A codec packs a gradient in fewer bytes and carries what packing lost, the residual e, into the next step:
        v = g + e,   packed = encode(v),   e <- v - decode(packed)
-   so that all that was ever sent plus e is all that was ever computed. It works on bare arrays, needs no context or
-   model and allocates nothing. A gradient is (rows, cols), row-major: a weight of shape (out, ...) has rows = out and
-   cols = fan-in, a vector rows = 1. Every codec packs row by row, independently: rows [r0, r1) are the bytes [r0 *
-   row_size, r1 * row_size), whoever packed them and in whatever pieces, and the same bytes on every instruction set.
+   so that the sum of all packed gradients plus e is the sum of all gradients. Packing works on bare arrays, needs no
+   context or model and allocates nothing. A gradient is (rows, cols), row-major: a weight of shape (out, ...) has
+   rows = out and cols = fan-in, a vector rows = 1. Codecs pack row by row, independently: rows [r0, r1) are the bytes
+   [r0 * row_size, r1 * row_size), in however many calls they are packed, and the same bytes on every instruction set.
 
    Packed forms, little-endian, nothing between rows:
      NONE    cols x f32
@@ -1298,9 +1298,15 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
      ONEBIT  f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
              `high`; the unused last bits are 0
      TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for
-             -threshold, 0 for nothing (as MXNet does it: tune the threshold to the size of the gradients) */
+             -threshold, 0 for nothing (as MXNet does it: tune the threshold to the size of the gradients)
+   Two codecs work on whole tensors and on all ranks together, so only exchanges (hpml_comm.h) execute them:
+     TOPK    the largest numbers, as pairs of place and value; the rest stays in the residual (Lin et al. 2018, Deep
+             Gradient Compression)
+     LOWRANK P Q^T of a given rank (Vogels et al. 2019, PowerSGD) */
 typedef enum hpml_codec_kind {
-    HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT
+    HPML_CODEC_UNKNOWN = -1, /* hpml_codec_find: no codec has this name */
+    HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT, HPML_CODEC_TOPK, HPML_CODEC_LOWRANK,
+    HPML_CODEC_COUNT /* not a codec: how many there are */
 } hpml_codec_kind;
 
 #define HPML_CODEC_MIN_ELEMENTS 256
@@ -1310,52 +1316,69 @@ typedef struct hpml_codec hpml_codec; /* a table of functions, below */
 typedef struct hpml_codec_desc {
     uint32_t          _begin;
     hpml_codec_kind   kind;
-    const hpml_codec *custom;           /* your own codec instead of `kind`; NULL: none */
-    float             threshold;        /* TWOBIT: what is worth sending; 0: 0.5 */
-    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller ones and vectors travel as NONE; 0: 256 */
-    bool              compress_all;     /* vectors and small tensors too; what would grow still travels as NONE */
-    bool              no_feedback;      /* nothing is carried: fine for BF16, a control that must fail for ONEBIT */
-    bool              printed_residual; /* control that must fail: e <- g - decoded, as the paper prints it */
-    bool              all_bits;         /* control that must agree: keeps all 32 bits, equals NONE bit for bit */
+    const hpml_codec *custom;       /* your own codec instead of `kind`; NULL: none. Not copied: keep it */
+    void             *user;         /* for your own codec, which finds it as p->desc.user */
+    float             threshold;    /* TWOBIT: smaller numbers are not sent; 0: 0.5 */
+    float             ratio;        /* TOPK: share of the numbers that is sent; 0: 0.01 */
+    float             momentum;     /* TOPK: momentum correction; the optimizer must then have no momentum */
+    int32_t           lowrank;      /* LOWRANK: the rank of P Q^T; 0: 2 */
+    int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors travel as NONE; 0: 256 */
+    bool              compress_all; /* vectors and small tensors too; those that would grow still travel as NONE */
+    bool              no_feedback;  /* no residual: fine for BF16; a control that must fail for ONEBIT */
+    uint64_t          seed;         /* of codecs that round at random; 0: in an exchange the context's */
     uint32_t          _end;
 } hpml_codec_desc;
 
 /* How one tensor is packed: desc and shape, resolved once. Read the fields; do not change them. */
 struct hpml_packing {
-    const hpml_codec *codec;          /* what this tensor gets: NONE's when it is exempt */
+    const hpml_codec *codec;          /* what packs this tensor: NONE's when the tensor is exempt */
     hpml_codec_desc   desc;
     int64_t           rows, cols;
     size_t            row_size;       /* bytes of a packed row */
-    size_t            size;           /* bytes of the whole: rows * row_size rounded up to 4: tensors can be lined up */
+    size_t            size;           /* bytes of all rows: rows * row_size, rounded up to 4 to align what follows */
     int64_t           residual_count; /* floats of residual: rows * cols or 0. Zero them at the start */
     const struct hpmli_kernels *kernels; /* private */
 };
 
-/* desc NULL: plain. HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT when rows, cols or desc make no sense. */
+/* desc NULL: plain. HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT when rows, cols or desc make no sense;
+   HPML_ERR_UNSUPPORTED: TOPK or LOWRANK, which pack no rows. */
 HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols);
+
+/* What encode knows of the rows besides their numbers: stochastic rounding draws from a counter-based generator
+   (>>api-random) with these, so that the same gradients give the same bytes again. */
+typedef struct hpml_encode_info {
+    int64_t  row;  /* number of the first row, of the rows of the tensor */
+    int64_t  step; /* number of the step: the trainer's, else how often an exchange has run */
+    uint64_t seed; /* exchanges: mixed from desc.seed, the tensor and the contribution, so that no two draw alike */
+} hpml_encode_info;
 
 /* Packs `rows` rows, all or a piece. packed: rows * row_size bytes, row 0 aligned to 4; residual, grad: (rows, cols),
    from where the piece starts; residual is read and updated, NULL: no feedback. Nothing may overlap. A lossy codec
    never packs NaN or infinity: a row of v that has one is packed as zeros, its residual is reset to zero, the other
-   rows are packed as ever, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. Plain rows are copied
-   without a look. Clip gradients before. Mean, sum and learning rate are not applied: the residual has the gradient's
-   unit. It is yours: save it with the weights (hpml_safetensors_save); zero it after a jump (another loss). */
+   rows are packed as ever, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. NONE copies rows
+   unchecked. Clip gradients before packing. Mean, sum and learning rate are not applied: the residual has the
+   gradient's unit. You own the residual: save it with the weights (hpml_safetensors_save); zero it when the loss
+   function changes. info: for codecs that round at random, which the built-in ones do not; NULL: zeros. */
 HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
-                                         int64_t rows);
+                                         int64_t rows, const hpml_encode_info *info);
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows);     /* out = */
 HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows); /* out += */
 
-/* A codec of your own: fill a table, point desc.custom to it. `rows` is a piece; p says the rest. */
+/* A row of the table of codecs, or a codec of your own, to which desc.custom points. `rows` may be a part of the
+   tensor's rows; p has the desc and the shape. The functions are called by several threads at a time on CPU arrays. */
 struct hpml_codec {
     const char *name;
-    bool        linear;   /* the packed form is f32 and may be summed as it stands: any allreduce will do */
-    bool        lossy;    /* wants a residual */
-    bool        exempts;  /* vectors and small tensors travel as NONE */
-    size_t (*row_size)(const hpml_codec_desc *desc, int64_t cols);
-    hpml_status (*encode)(const hpml_packing *p, void *packed, float *residual, const float *grad, int64_t rows);
-    void (*decode)(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add);
+    bool        linear;        /* the packed form is f32 and sums of it decode to sums: any allreduce adds it */
+    bool        has_residual;  /* encode carries what it lost; else the codec gets no residual (NULL) */
+    bool        exempts_small; /* vectors and small tensors travel as NONE */
+    bool        whole_tensors; /* TOPK, LOWRANK: no rows, so the functions below are NULL */
+    size_t (*row_size)(const hpml_codec_desc *desc, int64_t cols); /* bytes of a packed row */
+    hpml_status (*encode)(const hpml_packing *p, void *packed, float *residual, const float *grad, int64_t rows,
+                          const hpml_encode_info *info); /* info is never NULL */
+    void (*decode)(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add); /* add: out += */
 };
-HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind); /* the table of a kind; NULL when there is none */
+HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind);   /* the row of a kind; NULL: there is no such kind */
+HPML_API hpml_codec_kind   hpml_codec_find(const char *name);      /* "onebit", ...; else HPML_CODEC_UNKNOWN */
 
 #ifdef __cplusplus
 } /* extern "C" */
@@ -7230,22 +7253,34 @@ HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
 // >>codec   gradients packed for the wire
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The paper prints the residual without the e that was carried in; taken literally the sums drift apart by 30 % in
-   1,000 steps, while training still looks plausible. It is here as `printed_residual`, a control.
+/* Seide et al. 2014 print the residual without the e that was carried in. Taken literally, the sums drift apart by 30 %
+   in 1,000 steps while training still looks plausible: tests show it with a codec of their own.
 
-   A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
-   our [out][in] weights and makes long columns, so that the two floats weigh little. */
+   A column of the paper, which shares its two levels, is a row here, because a row is the fan-in, contiguous in our
+   [out][in] weights, and long, so that the two floats of the levels cost little. */
 
-#define HPMLI_ROW_SIZE(name, bytes) \
-    HPMLI_FN size_t hpmli_##name##_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols) { return bytes; }
-HPMLI_ROW_SIZE(none, (size_t)cols * sizeof(float))
-HPMLI_ROW_SIZE(bf16, (size_t)cols * sizeof(uint16_t))
-HPMLI_ROW_SIZE(onebit, 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t)) /* two levels, the bits */
-HPMLI_ROW_SIZE(twobit, (size_t)((cols + 15) / 16) * sizeof(uint32_t))
-#undef HPMLI_ROW_SIZE
+HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+{
+    return (size_t)cols * sizeof(float);
+}
+
+HPMLI_FN size_t hpmli_bf16_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+{
+    return (size_t)cols * sizeof(uint16_t);
+}
+
+HPMLI_FN size_t hpmli_onebit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+{
+    return 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t); /* two levels, then the bits */
+}
+
+HPMLI_FN size_t hpmli_twobit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+{
+    return (size_t)((cols + 15) / 16) * sizeof(uint32_t);
+}
 
 HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g,
-                                       int64_t rows)
+                                       int64_t rows, const hpml_encode_info *info HPMLI_UNUSED)
 {
     if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
     return HPML_OK;
@@ -7257,10 +7292,11 @@ HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *p
     else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
 }
 
-/* The others pack one row g + e, leave in e, unless it is NULL, what was lost, and say whether all was finite: a row
-   with a NaN or an infinity must reach neither the residual, which would carry it for ever, nor the others. */
+/* Packs one row g + e and leaves in e, unless e is NULL, what packing lost. False: the row has a NaN or an infinity. */
 typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
 
+/* Packs row by row. A row with a NaN or an infinity is packed as zeros and its residual is zeroed, because a residual
+   would carry it for ever and the packed row would bring it to the other ranks. */
 HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
                                        hpmli_pack_row *pack)
 {
@@ -7268,29 +7304,24 @@ HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, floa
     for (int64_t r = 0; r < rows; r++, g += p->cols) {
         uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
         float   *er = e ? e + r * p->cols : NULL;
-        if (!pack(p, q, er, g)) {
-            memset(q, 0, p->row_size);
-            if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
-            status = HPML_ERR_NONFINITE;
-        } else if (er && p->desc.printed_residual) { /* the control */
-            p->codec->decode(p, er, q, 1, false);
-            p->kernels->vsub(er, g, er, p->cols);
-        }
+        if (pack(p, q, er, g)) continue;
+        memset(q, 0, p->row_size);
+        if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
+        status = HPML_ERR_NONFINITE;
     }
     return status;
 }
-#define HPMLI_ENCODE(name)                                                                                             \
-    HPMLI_FN hpml_status hpmli_##name##_encode(const hpml_packing *p, void *packed, float *e, const float *g,          \
-                                               int64_t rows)                                                           \
-    {                                                                                                                  \
-        return hpmli_encode_rows(p, packed, e, g, rows, hpmli_##name##_pack);                                          \
-    }
 
 HPMLI_FN bool hpmli_bf16_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
     return p->kernels->bf16_encode((uint16_t *)(void *)q, e, g, p->cols);
 }
-HPMLI_ENCODE(bf16)
+
+HPMLI_FN hpml_status hpmli_bf16_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                       const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_bf16_pack);
+}
 
 HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
@@ -7298,7 +7329,7 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
     else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
 }
 
-/* Mean of one side, 0 for an empty one, see >>onebit. */
+/* Returns the level of one side: the mean of its numbers, rounded into their range; 0 for a side without numbers. */
 HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 {
     if (row->count[side] == 0) return 0;
@@ -7318,7 +7349,12 @@ HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, con
     if (e) p->kernels->onebit_carry(e, level[0], level[1], p->cols);
     return true;
 }
-HPMLI_ENCODE(onebit)
+
+HPMLI_FN hpml_status hpmli_onebit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                         const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_onebit_pack);
+}
 
 HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
@@ -7344,8 +7380,12 @@ HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, con
     }
     return bad == 0;
 }
-HPMLI_ENCODE(twobit)
-#undef HPMLI_ENCODE
+
+HPMLI_FN hpml_status hpmli_twobit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                         const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_twobit_pack);
+}
 
 HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
@@ -7360,13 +7400,22 @@ HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void 
 
 HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
 {
-    static const hpml_codec codecs[] = {
-        { "none", true, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
-        { "bf16", false, true, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
-        { "onebit", false, true, true, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
-        { "twobit", false, true, true, hpmli_twobit_row_size, hpmli_twobit_encode, hpmli_twobit_decode },
+    static const hpml_codec codecs[] = { /* in the order of hpml_codec_kind */
+        { "none", true, false, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
+        { "bf16", false, true, false, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
+        { "onebit", false, true, true, false, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
+        { "twobit", false, true, true, false, hpmli_twobit_row_size, hpmli_twobit_encode, hpmli_twobit_decode },
+        { "topk", false, true, true, true, NULL, NULL, NULL },
+        { "lowrank", false, true, true, true, NULL, NULL, NULL },
     };
     return (unsigned)kind < sizeof codecs / sizeof codecs[0] ? &codecs[kind] : NULL;
+}
+
+HPML_API hpml_codec_kind hpml_codec_find(const char *name)
+{
+    for (int kind = 0; name && kind < HPML_CODEC_COUNT; kind++)
+        if (strcmp(name, hpml_codec_get((hpml_codec_kind)kind)->name) == 0) return (hpml_codec_kind)kind;
+    return HPML_CODEC_UNKNOWN;
 }
 
 HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols)
@@ -7378,6 +7427,8 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
     if (desc) *d = *desc;
     p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);
     if (!p->codec || d->_begin || d->_end || d->min_elements < 0 || !(d->threshold >= 0)) return HPML_ERR_ARGUMENT;
+    if (p->codec->whole_tensors) return HPML_ERR_UNSUPPORTED;
+    if (!p->codec->row_size || !p->codec->encode || !p->codec->decode) return HPML_ERR_ARGUMENT;
     if (rows < 0 || cols < 0) return HPML_ERR_SHAPE;
     if (cols > 0 && (uint64_t)rows >= SIZE_MAX / 32 / (uint64_t)cols) return HPML_ERR_OVERFLOW;
     if (d->min_elements == 0) d->min_elements = HPML_CODEC_MIN_ELEMENTS;
@@ -7387,19 +7438,20 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
     p->kernels  = hpmli_kernels_find(NULL);
     p->row_size = p->codec->row_size(d, cols);
     bool small  = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
-    if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
+    if (p->codec->exempts_small && (small || p->row_size >= none->row_size(d, cols))) {
         p->codec    = none;
         p->row_size = none->row_size(d, cols);
     }
     p->size           = ((size_t)rows * p->row_size + 3) / 4 * 4;
-    p->residual_count = p->codec->lossy && !d->no_feedback ? rows * cols : 0;
+    p->residual_count = p->codec->has_residual && !d->no_feedback ? rows * cols : 0;
     return HPML_OK;
 }
 
 HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
-                                         int64_t rows)
+                                         int64_t rows, const hpml_encode_info *info)
 {
-    return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows);
+    static const hpml_encode_info zeros = { 0, 0, 0 };
+    return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows, info ? info : &zeros);
 }
 
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows)
