@@ -7072,8 +7072,8 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
     return true;
 }
 
-/* Copies into g the gradient of numbers i .. i + n - 1, unscaled. Where u checks for non-finite numbers these become 0;
-   returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be their place in u->g. */
+/* Writes to g the gradient of numbers i .. i + n - 1 of u's parameter, times u->grad_scale. With u->found_nonfinite a
+   NaN or infinity becomes 0. Returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be u->g + i. */
 HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, int64_t n)
 {
     int found = 0;
@@ -7086,8 +7086,8 @@ HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, in
     return found;
 }
 
-/* Restores those of n weights that are not finite from `was` (NULL: leaves all weights) and sets the states of a number
-   to 0 where one of them is not finite. Returns HPML_NONFINITE_STEP if there was one, else 0. */
+/* After a step of n numbers: restores each weight that is not finite from `was` (NULL: changes no weight), and sets all
+   states of a number to 0 if one of them is not finite. Returns HPML_NONFINITE_STEP if it did one or the other. */
 HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *state, int64_t n)
 {
     int found = 0;
@@ -7105,8 +7105,8 @@ HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *stat
     return found;
 }
 
-/* Steps numbers i .. i + n - 1 by the row of u, where g is for their gradient. was: n floats, or NULL where the row
-   writes a direction. Returns HPML_NONFINITE_ bits. */
+/* Calls the step of u's own row for numbers i .. i + n - 1. g: (n) memory for their gradient; was: (n) memory for their
+   weights, NULL if the row writes a direction. Returns HPML_NONFINITE_ bits. */
 HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
 {
     float *state[HPML_MAX_STATES], *w = u->w + i;
@@ -7118,7 +7118,7 @@ HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int6
     return found;
 }
 
-/* Steps numbers i .. i + n - 1 of a parameter; returns HPML_NONFINITE_ bits. */
+/* Steps numbers i .. i + n - 1 of a parameter, by kernel or by the user's row; returns HPML_NONFINITE_ bits. */
 HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64_t i, int64_t n)
 {
     const hpml_update *u = &o->u;
@@ -7134,8 +7134,8 @@ HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64
     return found;
 }
 
-/* The step of a parameter, cut into pieces. With d, the product that makes the gradient, both go by the same blocks of
-   rows, because a block is still in the cache when its step reads it. */
+/* The step of a parameter, cut into tasks. With d, the product that makes the gradient, a task computes a block of rows
+   of the gradient and then steps these rows, because the block is still in the cache. */
 typedef struct hpmli_update_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
@@ -7185,9 +7185,9 @@ HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
     return sqrt(sum);
 }
 
-/* LARS (You et al. 2017): lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the
-   paper's code. The rate goes into what the momentum adds up, so that a change of either has effect from this step on:
-   step then is SGD with lr 1. */
+/* LARS (You et al. 2017): the rate is lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as
+   in the paper's code. The rate multiplies the gradient before it enters the momentum, not the momentum afterwards, so
+   that a new rate does not rescale older gradients: the step is then SGD with lr 1. */
 HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm)
 {
     double length = grad_norm + (double)u->weight_decay * weight_norm;
@@ -7198,8 +7198,8 @@ HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad
     u->lr = 1;
 }
 
-/* Steps along the direction r that stands in the gradient's array: w -= lr r, a step of plain SGD; layer_ratio (LAMB,
-   You et al. 2020): w -= lr |w| / |r| r. */
+/* Steps along the direction r, which the row has written over the gradient: w -= lr r, a step of plain SGD. With
+   layer_ratio (LAMB, You et al. 2020): w -= lr |w| / |r| r. */
 HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u)
 {
     if (row->layer_ratio) {
@@ -7489,7 +7489,7 @@ typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= 64 ? 1 : -1];
 
 struct hpml_trainer {
     hpml_ctx           *ctx;
-    hpml_trainer_desc   d;               /* resolved */
+    hpml_trainer_desc   d;               /* the user's desc, with defaults in place of zeros */
     hpml_graph         *graph;
     hpml_tensor        *target, *loss;
     const hpml_optimizer *optimizer;     /* its row */
@@ -7501,21 +7501,21 @@ struct hpml_trainer {
     hpmli_named_array  *states;          /* list: what hpml_trainer_add_state has named */
     hpml_hooks          hooks;
     int                 rank, ranks;
-    int64_t             global_batch, grain; /* samples */
+    int64_t             global_batch, grain; /* samples; see hpml_trainer_set_shard */
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
     const int32_t      *labels;          /* host: labels of this micro-batch; NULL: its accuracy is not wanted */
     int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
     int64_t             step, epoch, epoch_step;
     int32_t             micro_batch;     /* micro-batches since the last update */
     int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
-    float               accumulate_weight; /* s of the introduction above: 1 if all micro-batches are full */
+    float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): divides gradients */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
     hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
     hpmli_step_scalars *device_scalars;  /* where they are: t->loss->data */
     bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
-    bool                norm_ready;      /* this step: the norm is in device_scalars ... */
-    bool                norm_fetched;    /* ... and in scalars */
+    bool                norm_ready;      /* this step's norm is in device_scalars */
+    bool                norm_fetched;    /* this step's norm is in scalars, too */
     bool                update_follows;  /* no hook comes between this backward pass and the update */
     bool                overflowed;      /* this step: a gradient is infinite or NaN because of the loss scale */
 };
@@ -8003,8 +8003,8 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* hpml_trainer_step runs the lines of the table at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
-   hpmli_step_update and hpmli_step_fill_info. Data parallelism calls two of its pieces by itself, from its hooks:
-   hpml_trainer_forward_backward and hpml_trainer_apply. */
+   hpmli_step_update and hpmli_step_fill_info. The hooks of data parallelism replace the last lines of the second and
+   third of these, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
 
 /* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs it. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
@@ -8037,7 +8037,7 @@ HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
     if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-/* Reads loss, and hits where they are wanted, of the pass over `samples` samples from `first` on. */
+/* Reads the loss of the pass that began with sample `first`, and adds its hits to the step's if t->labels are set. */
 HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 {
     const int32_t *labels = t->labels;
@@ -8054,7 +8054,7 @@ HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, b
     hpml_graph *g      = t->graph;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
     if (status != HPML_OK) return status;
-    if (g->updates && !t->d.no_finite_check) { /* before a NaN gets into parameters, which step during this pass */
+    if (g->updates && !t->d.no_finite_check) { /* now, because parameters step within the backward pass */
         hpmli_read_step_scalars(t, NULL, NULL);
         float loss = t->scalars.loss;
         if (loss - loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)loss);
@@ -8143,29 +8143,30 @@ HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
     return (float)((double)samples / first) / (float)t->d.accumulate;
 }
 
-/* Where the parameters take their step, in one call of hpml_trainer_step. */
-typedef enum hpmli_road {
-    HPMLI_NO_UPDATE,    /* nowhere: more micro-batches of this update follow */
-    HPMLI_UPDATE_EARLY, /* each with the op that makes its gradient final, because the gradient is in the cache then */
+/* When the parameters take their step, in one call of hpml_trainer_step. */
+typedef enum hpmli_update_mode {
+    HPMLI_NO_UPDATE,    /* never: more micro-batches of this update follow */
+    HPMLI_UPDATE_EARLY, /* each after the op that makes its gradient final, because the gradient is in the cache then */
     HPMLI_UPDATE_HOOK,  /* in hooks.update, which calls hpml_trainer_apply */
     HPMLI_UPDATE_LOCAL  /* in hpml_trainer_apply, after the backward pass */
-} hpmli_road;
+} hpmli_update_mode;
 
 /* One call of hpml_trainer_step. */
 typedef struct hpmli_step {
     int64_t    number;    /* updates before */
     int64_t    samples;
-    hpmli_road road;
+    hpmli_update_mode mode;
     double     start, traced_start; /* seconds: of hpml_now, of the timeline */
-    float      weight;    /* see hpmli_batch_weight */
-    float      lr, scale; /* learning rate; loss scale times accumulate_weight */
-    float      loss;      /* 0 unless loss_known */
-    bool       loss_known, info;
+    float      weight;     /* factor of this micro-batch's gradients */
+    float      lr, scale;  /* learning rate; loss scale times accumulate_weight */
+    float      loss;       /* 0 unless loss_known */
+    bool       loss_known; /* the host reads the loss, or a hook returns it */
+    bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
-/* Chooses the road of this micro-batch. Early steps need a host that neither waits for all gradients (a norm) nor for a
-   device, and no hook that uses gradients. */
-HPMLI_FN hpmli_road hpmli_step_road(const hpml_trainer *t)
+/* Chooses when the parameters step. Early steps are possible on the CPU, if no norm of all gradients is needed first,
+   and no hook uses gradients. */
+HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
 {
     const hpml_backend *b = t->ctx->backend;
     if (t->micro_batch + 1 < t->d.accumulate) return HPMLI_NO_UPDATE;
@@ -8174,7 +8175,7 @@ HPMLI_FN hpmli_road hpmli_step_road(const hpml_trainer *t)
     return HPMLI_UPDATE_EARLY;
 }
 
-/* Copies the micro-batch into the inputs and sets what this call works with. */
+/* Copies the micro-batch into the inputs, clears the results of the last step, and fills in *s. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
     int64_t samples = s->samples;
@@ -8197,21 +8198,21 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->weight       = hpmli_batch_weight(t, samples);
     s->lr           = hpml_trainer_lr(t);
     s->scale        = t->loss_scale * t->accumulate_weight;
-    s->road         = hpmli_step_road(t);
+    s->mode         = hpmli_step_mode(t);
     s->loss_known   = t->hooks.run || s->info || !t->d.no_finite_check;
     return HPML_OK;
 }
 
-/* Forward and backward of the micro-batch, by the hook or here, with the steps of the parameters that go early. */
+/* Runs forward and backward, by hooks.run if there is one, and early steps within. Fails if the loss is not finite. */
 HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 {
     hpml_status status;
     if (t->hooks.run) status = t->hooks.run(t->hooks.user, t, s->samples, &s->loss);
     else {
         float *loss = s->loss_known ? &s->loss : NULL;
-        bool   updates = s->road == HPMLI_UPDATE_EARLY || s->road == HPMLI_UPDATE_LOCAL;
+        bool   updates = s->mode == HPMLI_UPDATE_EARLY || s->mode == HPMLI_UPDATE_LOCAL;
         t->update_follows = updates && !t->hooks.grad;
-        if (s->road == HPMLI_UPDATE_EARLY) {
+        if (s->mode == HPMLI_UPDATE_EARLY) {
             hpmli_updates_prepare(t, 0, t->graph->param_count);
             t->graph->updates = t->updates;
         }
@@ -8224,13 +8225,13 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
     return HPML_OK;
 }
 
-/* Counts the micro-batch, and after the last of an update takes the rest of the road. */
+/* Counts the micro-batch; after the last one of an update steps the parameters, or checks their early steps. */
 HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t, const hpmli_step *s)
 {
     hpml_status status = HPML_OK;
     t->micro_batch++;
-    if (s->road == HPMLI_NO_UPDATE) return HPML_OK;
-    switch (s->road) {
+    if (s->mode == HPMLI_NO_UPDATE) return HPML_OK;
+    switch (s->mode) {
     case HPMLI_NO_UPDATE: break;
     case HPMLI_UPDATE_EARLY: status = hpmli_updates_check(t); break;
     case HPMLI_UPDATE_HOOK: status = t->hooks.update(t->hooks.user, t); break;
@@ -8417,7 +8418,8 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
-/* Adds one batch to the metrics, accuracy: the number of hits; false: an error. */
+/* Evaluates one batch and adds its loss, samples and hits to *out, whose accuracy counts hits until all batches are in;
+   *counted: rows that have a label. False: an error. */
 HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
 {
     bool classifier = hpmli_is_classifier(t);
