@@ -57,7 +57,7 @@
 //     round           one step of a collective: at most one send and one receive on each rank
 //     deadline        hpml_now() at which a wait gives up with an error; a busy rank extends those of its peers
 //     control message MPI: a short message by which a rank announces that it failed, left, waits or is busy
-//     fault word      first word of a packed message: whether all numbers on the sender's side were finite
+//     header          first 8 bytes of a packed message: a tensor and a rank with a NaN or infinity; 0: none
 //     virtual time    seconds on the clocks of CLOCK and of the simulator: computing and links advance them
 //     job             work in the background, waited for once
 //     bucket          gradients that are exchanged together while the backward pass still runs
@@ -67,8 +67,11 @@
 //     residual        the quantization error that a codec adds to the next gradient (error feedback)
 //     leaf            samples whose gradient is computed and rounded by itself, for exact sums
 //     plain, packed   tensors that are summed as f32; tensors that a codec packs
+//     contribution    a gradient that is packed by itself: each rank has one, with exact sums one for each leaf
 //     exposed         of communication: the seconds that no computation hides
 //     move            what one rank sends, receives and adds in one round of an allreduce
+//     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
+//     plan            the phases that one rank executes
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 //     api-comm   ranks, communicators, messages between two
@@ -272,8 +275,8 @@ HPML_API void    hpml_comm_counters_reset(hpml_comm *c);
 #define HPML_TAG_MAX 1023
 HPML_API hpml_status hpml_send(hpml_comm *c, int to, int tag, const void *data, size_t bytes);
 HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size_t bytes);
-HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t out_bytes, int from, void *in,
-                                   size_t in_bytes, int tag);
+HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_t sent_bytes, int from, void *received,
+                                   size_t received_bytes, int tag);
 
 /* Memory in a message for its transport, all zero when the transport's `start` is called: one value, or bytes for a
    struct of the transport's. */
@@ -1381,14 +1384,14 @@ HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size
     return hpml_wait(c, &m);
 }
 
-HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t out_bytes, int from, void *in,
-                                   size_t in_bytes, int tag)
+HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_t sent_bytes, int from, void *received,
+                                   size_t received_bytes, int tag)
 {
     hpml_message send, receive;
-    hpml_irecv(c, from, tag, in, in_bytes, &receive);
-    hpml_isend(c, to, tag, out, out_bytes, &send);
-    hpml_status got = hpml_wait(c, &receive), sent = hpml_wait(c, &send);
-    return got != HPML_OK ? got : sent;
+    hpml_irecv(c, from, tag, received, received_bytes, &receive);
+    hpml_isend(c, to, tag, sent, sent_bytes, &send);
+    hpml_status in_status = hpml_wait(c, &receive), out_status = hpml_wait(c, &send);
+    return in_status != HPML_OK ? in_status : out_status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
