@@ -701,7 +701,7 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
 #define HPMLC_PRINTF(text, args) __attribute__((format(printf, text, args)))
-HPMLI_PLAIN
+HPMLI_COMPILE_FAST_BEGIN
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -6888,5 +6888,5 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 #ifdef __cplusplus
 } /* extern "C" */
 #endif
-HPMLI_PLAIN_END
+HPMLI_COMPILE_FAST_END
 #endif /* HPML_COMM_BODY */

@@ -621,8 +621,8 @@ HPMLG_FN hpmlg_array hpmlg_of(void *p, hpml_dtype type)
 }
 
 HPMLG_FN hpmlg_array hpmlg_none(void) { return hpmlg_of(NULL, HPML_DTYPE_F32); }
-HPMLG_FN hpmlg_array hpmlg_value(const hpml_tensor *t) { return hpmlg_of(t->data, t->dtype); }
-HPMLG_FN hpmlg_array hpmlg_grad(const hpml_tensor *t) { return hpmlg_of(t->grad, t->dtype); }
+HPMLG_FN hpmlg_array hpmlg_value(const hpml_tensor *t) { return hpmlg_of(t->raw, t->dtype); }
+HPMLG_FN hpmlg_array hpmlg_grad(const hpml_tensor *t) { return hpmlg_of(t->raw_grad, t->dtype); }
 HPMLG_FN hpmlg_array hpmlg_either(const hpml_tensor *t, bool grad) { return grad ? hpmlg_grad(t) : hpmlg_value(t); }
 
 /* What an op of one operand turns into what: x into y, backward dy into dx. */
@@ -1310,7 +1310,7 @@ HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
     hpmlg_binary  b = hpmlg_binary_make(n);
     unsigned      blocks = hpmlg_blocks(d, b.w.count, 2048);
     bool          flat = b.whole[0] && b.whole[1];
-    if (!back && n->with && d->passing) return; /* the norm that follows does it */
+    if (!back && n->fused_with && d->passing) return; /* the norm that follows does it */
     if (!back) return HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0], b.add[1] = n->accumulate[1] || n->src[1] == n->src[0];
@@ -1318,7 +1318,7 @@ HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
         if (b.whole[s]) b.grad[s] = hpmlg_grad(n->src[s]);
     if (b.grad[0].p || b.grad[1].p) HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
     for (int s = 0; s < 2; s++)
-        if (!b.whole[s] && n->src[s]->grad)
+        if (!b.whole[s] && n->src[s]->raw_grad)
             hpmlg_fold_run(d, &b, s, hpmlg_grad(n->src[s]), 1, n->accumulate[s]);
 }
 HPMLG_OP(add) { return hpmlg_binary_pass(d, n, back); }
@@ -1657,7 +1657,7 @@ HPMLG_OP(concat)
     int64_t start = 0;
     int     dim = n->attr.slice.dim;
     for (int i = 0; i < n->src_count; i++) {
-        if (!back || n->src[i]->grad)
+        if (!back || n->src[i]->raw_grad)
             hpmlg_part(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
     }
@@ -1917,7 +1917,7 @@ HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
     for (int s = 0; s < 2; s++)
         if (add->src[s]->ndim != n->out->ndim || memcmp(add->src[s]->shape, n->out->shape, sizeof n->out->shape) != 0)
             return;
-    add->with = n;
+    add->fused_with = n;
 }
 
 HPMLG_FN void hpmlg_norm(hpmlg_device *d, hpml_node *n, bool back)
@@ -1929,7 +1929,7 @@ HPMLG_FN void hpmlg_norm(hpmlg_device *d, hpml_node *n, bool back)
     bool          centred = n->op == HPML_OP_LAYERNORM;
     if (!back) {
         const hpml_node *sum = n->src[0]->node;
-        if (sum && sum->with == n && d->passing) p = hpmlg_value(sum->src[0]), q = hpmlg_value(sum->src[1]);
+        if (sum && sum->fused_with == n && d->passing) p = hpmlg_value(sum->src[0]), q = hpmlg_value(sum->src[1]);
         return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out), x, p, q,
                           gamma, hpmlg_param_of(n, 2), saved, rows, cols, n->attr.norm.eps, centred);
     }
@@ -2102,7 +2102,7 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
     s.B = y[0], s.C = y[1], s.P = y[2] * y[3], s.N = s.B * s.P, s.width = s.P == 1 ? 32 : 1;
     int64_t   blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
     int64_t   turn = 8 * (256 / s.width), most = (s.N + turn - 1) / turn; /* 8 numbers a thread */
-    uintptr_t places = (uintptr_t)src[0]->data | (uintptr_t)n->out->data | (uintptr_t)n->out->grad;
+    uintptr_t places = (uintptr_t)src[0]->raw | (uintptr_t)n->out->raw | (uintptr_t)n->out->raw_grad;
     s.splits = splits < most ? splits : most;
     if (s.splits > HPMLG_BN_SPLITS) s.splits = HPMLG_BN_SPLITS;
     s.unit  = s.P % 8 == 0 && places % 16 == 0 ? 8 : 1;
@@ -2431,7 +2431,7 @@ HPMLG_OP(embedding)
     hpmlg_array   table = hpmlg_either(n->src[1], back), y = hpmlg_either(n->out, back);
     int64_t       width = n->src[1]->shape[1], parts = (width + 255) / 256;
     hpmlg_buckets b     = {};
-    b.token = (const int *)(const void *)n->src[0]->data;
+    b.token = (const int *)n->src[0]->raw;
     hpmlg_embedding_layout(n, &b);
     if (!back)
         return HPMLG_DEAL(d, hpmlg_k_embedding, b.tokens, 8, y, table, b, width, d->note, d->note_taken,
@@ -3352,10 +3352,10 @@ HPMLG_OP(matmul)
     if (!back)
         return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_of(n, &s, a, false, false),
                              hpmlg_matmul_of(n, &s, b, true, false), hpmlg_value(n->out), false);
-    if (ta->grad) /* dA (m, k) = dC op(B)^T, as A is stored */
+    if (ta->raw_grad) /* dA (m, k) = dC op(B)^T, as A is stored */
         hpmlg_batched(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true), hpmlg_matmul_of(n, &s, b, true, true),
                       hpmlg_grad(ta), n->accumulate[0], n->attr.matmul.trans_a);
-    for (int64_t i = 0; tb->grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
+    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
         bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
         hpmlg_array ai = hpmlg_from(a, i * s.m * s.k), ci = hpmlg_from(dc, i * mn);
         hpmlg_batched(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_of(n, &s, ai, false, true),
@@ -3403,18 +3403,18 @@ HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
                                         hpmlg_matrix(none, in, 0, false), hpmlg_grad(w), in, n->accumulate[1]);
     hpmlg_gemm       dx = hpmlg_gemm_of(rows, in, out, hpmlg_matrix(dz, out, 0, true),
                                         hpmlg_matrix(none, in, 0, false), hpmlg_grad(x), in, n->accumulate[0]);
-    bool             ride = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
+    bool             ride = act == HPML_ACT_NONE && w->raw_grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
     d->left.sloped = NULL;
     if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
     else hpmlg_slopes_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows_of, db, n->accumulate[2]);
-    if (w->grad) {
+    if (w->raw_grad) {
         dw.b.x = hpmlg_factor(d, x, n->scratch);
         hpmlg_product(d, &dw);
     }
     if (ride && !dw.rode) hpmlg_slopes_run(d, dz, none, HPML_ACT_NONE, 0, rows_of, db, n->accumulate[2]);
     else if (ride && n->accumulate[2])
         hpmlg_copy_run(d, hpmlg_of(db, HPML_DTYPE_F32), hpmlg_of(dw.sums, HPML_DTYPE_F32), out, true);
-    if (!x->grad) return;
+    if (!x->raw_grad) return;
     dx.b.x = hpmlg_factor(d, w, NULL);
     if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
     hpmlg_product(d, &dx);
@@ -3548,10 +3548,10 @@ HPMLG_OP(conv2d)
     hpmlg_walk_push(&planes, y->shape[0], 0, 0);
     hpmlg_slopes_run(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, 0.01f, planes, hpmlg_param_grad(n, 2),
                      n->accumulate[2]);
-    if (w->grad)
+    if (w->raw_grad)
         hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_factor(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
                        n->accumulate[1]);
-    if (x->grad)
+    if (x->raw_grad)
         hpmlg_conv_run(d, n, HPMLG_DNN_DX, hpmlg_grad(x), hpmlg_factor(d, w, NULL), hpmlg_grad(y), n->accumulate[0]);
 }
 
@@ -4360,7 +4360,7 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
         hpmlg_product(d, &g);
     }
     hpmlg_side da = hpmlg_matrix(l.da, 4 * H, 0, true), turned = hpmlg_matrix(l.da, 4 * H, 0, false);
-    if (x->grad)
+    if (x->raw_grad)
         hpmlg_batched(d, 1, rows, l.in, 4 * H, da, hpmlg_matrix(hpmlg_factor(d, w_x, NULL), l.in, 0, false),
                       hpmlg_grad(x), n->accumulate[0]);
     if (w_x->grad)
@@ -4483,7 +4483,7 @@ HPMLG_OP(cross_entropy)
 {
     const hpml_tensor *x = n->src[0];
     int64_t            V = x->shape[x->ndim - 1];
-    hpmlg_rows         p = hpmlg_rows_make(hpmlg_value(x), n->src[1]->data, hpml_tensor_count(x) / V, V);
+    hpmlg_rows         p = hpmlg_rows_make(hpmlg_value(x), n->src[1]->raw, hpml_tensor_count(x) / V, V);
     hpmlg_finish       f = {};
     p.dx = hpmlg_grad(x), p.dloss = n->out->grad, p.add = n->accumulate[0];
     p.max = (float *)n->saved, p.share = p.max + p.rows, p.loss = p.share + p.rows, p.inverse = p.loss + p.rows;
@@ -4547,7 +4547,7 @@ HPMLG_FN void hpmlg_term_pass(hpmlg_device *d, hpml_node *n, bool back)
     hpmlg_finish       f = {};
     f.divisor = (double)count, f.out = n->out->data;
     if (!back) return hpmlg_total_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_term_of(n), delta, count);
-    if (n->op == HPML_OP_BCE_WITH_LOGITS && t->grad)
+    if (n->op == HPML_OP_BCE_WITH_LOGITS && t->raw_grad)
         hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from parameters; "
                       "only the logits get a gradient", t->name);
     HPMLG_DEAL(d, hpmlg_k_term_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),

@@ -199,7 +199,10 @@ TEST(tensors_refuse)
     ENSURE(hpml_relu(early) && hpml_tensor_require_grad(early) == HPML_OK);
     u = hpml_tensor_create(ctx, HPML_DTYPE_BF16, 2, t->shape);
     ENSURE(hpml_tensor_set(t, x, 6) == HPML_OK && hpml_tensor_copy(u, t) == HPML_OK &&
-           ((uint16_t *)u->data)[1] == 0x4000);
+           ((uint16_t *)u->raw)[1] == 0x4000);
+    ENSURE(hpml_tensor_get(u, x, 6) == HPML_OK && x[1] == 2 && !u->data);
+    ENSURE_ERROR(ctx, hpml_tensor_get_raw(u, x, sizeof x), HPML_ERR_SHAPE, "expected 12 bytes, got 24");
+    ENSURE_ERROR(ctx, hpml_tensor_set_raw(u, x, 13), HPML_ERR_SHAPE, "expected 12 bytes, got 13");
     ENSURE(hpml_tensor_get(t, x, 6) == HPML_OK && x[5] == 6);
     hpml_ctx_free(ctx);
     hpml_ctx_free(other);
@@ -228,8 +231,9 @@ TEST(results_stored_in_halves_are_f32_on_the_host)
         for (int i = 0; i < 4; i++) ENSURE(back[i] == v[i]);
         ENSURE(back[4] == (store == 1 ? 1 : v[4]) && back[6] == (store == 2 ? INFINITY : last));
         ENSURE(store == 1 || fabsf(back[5] - v[5]) <= (store == 2 ? 0x1p-25f : 0));
-        memcpy(&raw, y->data, sizeof raw);
+        memcpy(&raw, y->raw, sizeof raw);
         ENSURE(store == 0 || raw == (store == 1 ? 0x3f80 : 0x3c00));
+        ENSURE((y->data == NULL) == (store > 0) && sum->data && sum->raw == sum->data); /* no halves read as floats */
         ENSURE(hpml_tensor_set(y, v, 8) == HPML_OK && hpml_tensor_get(y, back, 8) == HPML_OK && back[1] == -2.5f);
         if (store > 0) {
             hpml_graph_desc rows = { .loss = hpml_sum(hpml_mean(y, 1), 0) };

@@ -219,14 +219,14 @@ TEST(losses_and_labels_of_many_blocks)
             if (kind) fill(t, 2);
             for (int i = 0; i < B * ROWS; i++) /* all, a half, and none of a sample count */
                 label[i] = i / ROWS == 2 || i % (i / ROWS + 1) ? HPML_IGNORE : i * 7 % COLS;
-            if (!kind) hpml_tensor_set(l, label, B * ROWS);
+            if (!kind) hpml_tensor_set_raw(l, label, sizeof label);
             for (int pass = 0; pass < 2; pass++)
                 ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK && hpml_graph_backward(g, 64, false) == HPML_OK);
             loss[halves] = (double)y->data[0];
             memcpy(grad[halves], x->grad, sizeof grad[0]);
             label[2 * ROWS + 3] = COLS;
             if (!kind) {
-                hpml_tensor_set(l, label, B * ROWS);
+                hpml_tensor_set_raw(l, label, sizeof label);
                 ENSURE_ERROR(ctx, hpml_graph_forward(g, true, 0) != HPML_OK, HPML_ERR_LABEL,
                              "label 515 of the batch is 512");
             }
@@ -240,7 +240,7 @@ TEST(losses_and_labels_of_many_blocks)
     hpml_tensor *x = hpml_input_tokens(ctx, B, ROWS), *y = hpml_embedding(x, 9, COLS, NULL);
     hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
     for (int i = 0; i < B * ROWS; i++) label[i] = i == ROWS + 7 ? 9 : i % 9;
-    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, label, B * ROWS) == HPML_OK);
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set_raw(x, label, sizeof label) == HPML_OK);
     ENSURE_ERROR(ctx, hpml_graph_forward(g, true, 0) != HPML_OK, HPML_ERR_LABEL, "token 263 is 9");
     hpml_ctx_free(ctx);
 }
@@ -310,7 +310,7 @@ TEST(products_of_f16_add_up_in_f32)
             hpml_tensor *in[3] = { a, b, c };
             for (int i = 0; i < 3; i++) {
                 hpml_convert(ctx, HPML_DTYPE_F16, raw, HPML_DTYPE_F32, x[i], 16);
-                ENSURE(hpml_tensor_set(in[i], raw, 16) == HPML_OK);
+                ENSURE(hpml_tensor_set_raw(in[i], raw, sizeof raw) == HPML_OK);
             }
             ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
             for (int i = 0; i < 2; i++) ENSURE(hpml_tensor_get(d[i], got[i], 16) == HPML_OK);
@@ -409,11 +409,11 @@ TEST(reshape_of_every_dtype)
         size_t         size = 192 * hpml_dtype_size((hpml_dtype)dtype);
         unsigned char  bytes[192 * 4];
         for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = (unsigned char)(i * 7);
-        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, bytes, 192) == HPML_OK);
-        memset((char *)y->data, 1, size);
-        memset((char *)z->node->src[0]->data, 0x7f, 32);
-        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && memcmp(y->data, bytes, size) == 0);
-        for (int i = 0; i < 32; i++) ENSURE(((unsigned char *)z->node->src[0]->data)[i] == 0x7f);
+        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set_raw(x, bytes, size) == HPML_OK);
+        memset(y->raw, 1, size);
+        memset(z->node->src[0]->raw, 0x7f, 32);
+        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && memcmp(y->raw, bytes, size) == 0);
+        for (int i = 0; i < 32; i++) ENSURE(((unsigned char *)z->node->src[0]->raw)[i] == 0x7f);
         hpml_ctx_free(ctx);
     }
 }
@@ -485,7 +485,7 @@ TEST(losses_against_formulas)
     ENSURE(hpml_graph_alloc(g) == HPML_OK);
     fill(x, 3);
     x->data[0] = 1e4f; /* must not overflow */
-    hpml_tensor_set(l, label, 5);
+    hpml_tensor_set_raw(l, label, sizeof label);
     ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
     for (int i = 0; i < 5; i++) {
         double most = -1e30, sum = 0, mean = 0;
@@ -497,7 +497,7 @@ TEST(losses_against_formulas)
     }
     ENSURE_NEAR(loss->data[0], want, 1e-6 * fabs(want) + 1e-5);
     label[1] = 7;
-    hpml_tensor_set(l, label, 5);
+    hpml_tensor_set_raw(l, label, sizeof label);
     ENSURE(hpml_graph_forward(g, false, 0) == HPML_ERR_LABEL &&
            strstr(hpml_ctx_error(ctx), "label 1 of the batch is 7"));
     hpml_ctx_free(ctx);
@@ -527,13 +527,13 @@ TEST(embedding_gradient_and_range)
     hpml_graph  *g    = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });
     int32_t      token[10] = { 0, 8, 3, 3, 3, 1, 0, 2, 8, 3 };
     ENSURE(hpml_graph_alloc(g) == HPML_OK);
-    hpml_tensor_set(x, token, 10);
+    hpml_tensor_set_raw(x, token, sizeof token);
     fill(t, 4);
     ENSURE(hpml_check_grad(g, 1e-2f, 36) < 1e-2 && hpml_check_grad(g, 0, 36) == hpml_check_grad(g, 1e-2f, 36));
     ENSURE_ERROR(ctx, hpml_check_grad(g, -1, 36) < 0, HPML_ERR_ARGUMENT, "eps -1");
     ENSURE_ERROR(ctx, hpml_check_grad(g, 0, 0) < 0, HPML_ERR_ARGUMENT, "0 samples");
     token[7] = 9;
-    hpml_tensor_set(x, token, 10);
+    hpml_tensor_set_raw(x, token, sizeof token);
     ENSURE(hpml_graph_forward(g, true, 0) == HPML_ERR_LABEL && strstr(hpml_ctx_error(ctx), "token 7 is 9"));
     hpml_ctx_free(ctx);
 }

@@ -26,7 +26,7 @@ static void add_leaf(world *w, const hpml_tensor *t)
     int64_t n = hpml_tensor_count(t);
     void   *x = malloc((size_t)n * 4);
     double *v = (double *)malloc((size_t)n * sizeof(double));
-    hpml_tensor_get(t, x, n);
+    hpml_tensor_get_raw(t, x, (size_t)n * 4);
     for (int64_t i = 0; i < n; i++) v[i] = t->dtype == HPML_DTYPE_I32 ? ((int32_t *)x)[i] : (double)((float *)x)[i];
     free(x);
     w->of[w->leaves] = t, w->leaf[w->leaves++] = v;
@@ -358,11 +358,11 @@ static hpml_tensor *loss_case(hpml_ctx *ctx, int kind, hpml_tensor **x)
     fill(t, 2);
     if (kind < 2) {
         l = hpml_tensor_create(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 5 });
-        hpml_tensor_set(l, kind ? kept : label, 5);
+        hpml_tensor_set_raw(l, kind ? kept : label, sizeof label);
         return hpml_cross_entropy(y, l, &d);
     }
     l = hpml_tensor_create(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 5 });
-    hpml_tensor_set(l, token, 5);
+    hpml_tensor_set_raw(l, token, sizeof token);
     if (kind == 2) return hpml_mse(hpml_embedding(l, 9, 37, NULL), t);
     return kind == 3 ? hpml_bce_with_logits(y, t) : hpml_huber(y, t, kind == 4 ? 0 : 0.7f);
 }
@@ -542,7 +542,7 @@ static void shifted_logits(const char *cpu, float shift, float smoothing, bool l
     hpml_tensor *dy  = hpml_tensor_create_2d(ctx, ROWS, CLASSES), *y = NULL, *loss;
     hpml_tensor_require_grad(x);
     if (dy) fill(dy, 2);
-    hpml_tensor_set(t, label, ROWS);
+    hpml_tensor_set_raw(t, label, sizeof label);
     if (log) y = hpml_log_softmax(x), loss = hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS);
     else loss = hpml_cross_entropy(x, t, &(hpml_cross_entropy_desc){ .label_smoothing = smoothing });
     hpml_tensor *outputs[] = { loss, y };
