@@ -4555,19 +4555,20 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Broadcasting as numpy does it, see hpmli_broadcast_iter. The gradient of a stretched operand is the sum over what it
-   was stretched to. A batch that becomes a later dimension of the result has no short form. */
+/* Two operands with numpy's broadcasting, see hpmli_broadcast_iter. The gradient of an operand that is repeated is the
+   sum over its repetitions. A batch that becomes a later dimension of the result cannot be shortened. */
 
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
     void (*op)(float *y, const float *a, const float *b, int64_t n); /* forward */
     hpmli_broadcast_iter           w;
-    int64_t              pieces; /* of HPMLI_GRAIN elements, per run */
+    int64_t              chunks; /* of HPMLI_GRAIN elements in a run */
     int                  side;   /* backward: the operand whose gradient is computed; -1: forward */
 } hpmli_binary;
 
-/* n elements of operand s in a run: in place, or the one stretched value spread over `piece`. */
+/* Returns n elements of operand s, from element `from` of a run on: their address, or `piece` filled with the one value
+   that is repeated. */
 HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, int64_t from, int64_t n, float *piece)
 {
     const float *x = b->n->src[s]->data + hpmli_broadcast_offset(&b->w, s, run);
@@ -4576,7 +4577,7 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, i
     return piece;
 }
 
-/* d(side) of n elements: dy for a sum; for the rest the product rule. */
+/* d = the contribution of dy to the gradient of operand b->side, for n elements. */
 HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const float *dy, const float *x0,
                                       const float *x1, int64_t n)
 {
@@ -4593,11 +4594,11 @@ HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const flo
     }
 }
 
-/* One piece of a run: its result, or its share of one operand's gradient. */
+/* One chunk of a run: its results, or its contribution to the gradient of one operand. */
 HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_binary *b   = (const hpmli_binary *)arg;
-    int64_t             run = task / b->pieces, from = task % b->pieces * HPMLI_GRAIN;
+    int64_t             run = task / b->chunks, from = task % b->chunks * HPMLI_GRAIN;
     int64_t             end = b->w.run - from < HPMLI_GRAIN ? b->w.run : from + HPMLI_GRAIN, c;
     float               pa[HPMLI_PIECE], pb[HPMLI_PIECE], d[HPMLI_PIECE];
     for (int64_t i = from; i < end; i += c) {
@@ -4611,23 +4612,28 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
         float *dx = b->n->src[b->side]->grad + hpmli_broadcast_offset(&b->w, b->side, run);
         hpmli_binary_derivative(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
         if (b->w.stride[b->side][b->w.ndim - 1] != 0) b->k->vadd(dx + i, dx + i, d, c);
-        else dx[0] += b->k->vsum(d, c); /* stretched */
+        else dx[0] += b->k->vsum(d, c); /* one value, repeated over the run */
     }
 }
 
-/* Sides [first, end), see hpmli_binary. A gradient that was stretched is summed by one thread, in order; a whole one is
-   cut among all. */
+/* Computes the sides first .. end - 1, see hpmli_binary.side. The gradient of a repeated operand is summed by one
+   thread, in order; other arrays are computed by all threads. */
 HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int end)
 {
     hpmli_binary b = HPMLI_ZEROED;
-    b.k = run->ctx->k, b.n = n;
-    b.op = n->op == HPML_OP_ADD ? b.k->vadd : n->op == HPML_OP_SUB ? b.k->vsub :
-           n->op == HPML_OP_MUL ? b.k->vmul : b.k->vdiv;
+    b.k = run->ctx->k;
+    b.n = n;
+    switch (n->op) {
+    case HPML_OP_ADD: b.op = b.k->vadd; break;
+    case HPML_OP_SUB: b.op = b.k->vsub; break;
+    case HPML_OP_MUL: b.op = b.k->vmul; break;
+    default: b.op = b.k->vdiv;
+    }
     hpmli_broadcast_make(&b.w, n->out, n->src[0], n->src[1]);
-    b.pieces = (b.w.run + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
+    b.chunks = (b.w.run + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
     for (b.side = first; b.side < end; b.side++) {
         hpml_tensor *s     = b.side < 0 ? n->out : n->src[b.side];
-        int64_t      tasks = b.w.runs * b.pieces;
+        int64_t      tasks = b.w.runs * b.chunks;
         if (b.side >= 0 && !s->grad) continue;
         if (b.side == 1 && s == n->src[0]) n->accumulate[1] = true; /* x + x */
         if (b.side >= 0 && !n->accumulate[b.side]) b.k->vfill(s->grad, 0, hpml_tensor_count(s));
@@ -4669,7 +4675,7 @@ HPMLI_BINARY_OP(sub, 0);
 HPMLI_BINARY_OP(mul, HPMLI_NEED_BOTH);
 HPMLI_BINARY_OP(div, HPMLI_NEED_BOTH);
 
-/* What goes number by number is dealt out in grains of the result. */
+/* Number of chunks of HPMLI_GRAIN elements in the result of n: the tasks of an op that works element by element. */
 HPMLI_FN int64_t hpmli_chunk_count(const hpml_node *n)
 {
     return (hpml_tensor_count(n->out) + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
@@ -4679,15 +4685,16 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_SCALE, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.scale.a = a, n->attr.scale.b = b;
+    n->attr.scale.a = a;
+    n->attr.scale.b = b;
     return n->out;
 }
 
-/* y = a x + b; dx (+)= a dy. */
-HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+/* y = a x + b; backward dx = a dy, or dx += a dy. */
+HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t chunk, int thread HPMLI_UNUSED)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
-    int64_t            at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
+    int64_t            at = chunk * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
     float              a = w->n->attr.scale.a;
     if (!w->back) w->k->vscale_add(y->data + at, x->data + at, a, w->n->attr.scale.b, c);
     else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
@@ -4697,7 +4704,7 @@ HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t grain, int thread H
 HPMLI_WORK_OP(scale, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
               scale_chunk);
 
-/* True when the derivative is computed from the argument, false when the result is enough. */
+/* True if the derivative is computed from the argument x; false if it is computed from the result. */
 HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
 {
     return act == HPML_ACT_GELU || act == HPML_ACT_GELU_ERF || act == HPML_ACT_SILU || act == HPML_ACT_LOG ||
@@ -4710,7 +4717,8 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
     hpml_node *n = hpmli_node_create(HPML_OP_ACTIVATION, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.act.act = act, n->attr.act.slope = slope == 0 ? 0.01f : slope;
+    n->attr.act.act   = act;
+    n->attr.act.slope = slope == 0 ? 0.01f : slope;
     return n->out;
 }
 
@@ -4722,17 +4730,18 @@ HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
 
-/* y = act(z), dz (+)= dy act'(z): an op, whose source is z; or the end of linear and conv2d, with z in y or saved, and
-   dz in the memory of dy, which nobody reads after us. */
-HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+/* y = act(z); backward dz = dy act'(z), or dz += dy act'(z). As an op of its own the source is z. At the end of linear
+   and conv2d, z is saved or stands in the memory of y, and dz overwrites dy, which no other op reads. */
+HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t chunk, int thread HPMLI_UNUSED)
 {
     const hpml_node *n    = w->n;
     bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACTIVATION;
     hpml_act         act  = conv ? n->attr.conv.act : n->attr.act.act;
     float            slope = conv ? 0.01f : n->attr.act.slope, *y = n->out->data, *dy = n->out->grad;
-    const float     *z  = alone ? n->src[0]->data : n->saved ? (const float *)n->saved : y;
+    const float     *z  = n->saved ? (const float *)n->saved : y;
     float           *dz = alone ? n->src[0]->grad : dy;
-    int64_t          at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(n->out) - at, HPMLI_GRAIN);
+    if (alone) z = n->src[0]->data;
+    int64_t          at = chunk * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(n->out) - at, HPMLI_GRAIN);
     if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
     else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
 }
@@ -4745,14 +4754,14 @@ HPMLI_WORK_OP(activation, 0,
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed matrix is the same
-   memory read the other way, so one function does them all. */
+/* C = A B. Given dC, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed matrix is the same
+   memory with rows and columns exchanged, so one function computes all of them. */
 
 typedef struct hpmli_mat {
     float  *p;
-    int64_t rows, cols, ld; /* ld: elements between rows; of a transposed one between columns */
-    int64_t count, apart;   /* so many of them, so far apart */
-    bool    trans;
+    int64_t rows, cols, ld; /* ld: elements from one row to the next; if trans, from one column to the next */
+    int64_t count, apart;   /* number of matrices in a batch; elements from one to the next */
+    bool    trans;          /* stored transposed */
 } hpmli_mat;
 
 HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
@@ -4767,7 +4776,7 @@ HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
     return t;
 }
 
-/* A tensor's values, or gradients, row by row: of its last dimension. */
+/* The values, or the gradient, of a tensor as one matrix whose rows are the last dimension. */
 HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
 {
     int64_t cols = t->shape[t->ndim - 1];
@@ -4777,18 +4786,21 @@ HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
 HPMLI_FN hpmli_mat hpmli_values(const hpml_tensor *t) { return hpmli_mat_of(t, false); }
 HPMLI_FN hpmli_mat hpmli_grads(const hpml_tensor *t) { return hpmli_mat_of(t, true); }
 
-/* A part of a matrix that is not transposed. */
+/* The rectangle of `rows` x `cols` elements at (row, col) of a matrix that is not transposed. */
 HPMLI_FN hpmli_mat hpmli_mat_at(hpmli_mat m, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
     return hpmli_matrix(m.p + row * m.ld + col, rows, cols, m.ld);
 }
 
-/* c = a b (+ c when accumulate). Where c is transposed, c^T = b^T a^T. */
+/* The product c = a b, or c += a b. If c is stored transposed: c^T = b^T a^T. */
 HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
 {
     hpmli_gemm_desc d = HPMLI_ZEROED;
     if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
-    d.m = c.rows, d.n = c.cols, d.k = a.cols, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = c.count;
+    d.m = c.rows, d.n = c.cols, d.k = a.cols;
+    d.alpha = 1;
+    d.beta  = accumulate ? 1.0f : 0.0f;
+    d.batch = c.count;
     d.a = a.p, d.a_rs = a.trans ? 1 : a.ld, d.a_cs = a.trans ? a.ld : 1, d.a_batch = a.apart;
     d.b = b.p, d.b_rs = b.trans ? 1 : b.ld, d.b_cs = b.trans ? b.ld : 1, d.b_batch = b.apart;
     d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
@@ -4820,7 +4832,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
     n->attr.matmul.trans_a = trans_a;
     n->attr.matmul.trans_b = trans_b;
-    if (b->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
+    if (b->ndim == 2) { /* rows of A are rows of C; a batch that is summed over is a shorter sum */
         bool contracts = a->ndim == 2 && trans_a;
         hpmli_node_batch(n, contracts ? 0 : a->batch_rows);
         n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
@@ -4828,8 +4840,8 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     return n->out;
 }
 
-/* a, b, c, values or gradients, as they are multiplied. Where all share one b and a is not transposed, it is one tall
-   product. */
+/* The matrices a, b and c of matmul, values or gradients. If all matrices of a batch are multiplied by one b, and a is
+   not transposed, they are one tall matrix. */
 HPMLI_FN void hpmli_matmul_of(const hpml_node *n, bool grad, hpmli_mat m[3])
 {
     const hpml_tensor *t[3]     = { n->src[0], n->src[1], n->out };
@@ -4837,9 +4849,12 @@ HPMLI_FN void hpmli_matmul_of(const hpml_node *n, bool grad, hpmli_mat m[3])
     const bool         shared   = t[1]->ndim == 2;
     const int64_t     *end      = t[2]->shape + t[2]->ndim, batch = hpml_tensor_count(t[2]) / (end[-1] * end[-2]);
     for (int i = 0; i < 3; i++) {
-        m[i] = hpmli_mat_of(t[i], grad), m[i].rows = t[i]->shape[t[i]->ndim - 2];
-        if (!shared || (i != 1 && trans[0])) m[i].count = batch, m[i].apart = m[i].rows * m[i].cols;
-        else if (i != 1) m[i].rows *= batch;
+        m[i]      = hpmli_mat_of(t[i], grad);
+        m[i].rows = t[i]->shape[t[i]->ndim - 2];
+        if (!shared || (i != 1 && trans[0])) {
+            m[i].count = batch;
+            m[i].apart = m[i].rows * m[i].cols;
+        } else if (i != 1) m[i].rows *= batch;
         if (trans[i]) m[i] = hpmli_transposed(m[i]);
     }
 }
@@ -4857,9 +4872,10 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
     hpmli_matmul_of(n, false, v);
     hpmli_matmul_of(n, true, d);
     if (d[0].p) hpmli_product(run->ctx, d[2], hpmli_transposed(v[1]), d[0], n->accumulate[0]);
-    for (int64_t i = 0; d[1].p && i < d[2].count / d[1].count; i++) { /* a shared b sums over the batch, in order */
+    for (int64_t i = 0; d[1].p && i < d[2].count / d[1].count; i++) { /* the gradient of a shared b: a sum, in order */
         hpmli_product(run->ctx, hpmli_transposed(v[0]), d[2], d[1], n->accumulate[1] || i > 0);
-        v[0].p += v[0].apart, d[2].p += d[2].apart;
+        v[0].p += v[0].apart;
+        d[2].p += d[2].apart;
     }
 }
 
@@ -4970,9 +4986,9 @@ HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
 // >>shape   reshape, permute, slice, concat, sum
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The
-   others move numbers between a tensor and a part of another one, or one seen in another order, in runs as long as the
-   layout allows. */
+/* A reshape of a result costs nothing: the planner gives it the memory of its source, and the same for gradients. The
+   other ops copy between a tensor and a range of another one, or a tensor whose dimensions are reordered, in runs as
+   long as the strides allow. */
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
@@ -4980,7 +4996,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
     hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
-    if (x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
+    if (x->batch_rows) { /* samples stay in the order of the rows if each has the same number of rows */
         int64_t batch = x->shape[0] / x->batch_rows;
         hpmli_node_batch(n, ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0);
     }
@@ -5016,8 +5032,8 @@ typedef struct hpmli_strided_copy {
     float               *to;
     const float         *from;
     hpmli_broadcast_iter           w; /* of `to` and `from` */
-    int64_t              each; /* runs per task */
-    bool                 add;
+    int64_t              runs_per_task;
+    bool                 add; /* to += from */
 } hpmli_strided_copy;
 
 HPMLI_FN void hpmli_strided_copy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
@@ -5025,27 +5041,29 @@ HPMLI_FN void hpmli_strided_copy_task(void *arg, int64_t task, int thread HPMLI_
     const hpmli_strided_copy *m = (const hpmli_strided_copy *)arg;
     const hpmli_broadcast_iter  *w = &m->w;
     const int64_t      n = w->run, a = w->stride[0][w->ndim - 1], b = w->stride[1][w->ndim - 1];
-    int64_t            run = task * m->each, left = run, at[HPML_MAX_DIMS];
+    int64_t            run = task * m->runs_per_task, left = run, at[HPML_MAX_DIMS];
     float             *to   = m->to + hpmli_broadcast_offset(w, 0, run);
     const float       *from = m->from + hpmli_broadcast_offset(w, 1, run);
     for (int i = w->ndim - 2; i >= 0; left /= w->shape[i--]) at[i] = left % w->shape[i];
-    for (; run < (task + 1) * m->each && run < w->runs; run++) {
+    for (; run < (task + 1) * m->runs_per_task && run < w->runs; run++) {
         if (a == 1 && b == 1 && m->add) m->k->vadd(to, to, from, n);
         else if (a == 1 && b == 1) memcpy(to, from, (size_t)n * sizeof(float));
         else if (a == 1 && !m->add) for (int64_t i = 0; i < n; i++) to[i] = from[i * b];
         else for (int64_t i = 0; i < n; i++) to[i * a] = m->add ? to[i * a] + from[i * b] : from[i * b];
-        for (int i = w->ndim - 2; i >= 0; i--) { /* where the next run begins */
-            bool turn = ++at[i] == w->shape[i];
-            to += w->stride[0][i] - (turn ? w->shape[i] * w->stride[0][i] : 0);
-            from += w->stride[1][i] - (turn ? w->shape[i] * w->stride[1][i] : 0);
-            if (!turn) break;
+        for (int i = w->ndim - 2; i >= 0; i--) { /* to the start of the next run: increments the index, with carry */
+            at[i]++;
+            to += w->stride[0][i];
+            from += w->stride[1][i];
+            if (at[i] < w->shape[i]) break;
             at[i] = 0;
+            to -= w->shape[i] * w->stride[0][i];
+            from -= w->shape[i] * w->stride[1][i];
         }
     }
 }
 
-/* Values of x to y, or gradients of y to x. One of the two may be a part of a larger tensor or seen in another order.
-   The shape is that of y, which is short when the batch is. */
+/* Copies values of x to y, or the gradient of y to that of x. One of the two may be a range of a larger tensor, or have
+   its dimensions reordered. The shape is that of y, which follows the current batch. */
 HPMLI_FN void hpmli_strided_copy_run(const hpml_run *run, const hpml_tensor *y, const hpml_tensor *x, bool backward,
                                      bool add)
 {
@@ -5053,12 +5071,12 @@ HPMLI_FN void hpmli_strided_copy_run(const hpml_run *run, const hpml_tensor *y, 
                       backward && add };
     if (!m.to || m.to == m.from) return;
     hpmli_broadcast_make(&m.w, y, backward ? x : y, backward ? y : x);
-    m.each = hpmli_rows_per_task(m.w.run);
-    hpmli_parallel(run->ctx, (m.w.runs + m.each - 1) / m.each, hpmli_strided_copy_task, &m);
+    m.runs_per_task = hpmli_rows_per_task(m.w.run);
+    hpmli_parallel(run->ctx, (m.w.runs + m.runs_per_task - 1) / m.runs_per_task, hpmli_strided_copy_task, &m);
 }
 
-/* The part of t that is `count` long from `start` on in one dimension. Not returned: gcc 12 for Arm would then leave
-   out what calls this. */
+/* *part = the range of t with the indices start .. start + count - 1 in dimension dim. A parameter, because gcc 12 for
+   Arm miscompiles the callers of a function that returns this struct. */
 HPMLI_FN void hpmli_tensor_range(hpml_tensor *part, const hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
     *part = *t;
@@ -5069,12 +5087,12 @@ HPMLI_FN void hpmli_tensor_range(hpml_tensor *part, const hpml_tensor *t, int di
 
 HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 {
-    hpml_tensor x = *n->out; /* as it stands in the other's memory */
+    hpml_tensor x = *n->out; /* the source, in the shape of the result */
     x.grad = n->src[0]->grad;
     hpmli_strided_copy_run(run, n->out, &x, true, n->accumulate[0]);
 }
 
-/* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
+/* The reshape of an input or a parameter is a copy, of any dtype, because these have memory of their own. */
 HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS, 0, 0,
          if (n->out->raw != n->src[0]->raw) memcpy(n->out->raw, n->src[0]->raw, hpmli_tensor_bytes(n->out)),
          hpmli_reshape_back(run, n));
@@ -5127,13 +5145,13 @@ HPML_API hpml_status hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout)
     return HPML_OK;
 }
 
-/* Channels (i 0), height (1) or width (2) of images. */
+/* Number of channels (i 0), height (1) or width (2) of images. */
 HPMLI_FN int64_t hpmli_image(const hpml_tensor *t, int i)
 {
     return t->shape[t->layout == HPML_NHWC ? (i + 2) % 3 + 1 : i + 1];
 }
 
-/* A shape of images like x. */
+/* The shape of images with the batch and layout of x. */
 HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t height, int64_t width, int64_t *shape)
 {
     bool nhwc = x->layout == HPML_NHWC;
@@ -5143,7 +5161,7 @@ HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t 
     shape[3] = nhwc ? channels : width;
 }
 
-/* Whether the backend has no kernels for the layout of x. */
+/* True if the backend has no kernels for the layout of x. */
 HPMLI_FN bool hpmli_image_foreign(const hpml_tensor *x)
 {
     return x->ndim == 4 && x->layout == HPML_NHWC && !x->ctx->backend->layouts;
@@ -5152,11 +5170,15 @@ HPMLI_FN bool hpmli_image_foreign(const hpml_tensor *x)
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
 {
     int dims[HPML_MAX_DIMS];
-    for (int i = 0; i < HPML_MAX_DIMS; i++) dims[i] = i == dim_a ? dim_b : i == dim_b ? dim_a : i;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) {
+        dims[i] = i;
+        if (i == dim_a) dims[i] = dim_b;
+        else if (i == dim_b) dims[i] = dim_a;
+    }
     return hpml_permute(x, dims);
 }
 
-/* Whether n permutes between NCHW and NHWC, as hpml_to_layout does: a transpose of each image as a matrix. */
+/* True if n permutes between NCHW and NHWC, as hpml_to_layout does: it transposes each image, seen as a matrix. */
 HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
 {
     const int32_t *d = n->attr.permute.dims;
@@ -5172,7 +5194,7 @@ HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread
     w->k->conv_turn(to, from, rows, 1, size / rows, size);
 }
 
-/* Copies, reading the source through shape and strides in the order of the destination. */
+/* Copies in the order of the destination, with the dimensions of the source reordered. */
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -5262,14 +5284,15 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
     n->attr.sum.dim  = dim;
     n->attr.sum.mean = mean;
     if (dim <= 0) hpmli_node_batch(n, 0);
-    n->mixes_batch = false; /* summed away: a short batch is just a shorter sum */
+    n->mixes_batch = false; /* a sum over a short batch is a shorter sum */
     return n->out;
 }
 
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
 
-/* x (outer, size, inner) to y (outer, inner), and dy to dx; all dimensions are (1, count, 1). */
+/* y (outer, inner) = sums of x (outer, size, inner) over `size`; backward adds dy to dx. HPML_ALL_DIMS: (1, count, 1).
+   */
 HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpmli_kernels *k   = run->ctx->k;
@@ -5691,7 +5714,8 @@ HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_A
 // >>pool   max, average and global pooling
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A plane at a time. Max keeps the place of each winner for backward; average divides by the pixels in the image. */
+/* One task is a plane (one channel of one image) or, in NHWC, an image. Max saves the position of each window's maximum
+   for the backward pass; average divides by the number of pixels of the window that lie in the image. */
 
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
                                         int32_t padding)
@@ -5703,8 +5727,12 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
         return hpml_to_layout(hpmli_pool_record(hpml_to_layout(x, HPML_NCHW), op, kh, kw, stride, padding), HPML_NHWC);
     if (stride == 0) stride = kh;
     memset(&a, 0, sizeof a);
-    for (int i = 0; i < 2; i++)
-        a.conv.kernel[i] = i ? kw : kh, a.conv.stride[i] = stride, a.conv.padding[i] = padding, a.conv.dilation[i] = 1;
+    for (int i = 0; i < 2; i++) {
+        a.conv.kernel[i]   = i ? kw : kh;
+        a.conv.stride[i]   = stride;
+        a.conv.padding[i]  = padding;
+        a.conv.dilation[i] = 1;
+    }
     if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || padding > kh / 2 || padding > kw / 2 ||
         padding > INT16_MAX || hpmli_conv_size(x, &a, 0) < 1 || hpmli_conv_size(x, &a, 1) < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
@@ -5729,13 +5757,13 @@ HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t st
 
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
-    bool         image = x && x->ndim == 4; /* anything else is refused */
+    bool         image = x && x->ndim == 4; /* else hpmli_pool_record reports the error */
     int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
     hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kh, kw, 1, 0);
     return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
 }
 
-/* The part [*from, *to) of window o that lies in the image: of its rows (i 0) or columns (1). */
+/* Returns the rows (i 0) or columns (1) [*from, *to) of window o that lie in the image. */
 HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, int64_t *to)
 {
     int64_t at = o * n->attr.conv.stride[i] - n->attr.conv.padding[i], end = at + n->attr.conv.kernel[i];
@@ -5743,8 +5771,9 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
     *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
 }
 
-/* Windows of 2 x 2 that just touch, as most have it: kernels do a row at a time, and save which of the four has won. */
-HPMLI_FN void hpmli_max_pool_halves(const hpmli_work *w, int64_t plane)
+/* Windows of 2 x 2 with stride 2, the most common ones: kernels compute a row at a time and save which of the four
+   pixels is the maximum. */
+HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
     int64_t            H = x->shape[2], W = x->shape[3], OH = y->shape[2], OW = y->shape[3];
@@ -5756,7 +5785,7 @@ HPMLI_FN void hpmli_max_pool_halves(const hpmli_work *w, int64_t plane)
     }
 }
 
-/* The largest of each window, whatever its size and steps; the same walk back. */
+/* The maximum of each window of a plane, for any size and stride; backward adds dy at the saved positions. */
 HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpml_node   *n = w->n;
@@ -5768,9 +5797,12 @@ HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int threa
     bool halves = kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2 && n->attr.conv.padding[0] == 0;
     if (w->back && !n->accumulate[0] && (!halves || H % 2 || W % 2))
         memset(x->grad + from, 0, (size_t)(H * W) * sizeof(float));
-    if (halves) hpmli_max_pool_halves(w, plane);
+    if (halves) hpmli_max_pool_2x2(w, plane);
     for (int64_t o = 0; !halves && o < size; o++) {
-        if (w->back) { x->grad[from + at[o]] += y->grad[to + o]; continue; }
+        if (w->back) {
+            x->grad[from + at[o]] += y->grad[to + o];
+            continue;
+        }
         hpmli_window(n, 0, o / OW, &r0, &r1);
         hpmli_window(n, 1, o % OW, &c0, &c1);
         int64_t best = r0 * W + c0;
@@ -5782,7 +5814,7 @@ HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int threa
     }
 }
 
-/* Average: forward gathers a window, backward deals it out; the same walk. */
+/* The average of each window of a plane; backward adds dy / pixels to each pixel of the window. */
 HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpml_node *n = w->n;
@@ -5872,18 +5904,19 @@ HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In
-   training the statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2
-   = sum dy xhat:
+/* Batch normalization, for each channel of N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, and a relu
+   if requested. Training uses the statistics of the batch and moves the running ones, which evaluation uses. Backward,
+   with s1 = sum of dy and s2 = sum of dy xhat:
        dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
-   The mean is kept as the sum of two floats, x - mean is (x - first) - second: numbers that lie far from 0 and near to
-   each other lose no digits. The second float is what is left of the first pass's mean, found in the second pass.
-   One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
-   added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
+   The mean is stored as the sum of two floats, mean + rest, and x - mean is computed as (x - mean) - rest, so that
+   numbers that are far from 0 and close to each other lose no digits. A first pass over x computes `mean`; a second
+   pass computes `rest`, the mean of x - mean. One task is one channel: statistics, then normalization. If the ranks
+   share a batch, the sums of all channels are added up over the ranks in between. Sources: x, gamma, beta (NULL without
+   affine), running mean, running variance. */
 
-#define HPMLI_NORM_ROWS 32 /* rows of layernorm and rmsnorm that make a block, see below */
+#define HPMLI_NORM_ROWS 32 /* rows of a block in the backward pass of layernorm and rmsnorm */
 
-/* What a channel or a row keeps: its mean is mean + rest, and 1 / sqrt(variance + eps). */
+/* Saved for each channel or row: its mean is mean + rest; rstd = 1 / sqrt(variance + eps). */
 typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
@@ -5912,9 +5945,13 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
         src[2] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &cols);
     if (batch) src[3] = hpmli_layer_param(x->ctx, name, "running_mean", HPML_INIT_ZEROS, 0, 1, &cols);
     if (batch) src[4] = hpmli_layer_param(x->ctx, name, "running_var", HPML_INIT_ONES, 0, 1, &cols);
-    for (int i = 3; i < 5 && src[i]; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
+    for (int i = 3; i < 5 && src[i]; i++) {
+        src[i]->param->buffer = true;
+        src[i]->needs_grad    = false;
+    }
     hpml_node *n = hpmli_node_create(op, name, batch ? 5 : 3, src, x->ndim, x->shape);
-    n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum;
+    n->attr.norm.eps      = d.eps;
+    n->attr.norm.momentum = d.momentum;
     n->attr.norm.act = batch ? d.activation : HPML_ACT_NONE;
     n->saved_bytes   = (size_t)(batch ? cols : rows) * sizeof(hpmli_centre);
     n->scratch_bytes = batch ? (size_t)(2 * cols + 1) * sizeof(double) : (size_t)(blocks * 2 * cols) * sizeof(float);
@@ -5940,12 +5977,13 @@ typedef struct hpmli_bn_job {
     const hpml_run      *run;
     const hpmli_kernels *k;
     hpml_node           *n;
-    int64_t              B, C, P; /* P: pixels of a plane */
-    double              *sums;    /* (C, 2) of a channel, then N: of this rank, or of all */
-    bool                 backward, measure, apply;
+    int64_t              B, C, P; /* samples, channels, pixels of a plane */
+    double              *sums;    /* (C, 2) two sums of each channel, then N: of this rank or of all ranks */
+    bool                 backward;
+    bool                 measure, apply; /* compute the sums; use them */
 } hpmli_bn_job;
 
-/* Sum of x, and of (x - mean)^2, each from sums about a float near the mean. */
+/* Computes the sum of x and the sum of (x - mean)^2 of channel c, from sums of differences to a float near the mean. */
 HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
 {
     const float *x = j->n->src[0]->data + c * j->P;
@@ -5955,9 +5993,10 @@ HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
     for (int64_t b = 0; b < j->B; b++) j->k->vmoments(about, NULL, x + b * j->C * j->P, mean, j->P);
     double square = N > 0 ? about[1] - about[0] * about[0] / N : 0;
     j->sums[2 * c]     = (double)mean * N + about[0];
-    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays one */
+    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays a NaN */
 }
 
+/* Normalizes channel c and, in training, moves its running statistics. */
 HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n     = j->n;
@@ -5984,12 +6023,12 @@ HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
     }
 }
 
-/* s1 and s2, which are this rank's part of the gradients of beta and gamma. */
+/* Computes s1 and s2 of channel c, this rank's parts of the gradients of beta and gamma. */
 HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
     hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
-    double           sums[2] = { 0, 0 }, s1, s2; /* of dy, and of dy (x - mean), without the mean's rest */
+    double           sums[2] = { 0, 0 }, s1, s2; /* sums of dy and of dy (x - mean), without `rest` */
     int64_t          step = j->C * j->P, first = c * j->P;
     for (int64_t i = 0; i < j->B; i++) {
         float *dy = n->out->grad + first + i * step;
@@ -5997,12 +6036,15 @@ HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
             j->k->act_backward(HPML_ACT_RELU, 0, dy, dy, NULL, n->out->data + first + i * step, j->P, 0);
         j->k->vmoments(sums, dy, n->src[0]->data + first + i * step, at.mean, j->P);
     }
-    s1 = sums[0], s2 = (double)at.rstd * (sums[1] - (double)at.rest * s1);
+    s1 = sums[0];
+    s2 = (double)at.rstd * (sums[1] - (double)at.rest * s1);
     if (n->src[1] && n->src[1]->grad) n->src[1]->grad[c] = (n->accumulate[1] ? n->src[1]->grad[c] : 0) + (float)s2;
     if (n->src[2] && n->src[2]->grad) n->src[2]->grad[c] = (n->accumulate[2] ? n->src[2]->grad[c] : 0) + (float)s1;
-    j->sums[2 * c] = s1, j->sums[2 * c + 1] = s2;
+    j->sums[2 * c]     = s1;
+    j->sums[2 * c + 1] = s2;
 }
 
+/* Computes dx of channel c from s1 and s2. */
 HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
@@ -6011,22 +6053,25 @@ HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
     double           a = (double)at.rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
     int64_t          step = j->C * j->P, first = c * j->P;
     if (!n->src[0]->grad) return;
-    if (!j->run->train) s1 = s2 = 0; /* fixed statistics */
-    double slope = (double)at.rstd * s2; /* xhat s2 = (x - mean - rest) slope */
+    if (!j->run->train) s1 = s2 = 0; /* the running statistics do not depend on x */
+    double per_x = (double)at.rstd * s2; /* xhat s2 = (x - mean - rest) per_x */
     for (int64_t i = 0; i < j->B; i++)
         j->k->vaxpbypc(n->src[0]->grad + first + i * step, (float)a, n->out->grad + first + i * step,
-                       (float)(-a * slope / N), n->src[0]->data + first + i * step, at.mean,
-                       (float)(a * ((double)at.rest * slope - s1) / N), j->P, n->accumulate[0]);
+                       (float)(-a * per_x / N), n->src[0]->data + first + i * step, at.mean,
+                       (float)(a * ((double)at.rest * per_x - s1) / N), j->P, n->accumulate[0]);
 }
 
 HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
 {
     const hpmli_bn_job *j = (const hpmli_bn_job *)arg;
-    if (j->measure) j->backward ? hpmli_bn_back_measure(j, c) : hpmli_bn_measure(j, c);
-    if (j->apply) j->backward ? hpmli_bn_back_apply(j, c) : hpmli_bn_apply(j, c);
+    if (j->measure && j->backward) hpmli_bn_back_measure(j, c);
+    else if (j->measure) hpmli_bn_measure(j, c);
+    if (j->apply && j->backward) hpmli_bn_back_apply(j, c);
+    else if (j->apply) hpmli_bn_apply(j, c);
 }
 
-/* Squares about a rank's own mean do not add up; those about 0 do, and an f64 has the digits for it. */
+/* Converts the sums of squared differences to this rank's mean to sums of squares (sign 1) or back (sign -1), because
+   only the latter can be added up over ranks; a double has digits enough for that. */
 HPMLI_FN void hpmli_bn_recenter(const hpmli_bn_job *j, double sign)
 {
     double *s = j->sums, N = s[2 * j->C];
@@ -6035,7 +6080,7 @@ HPMLI_FN void hpmli_bn_recenter(const hpmli_bn_job *j, double sign)
 
 HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    const int64_t *y = n->out->shape; /* the dimensions that are not there are 1 */
+    const int64_t *y = n->out->shape; /* absent dimensions are 1 */
     bool           measure = run->train || backward, shared = run->sum && run->train;
     hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
                          backward, measure, !shared };
@@ -6045,7 +6090,8 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     hpmli_bn_recenter(&j, 1);
     hpml_status status = run->sum(run->sum_user, j.sums, 2 * j.C + 1);
     hpmli_bn_recenter(&j, -1);
-    j.measure = false, j.apply = true;
+    j.measure = false;
+    j.apply   = true;
     if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
     return status;
 }
@@ -6054,9 +6100,9 @@ HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH,
          HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
-/* softmax(x)_i = exp(x_i - max) / sum, sum = sum of exp(x_j - max); its logarithm is (x_i - max) - log(sum), in this
-   order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
-   logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
+/* softmax: y_i = exp(x_i - max) / sum, with sum = sum over j of exp(x_j - max). log_softmax: y_i = (x_i - max) -
+   log(sum), in this order, because max + log(sum) would be rounded to the precision of max. Backward: dx = y (dy - <dy,
+   y>) and dx = dy - exp(y) sum(dy). Rows are independent. */
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_op op, hpml_tensor *x)
 {
@@ -6106,8 +6152,8 @@ HPMLI_OP(log_softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
-   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block leaves
-   its part of dgamma and dbeta, and the parts are added in order. Sources: x, gamma, beta (NULL without). */
+   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block computes
+   a partial sum of dgamma and dbeta, and these are added in order. Sources: x, gamma, beta (NULL: absent). */
 
 HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
@@ -6120,7 +6166,7 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
     w->k->vmoments(about, NULL, x, saved->mean, w->cols);
     if (n->op == HPML_OP_LAYERNORM) rest = about[0] / C;
     var = about[1] / C - rest * rest;
-    if (var < 0) var = 0; /* a NaN stays one */
+    if (var < 0) var = 0; /* a NaN stays a NaN */
     saved->rest = (float)rest;
     saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
     w->k->vcentred(y, x, saved->mean, saved->rstd, -saved->rest * saved->rstd, false, w->cols);
@@ -6128,7 +6174,7 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
     if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
 }
 
-/* One row; part: dgamma (cols) and dbeta (cols) of its block. */
+/* Backward of one row. part: the sums of dgamma (cols) and dbeta (cols) of the row's block. */
 HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
@@ -6138,10 +6184,13 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     hpmli_centre     at  = ((const hpmli_centre *)n->saved)[row];
     double           sum = 0, dot = 0;
     if (row % HPMLI_NORM_ROWS == 0) w->k->vfill(part, 0, 2 * w->cols);
-    HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's share of dgamma, dbeta */
+    HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's contribution to dgamma and dbeta */
         const float *gi = dy + i;
         w->k->vcentred(h, x + i, at.mean, at.rstd, -at.rest * at.rstd, false, c); /* xhat */
-        if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
+        if (gamma) {
+            w->k->vmul(g, dy + i, gamma + i, c);
+            gi = g;
+        }
         sum += (double)w->k->vsum(gi, c);
         dot += (double)w->k->vdot(gi, h, c);
         w->k->vmul(h, h, dy + i, c);
@@ -6153,7 +6202,10 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     dot = dot / (double)w->cols;
     HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot (x - mean) + rstd (rest rstd dot - sum) */
         const float *gi = dy + i;
-        if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
+        if (gamma) {
+            w->k->vmul(g, dy + i, gamma + i, c);
+            gi = g;
+        }
         w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, at.rstd, gi, (float)(-dot) * at.rstd * at.rstd, x + i,
                        at.mean, at.rstd * (float)(dot * (double)(at.rest * at.rstd) - sum), c, n->accumulate[0]);
     }
@@ -6180,8 +6232,9 @@ HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
 // >>dropout   dropout and embedding
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The mask of element i is word i of the stream (step, node): it is computed in both passes and stored in neither. i
-   counts from the first sample of the global batch, so every rank that holds a sample draws the same mask for it. */
+/* Element i is dropped if word i of the random stream (step, node) is below p 2^32. Both passes compute the mask;
+   neither stores it. i counts from the first sample of the global batch, so that the mask of a sample does not depend
+   on the rank that holds the sample. */
 
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
@@ -6220,7 +6273,8 @@ HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
               (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
               dropout_piece);
 
-/* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
+/* Embedding: y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
+   Sources: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc)
 {
@@ -6233,7 +6287,8 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                           "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_describe(tokens),
                           HPML_MAX_DIMS - 1, (long long)vocabulary, (long long)width);
     const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
-    table[0] = vocabulary, table[1] = width;
+    table[0] = vocabulary;
+    table[1] = width;
     src[0]   = tokens;
     src[1]   = d.weight ? d.weight : hpmli_layer_param(tokens->ctx, name, "weight",
                    d.init == HPML_INIT_DEFAULT ? HPML_INIT_NORMAL : d.init,
@@ -6278,12 +6333,30 @@ HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n
 // >>sequence   multi-head attention; long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block
-   of S is ever in memory, (64, T) per thread; what is kept for backward is one number for each query, log sum exp(S).
-   Backward computes P again from it (Dao et al. 2022):
-       delta = rowsum(dO O),  dP = dO V^T,  dS = scale P (dP - delta),  dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
-   Blocks are done from the last to the first: with a causal mask the last one touches every key, so it writes dK and dV
-   and the others add. One task is one sample and head. */
+/* Multi-head attention. For each sample and head, with Q, K, V (T, D) and D = C / heads:
+       S = scale Q K^T,  P = softmax of the rows of S (causal: row t has the columns 0 .. t),  O = P V.
+   A scalar reference of the forward pass; q(t)[d] is number h D + d of position t, k and v are C and 2 C numbers
+   further:
+       for (int t = 0; t < T; t++) {                         // query
+           int    keys = causal ? t + 1 : T;
+           double p[T], o[D] = { 0 }, sum = 0, max = -INFINITY;
+           for (int s = 0; s < keys; s++) {                  // key: scores
+               p[s] = 0;
+               for (int d = 0; d < D; d++) p[s] += scale * q(t)[d] * k(s)[d];
+               max = fmax(max, p[s]);
+           }
+           for (int s = 0; s < keys; s++) sum += p[s] = exp(p[s] - max);
+           for (int s = 0; s < keys; s++)
+               for (int d = 0; d < D; d++) o[d] += p[s] / sum * v(s)[d];
+           lse[t] = max + log(sum);                          // saved for the backward pass
+       }
+   The functions below do the same for a block of HPMLI_QUERIES queries at a time, with matrix products. Only this block
+   of S is in memory, (64, T) numbers for each thread; saved is one number for each query, lse = log sum exp of its row
+   of S, from which backward computes P again (Dao et al. 2022):
+       P = exp(S - lse),  delta = row sums of dO O,  dP = dO V^T,  dS = scale P (dP - delta),
+       dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
+   Backward goes from the last block to the first, because with a causal mask the last block attends to all keys: it
+   overwrites dK and dV, and the other blocks add to them. One task is one sample and head. */
 
 #define HPMLI_QUERIES 64
 
@@ -6304,13 +6377,13 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     return n->out;
 }
 
-/* Keys that a query may see. */
+/* Number of keys to which a query attends. */
 HPMLI_FN int64_t hpmli_visible(const hpml_node *n, int64_t query)
 {
     return n->attr.attention.causal ? query + 1 : n->out->shape[1];
 }
 
-/* c (+)= alpha a b, within a task. */
+/* c = alpha a b, or c += alpha a b, computed by one thread. */
 HPMLI_FN void hpmli_head_product(const hpmli_work *w, int thread, float alpha, hpmli_mat a, hpmli_mat b, hpmli_mat c,
                                  bool accumulate)
 {
@@ -6334,11 +6407,11 @@ HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread
         hpmli_head_product(w, thread, n->attr.attention.scale, q, hpmli_transposed(k), s, false);
         for (int64_t r = 0; r < rows; r++) {
             float  *row = s.p + r * keys;
-            int64_t see = hpmli_visible(n, q0 + r);
-            float   max = w->k->vmax(row, see), sum = w->k->vexp_sum(row, row, max, see);
+            int64_t visible = hpmli_visible(n, q0 + r);
+            float   max = w->k->vmax(row, visible), sum = w->k->vexp_sum(row, row, max, visible);
             lse[q0 + r] = max + logf(sum);
-            w->k->vscale_add(row, row, 1 / sum, 0, see);
-            if (see < keys) w->k->vfill(row + see, 0, keys - see);
+            w->k->vscale_add(row, row, 1 / sum, 0, visible);
+            if (visible < keys) w->k->vfill(row + visible, 0, keys - visible);
         }
         hpmli_head_product(w, thread, 1, s, v, o, false);
     }
@@ -6366,12 +6439,14 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
         hpmli_head_product(w, thread, 1, d_o, hpmli_transposed(v), ds, false);
         for (int64_t r = 0; r < rows; r++) {
             float  *pr = p.p + r * keys, *dr = ds.p + r * keys;
-            int64_t see = hpmli_visible(n, q0 + r);
+            int64_t visible = hpmli_visible(n, q0 + r);
             float   delta = w->k->vdot(d_o.p + r * C, o.p + r * C, D);
-            w->k->vexp_sum(pr, pr, lse[q0 + r], see);
-            w->k->vscale_add(dr, dr, scale, -delta * scale, see);
-            w->k->vmul(dr, dr, pr, see);
-            if (see < keys) w->k->vfill(pr + see, 0, keys - see), w->k->vfill(dr + see, 0, keys - see);
+            w->k->vexp_sum(pr, pr, lse[q0 + r], visible);
+            w->k->vscale_add(dr, dr, scale, -delta * scale, visible);
+            w->k->vmul(dr, dr, pr, visible);
+            if (visible == keys) continue;
+            w->k->vfill(pr + visible, 0, keys - visible);
+            w->k->vfill(dr + visible, 0, keys - visible);
         }
         hpmli_head_product(w, thread, 1, ds, k, dq, n->accumulate[0]);
         hpmli_head_product(w, thread, 1, hpmli_transposed(ds), q, dk, add);
@@ -6391,10 +6466,11 @@ HPMLI_FN double hpmli_flops_attention(const hpml_node *n, bool back)
 HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_flops_attention(n, back),
               n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
 
-/* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
-   h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
-   one per step. Backward runs t down, turns the kept gates into da in place, and ends with one product for each
-   gradient. Sources: x, w_x, w_h, bias. Kept: gates (B, T, 4H), cells (B, T, H). */
+/* LSTM, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are the sigmoid, g the tanh
+   of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The products with x of all time
+   steps are one matrix product; the recurrent product with h is one for each time step. Backward goes from the last
+   time step to the first, overwrites the saved gates with da, and ends with one product for each gradient. Sources: x,
+   w_x, w_h, bias. Saved: gates (B, T, 4H), cells (B, T, H). */
 
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
@@ -6419,8 +6495,9 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
 typedef struct hpmli_lstm_job {
     const hpmli_kernels *k;
     hpml_node           *n;
-    int64_t              B, T, H, t;
-    float               *gates, *cells, *dh, *dc;
+    int64_t              B, T, H, t;         /* t: the time step that is computed */
+    float               *gates, *cells;      /* (B, T, 4H), (B, T, H) */
+    float               *dh, *dc;            /* (B, H) of the next time step */
 } hpmli_lstm_job;
 
 HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
@@ -6431,6 +6508,7 @@ HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
     return j;
 }
 
+/* Computes gates, cell and output of sample b at time step t, from a, which stands in the gates' memory. */
 HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -6465,6 +6543,7 @@ HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
     }
 }
 
+/* Overwrites the gates of sample b at time step t with da, and updates dc. */
 HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -6513,12 +6592,12 @@ HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEE
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss
-   arrives in out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
+/* All losses are means over elements or over the rows that are not ignored; sums are added in double, in order. The
+   gradient of the loss itself is out->grad[0]. Cross-entropy of logits x and label l, with smoothing s and V classes:
        loss = log(sum) - (1 - s) d_l - s mean(d),  dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V,
        with d_i = x_i - max(x),  sum = sum of exp(d_i).
-   Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
-   all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
+   Each row saves max and 1 / sum, not max + log(sum), because the latter is rounded to the precision of max: a constant
+   added to all logits would cost digits. Probabilities are not saved: backward computes the exponentials again. */
 
 HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target, float delta)
 {
@@ -6552,7 +6631,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     return n->out;
 }
 
-/* sum of exp(x - shift) without a place for the exponentials */
+/* Returns the sum of exp(x - shift) without storing the exponentials. */
 HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
 {
     float piece[HPMLI_PIECE], sum = 0;
@@ -6642,8 +6721,8 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
     return hpmli_loss_record(HPML_OP_HUBER, y, target, delta);
 }
 
-/* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
-   delta, then delta (|d| - delta / 2). delta 0: |d|. */
+/* The loss of one element. bce_with_logits: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with
+   d = x - t. huber: d^2 / 2 if |d| <= delta, else delta (|d| - delta / 2); with delta 0: |d|. */
 HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 {
     double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
@@ -6653,14 +6732,15 @@ HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
     return d <= delta ? d * d / 2 : delta * (d - delta / 2);
 }
 
-/* Its derivative by x. */
+/* The derivative of the loss of one element with respect to x. */
 HPMLI_FN float hpmli_pair_derivative(const hpml_node *n, float x, float t)
 {
     float d = x - t, delta = n->attr.huber.delta;
     if (n->op == HPML_OP_BCE_WITH_LOGITS) return 1 / (1 + expf(-x)) - t;
     if (n->op == HPML_OP_MSE) return 2 * d;
-    if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
-    return d > delta ? delta : d < -delta ? -delta : d;
+    if (delta == 0) return (float)((d > 0) - (d < 0));
+    if (d > delta) return delta;
+    return d < -delta ? -delta : d;
 }
 
 HPMLI_FN void hpmli_pairs_pass(hpml_node *n)
@@ -6679,7 +6759,7 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
     if (n->op == HPML_OP_BCE_WITH_LOGITS && n->src[1]->grad)
         return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
                           "parameters; only the logits get a gradient", n->src[1]->name);
-    for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
+    for (int s = 0; s < 2; s++) { /* a target that is a result gets a gradient, too: minus that of y */
         float *d = n->src[s]->grad, sign = s ? -scale : scale;
         for (int64_t i = 0; d && i < count; i++)
             d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_derivative(n, x[i], t[i]);
