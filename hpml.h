@@ -50,6 +50,34 @@
 // After fork, both processes may go on with a context that was not in use; in the child it computes on one thread.
 // SAME BITS: same seed, same build, same kind of CPU give the same bits, at any number of threads.
 //
+// GLOSSARY: one noun for each concept
+//     context        owns memory, threads, errors, the device and everything created from it; one thread at a time
+//     status         the first error stays in the context; later calls do nothing
+//     tensor         an array with a type, a shape and, if needed, a gradient; view: a tensor in another one's memory
+//     parameter      a tensor that is trained; buffer: one that is only saved; frozen: one that is not updated
+//     op             a kind of computation (linear, relu ...); node: one recorded op, with sources and a result
+//     graph          the planned nodes that lead to outputs and a loss; leaf: an input or constant of a graph
+//     slot           memory of a plan for one array; root: the tensor in whose memory a result stands
+//     pass           one run of all nodes, forward or backward; piece: part of a pass that a device replays as a whole
+//     saved, scratch memory of a node from forward to backward; memory during one call
+//     sample         one example; batch: the samples of a run; micro-batch: one of the batches whose gradients are
+//                    added up for an update; global batch: the samples of all ranks
+//     step           one update of the parameters; epoch: one pass over a data set
+//     row, column    of a matrix, or all but the last dimension of a tensor, and the last one
+//     task           a unit of work of the thread pool; chunk: a fixed number of elements, mostly HPMLI_GRAIN
+//     kernel         a function compiled once for each instruction set (scalar, AVX2, AVX-512, NEON)
+//     half           bf16 or f16; halves are stored types, all arithmetic is f32
+//     layout         the order of an image's dimensions: NCHW or NHWC
+//     backend        a table of functions that holds tensors and runs ops on a device
+//     hook           a callback around a training step, by which strategies of data parallelism work
+//     rank           one of the workers that train together; shard: a rank's part of data or state
+//     codec          packs a gradient in fewer bytes; residual: the error of packing, added to the next gradient
+//     dataset        samples in memory or in a file; loader: makes shuffled, sharded batches of it ahead of their use
+//     checkpoint     a file from which a training continues with the same bits
+//     stream         one of the sequences of random numbers of a seed; counter: a position in a stream
+//     desc           a struct of options whose zero fields mean documented defaults
+//     hpml_ ... is public, hpmli_ ... private
+//
 // INDEX (grep -E '^// (>>|PART)' hpml.h)
 // PART I    INTERFACE: what a program calls
 //     api-status   status codes
@@ -90,7 +118,7 @@
 //     dropout   dropout and embedding
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
-//     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
+//     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 //     backend   the CPU backend: memory, the table of ops, optimizer steps
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     codec   gradients packed for the wire
@@ -6775,58 +6803,65 @@ HPMLI_OP(huber, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back
          return hpmli_pairs_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
+// >>half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients take 2 bytes a number; arithmetic, and
-   what is added up over a training, stay f32. The ops know nothing of halves. One wrapper stands in for all of them: it
-   gives an op f32 copies, in scratch memory, of the halves that the op reads, and rounds the op's results (to nearest,
-   ties to even) into their place. Most ops treat samples independently, so the wrapper cuts a batch into blocks of
-   samples whose copies stay in the cache; gradients of parameters are added up over the blocks in f32. An op that joins
-   samples (batchnorm, a sum over the batch) gets a copy of the whole batch, and a loss is the mean over the blocks,
-   weighted by the number of rows that count in each. Blocks do not depend on the number of threads, so results do not.
+/* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients are stored in 2 bytes a number;
+   arithmetic, parameters, their gradients and optimizer states stay f32. The ops themselves know f32 only. One wrapper
+   replaces all of them in ctx->ops: it gives an op f32 copies, in scratch memory, of the halves that the op reads, and
+   rounds the results of the op (to nearest, ties to even) to their stored type. Most ops treat samples independently,
+   so the wrapper cuts a batch into blocks of samples whose copies stay in the cache; gradients of parameters are added
+   up over the blocks in f32. An op that joins samples (batchnorm, a sum over the batch) gets a copy of the whole batch;
+   a loss is the mean over the blocks, weighted by the number of rows that are not ignored in each. The blocks do not
+   depend on the number of threads, so neither do the results.
 
    The weights of products (parameters of two or more dimensions) are rounded, too, in an f32 copy. In a model of few
-   samples and large layers the copy of the largest weight makes up most of the scratch memory. */
+   samples and large layers the copy of the largest weight is most of the scratch memory. */
 
-#define HPMLI_WRAP_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
-#define HPMLI_WRAP_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
+#define HPMLI_WRAP_NUMBERS ((int64_t)1 << 18) /* numbers in the f32 copies of a block: 1 MB, or one sample if larger */
+#define HPMLI_WRAP_ROWS    256 /* least rows of a block: with fewer, packing would slow matrix products down */
 
-enum { HPMLI_LOAD = 1, HPMLI_SAVE = 2, HPMLI_ROUND = 4 }; /* before the op; behind it; load what is f32, rounded */
+enum {
+    HPMLI_LOAD  = 1, /* before the op: copy halves to f32 */
+    HPMLI_SAVE  = 2, /* after the op: round the f32 copy to halves */
+    HPMLI_ROUND = 4  /* before the op: copy f32 to f32, rounded to the precision of halves */
+};
 
 typedef struct hpmli_copy {
-    void    *stored; /* (n) halves; for HPMLI_ROUND f32 */
-    float   *plain;  /* (n) what the op reads or writes */
+    void    *stored; /* (n) halves; with HPMLI_ROUND f32 */
+    float   *f32;    /* (n) the copy that the op reads or writes */
     int64_t  n;
-    unsigned how;
+    unsigned how;    /* HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND */
 } hpmli_copy;
 
-/* An op and the block of samples that it is about to run on. */
+/* An op and a block of samples, ready to run. */
 typedef struct hpmli_wrap {
     const hpml_ctx *ctx;
     hpml_node       node;                /* the op as recorded, but with the tensors t ... */
     struct hpmli_node_state state;       /* ... and this state */
-    hpml_tensor     t[HPML_MAX_SRC + 1]; /* of its sources, and at the end of its result */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* the sources and, last, the result */
     hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
-    int             count;               /* of copies */
-    unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: what is being done to them */
-    char           *at;                  /* where the f32 copies are; NULL while planning */
-    size_t          used;                /* bytes of it */
-    int64_t         first, samples;      /* of this block */
-    bool            last;                /* no block follows */
+    int             count;               /* number of copies */
+    unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: the phase that hpmli_wrap_task runs */
+    char           *at;                  /* memory of the f32 copies; NULL while planning */
+    size_t          used;                /* bytes of that memory in use */
+    int64_t         first, samples;      /* the first sample and the number of samples of this block */
+    bool            last;                /* the last block of the batch */
 } hpmli_wrap;
 
+/* Adds a copy of n numbers, with memory for `most`, and returns the copy's address. */
 HPMLI_FN float *hpmli_wrap_copy(hpmli_wrap *e, void *stored, int64_t n, int64_t most, unsigned how)
 {
-    float     *plain = e->at ? (float *)(void *)(e->at + e->used) : NULL;
-    hpmli_copy c     = { stored, plain, n, how };
+    float     *f32 = e->at ? (float *)(void *)(e->at + e->used) : NULL;
+    hpmli_copy c   = { stored, f32, n, how };
     e->used += ((size_t)most * sizeof(float) + 63) / 64 * 64;
     e->copy[e->count++] = c;
-    return plain;
+    return f32;
 }
 
-/* t as the op gets it; value and grad: what this pass does with them. 0: nothing, but there are floats at the place, as
-   kernels may read what they do not use. What has no batch dimension is copied before the first block and behind the
+/* *to = the tensor that the op gets instead of t: this block's samples, with f32 copies of halves. value and grad say
+   how values and gradient are copied (HPMLI_LOAD ...); with 0 there is memory for the copy, because kernels may read
+   numbers that they do not use. A tensor without a batch dimension is loaded before the first block and saved after the
    last. */
 HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, unsigned value, unsigned grad)
 {
@@ -6842,7 +6877,9 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
         if (raw_grad) raw_grad += skip;
         if (t->dtype == HPML_DTYPE_I32) e->state.first_index = e->first * each;
         to->shape[0] = e->samples * t->batch_rows;
-        n = e->samples * each, most = block * each, once = 0;
+        n    = e->samples * each;
+        most = block * each;
+        once = 0;
     }
     if (half || value & HPMLI_ROUND) raw = (char *)hpmli_wrap_copy(e, raw, n, most, value & ~once);
     if (half && has_grad) raw_grad = (char *)hpmli_wrap_copy(e, raw_grad, n, most, grad & ~once);
@@ -6850,7 +6887,7 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
     hpmli_set_memory(to, raw, raw_grad);
 }
 
-/* The op on samples [first, first + samples), its copies laid out from `at` on. */
+/* Sets up the op of n on samples first .. first + samples - 1, with its copies from address `at` on. */
 HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
@@ -6860,8 +6897,12 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
     e->node       = *n;
     e->state      = *n->state;
     e->node.state = &e->state;
-    memset(e->state.update, 0, sizeof e->state.update); /* steps are taken when the gradient of all blocks is there */
-    e->ctx = ctx, e->at = at, e->first = first, e->samples = samples, e->last = last;
+    memset(e->state.update, 0, sizeof e->state.update); /* optimizer steps wait for the gradients of all blocks */
+    e->ctx     = ctx;
+    e->at      = at;
+    e->first   = first;
+    e->samples = samples;
+    e->last    = last;
     for (int i = 0, same; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
         unsigned           value = 0, grad = back ? HPMLI_SAVE : 0;
@@ -6889,32 +6930,34 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         e->node.saved = (char *)n->saved + (size_t)(first / n->state->block_samples) * n->state->block_saved;
 }
 
+/* Number of tasks that a copy needs in this phase. */
 HPMLI_FN int64_t hpmli_wrap_tasks(const hpmli_wrap *e, const hpmli_copy *c)
 {
     bool wanted = c->how & (e->now == HPMLI_LOAD ? HPMLI_LOAD | HPMLI_ROUND : HPMLI_SAVE);
     return wanted ? (c->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN : 0;
 }
 
-/* One task: loads or saves a piece of one of the copies. */
+/* One task: loads or saves a chunk of one of the copies. */
 HPMLI_FN void hpmli_wrap_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_wrap    *e = (const hpmli_wrap *)arg;
     const hpmli_copy    *c = e->copy;
     const hpmli_kernels *k = e->ctx->k;
-    hpml_dtype           store = e->ctx->activation_dtype;
+    hpml_dtype           dtype = e->ctx->activation_dtype;
     uint16_t             piece[HPMLI_PIECE];
     for (int64_t tasks; tasks = hpmli_wrap_tasks(e, c), task >= tasks; c++) task -= tasks;
     int64_t   at = task * HPMLI_GRAIN, n = hpmli_min(c->n - at, HPMLI_GRAIN);
     uint16_t *half = (uint16_t *)c->stored + at;
-    if (e->now == HPMLI_SAVE) k->from_f32(store, half, c->plain + at, n);
-    else if (c->how & HPMLI_LOAD) k->to_f32(c->plain + at, store, half, n);
+    if (e->now == HPMLI_SAVE) k->from_f32(dtype, half, c->f32 + at, n);
+    else if (c->how & HPMLI_LOAD) k->to_f32(c->f32 + at, dtype, half, n);
     else
         HPMLI_PIECES(i, count, n) {
-            k->from_f32(store, piece, (const float *)c->stored + at + i, count);
-            k->to_f32(c->plain + at + i, store, piece, count);
+            k->from_f32(dtype, piece, (const float *)c->stored + at + i, count);
+            k->to_f32(c->f32 + at + i, dtype, piece, count);
         }
 }
 
+/* Loads or saves all copies, by all threads. */
 HPMLI_FN void hpmli_wrap_move(hpmli_wrap *e, hpml_ctx *ctx, unsigned now)
 {
     int64_t tasks = 0;
@@ -6925,10 +6968,11 @@ HPMLI_FN void hpmli_wrap_move(hpmli_wrap *e, hpml_ctx *ctx, unsigned now)
 
 HPMLI_FN bool hpmli_is_mean(const hpml_node *n) { return hpmli_has_trait(n, HPMLI_OP_IS_MEAN); }
 
-/* The tensor whose samples are cut into blocks. */
+/* Returns the tensor whose samples are cut into blocks. */
 HPMLI_FN const hpml_tensor *hpmli_wrap_batch(const hpml_node *n) { return hpmli_is_mean(n) ? n->src[0] : n->out; }
 
-/* Number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is small. */
+/* Returns the number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is
+   small. */
 HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
 {
     const hpml_tensor *y = hpmli_wrap_batch(n);
@@ -6947,7 +6991,8 @@ HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
     return block < batch ? block : 0;
 }
 
-/* hpml_backend.plan, once for each node: sets the size of its blocks, the bytes of their copies and saved values. */
+/* hpml_backend.plan of the CPU, once for each node: sets the samples of a block and the bytes of its copies and saved
+   values. */
 HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
@@ -6970,7 +7015,7 @@ HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
     n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
 }
 
-/* Numbers that the loss n is the mean of. */
+/* Returns the number of rows or elements of which the loss n is the mean. */
 HPMLI_FN double hpmli_wrap_weight(const hpml_node *n)
 {
     bool           labels = hpmli_has_trait(n, HPMLI_OP_INDEX_1);
@@ -6981,7 +7026,7 @@ HPMLI_FN double hpmli_wrap_weight(const hpml_node *n)
     return (double)(count - ignored);
 }
 
-/* Both passes of all ops but reshape, which copies bytes of any type. */
+/* Runs both passes of all ops, block by block; a reshape runs as it is, because it copies bytes of any type. */
 HPMLI_FN hpml_status hpmli_wrap_run(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpml_op_impl *op = &hpmli_op_of(n)->run;
@@ -7000,7 +7045,10 @@ HPMLI_FN hpml_status hpmli_wrap_run(const hpml_run *run, hpml_node *n, bool back
                         (char *)n->scratch + n->state->copies_at);
         part.sample += (uint64_t)first;
         double share = mean && all > 0 ? hpmli_wrap_weight(&e.node) / all : 1;
-        if (mean && back) dloss = (float)(share * (double)n->out->grad[0]), e.node.out->grad = &dloss;
+        if (mean && back) {
+            dloss = (float)(share * (double)n->out->grad[0]);
+            e.node.out->grad = &dloss;
+        }
         hpmli_wrap_move(&e, run->ctx, HPMLI_LOAD);
         status = back ? op->backward(&part, &e.node) : op->forward(&part, &e.node);
         if (status == HPML_OK) hpmli_wrap_move(&e, run->ctx, HPMLI_SAVE);
@@ -7041,8 +7089,8 @@ HPMLI_FN hpml_dtype hpmli_cpu_activation_dtype(void *device)
 
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
-/* Fresh memory is cleared by all threads, in pieces, as a first touch is slow: the system has to find each page. Asked
-   for all pages of a stretch at once it takes half the time. */
+/* New memory is zeroed by all threads, in pieces of HPMLI_CLEAR bytes, because the first access to each page is slow:
+   the system has to provide the page. Requesting the pages of a piece at once halves the time. */
 #define HPMLI_CLEAR (UINT32_C(1) << 21)
 
 typedef struct hpmli_clear_job {
@@ -7054,7 +7102,7 @@ HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
     size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
-    for (size_t n; at < end; at += n) { /* cleared while it is in the cache */
+    for (size_t n; at < end; at += n) { /* parts that are in the cache when they are zeroed */
         n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
 #ifdef MADV_POPULATE_WRITE
         char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
@@ -7115,14 +7163,17 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
                                      int64_t n, double *out)
 {
     hpmli_sumsq_job j;
-    j.k = ctx->k, j.dtype = dtype, j.x = x, j.n = n;
+    j.k     = ctx->k;
+    j.dtype = dtype;
+    j.x     = x;
+    j.n     = n;
     j.piece = hpmli_max((n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS, HPMLI_GRAIN);
     int64_t tasks = (n + j.piece - 1) / j.piece;
     hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
     *out = 0;
     for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
     if (*out - *out == 0) return HPML_OK;
-    float piece[HPMLI_PIECE]; /* squares of finite floats that overflow as floats do not as doubles */
+    float piece[HPMLI_PIECE]; /* squares that overflow in float do not in double, so a finite sum may remain */
     *out = 0;
     HPMLI_PIECES(at, c, n) {
         j.k->to_f32(piece, dtype, (const char *)x + (size_t)at * hpml_dtype_size(dtype), c);
@@ -7188,9 +7239,29 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         HPML_OPS(HPMLI_X)
 #undef HPMLI_X
     };
-    static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
-        hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        hpmli_cpu_activation_dtype, hpmli_wrap_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
+    static const hpml_backend cpu = {
+        "cpu",
+        hpmli_cpu_open,
+        hpmli_cpu_close,
+        hpmli_cpu_alloc,
+        hpmli_cpu_free,
+        hpmli_cpu_copy,             /* write */
+        hpmli_cpu_copy,             /* read */
+        hpmli_cpu_zero,
+        NULL,                       /* sync: all calls are complete on return */
+        ops,
+        hpmli_cpu_update,
+        hpmli_cpu_sumsq,
+        hpmli_cpu_activation_dtype,
+        hpmli_wrap_plan,
+        NULL,                       /* begin: passes are not recorded */
+        NULL,                       /* end */
+        NULL,                       /* correct: the trainer counts on the host */
+        NULL,                       /* encode: hpml_packing_encode is the CPU's */
+        NULL,                       /* decode */
+        NULL,                       /* time_op: the host's clock times ops */
+        true                        /* layouts */
+    };
     return &cpu;
 }
 
