@@ -1013,7 +1013,7 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the n
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Samples in host memory. The arrays are the dataset's own, freed with it. */
+/* Samples in host memory. The dataset owns its arrays and frees them; a slice shares those of its dataset. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
     int64_t     count;                  /* samples */
@@ -1021,84 +1021,87 @@ struct hpml_dataset {
     int         x_ndim;                 /* of one sample */
     int64_t     x_shape[HPML_MAX_DIMS]; /* of one sample: (C, H, W) for images */
     const void *x;                      /* (count, x_shape) */
-    hpml_dtype  y_dtype;                /* I32: labels, one for each y_size; F32: targets */
+    hpml_dtype  y_dtype;                /* I32: class labels; F32: targets */
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
-    float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; at first 1/255 and 0; change them */
-    int32_t     x_crop;                 /* 0; else loaders make (C, x_crop, x_crop) of images: see hpml_augment */
-    int64_t     x_step;                 /* samples start every x_step elements of x; 0: the size of one. Text: 1 */
-    int64_t     y_step;                 /* likewise for y */
+    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0; may be set */
+    int32_t     x_crop;                 /* 0, or set it: loaders crop images to this side, see hpml_augment */
+    int64_t     x_step;                 /* elements of x between samples; 0: the size of a sample; text: 1 */
+    int64_t     y_step;                 /* the same for y */
     void       *owner;                  /* private */
 };
 
-/* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
-   says what was expected where; pipes, devices and folders are refused. They copy, and take at most four times the
-   bytes of the file, unpacked, and 1 MB. NULL on failure, the error on the context. */
-/* MNIST; gzipped with HPML_USE_ZLIB. */
+/* All readers treat the file as untrusted: a truncated, oversized or random file, or one of another format, ends in an
+   error that names the place and what was expected there; pipes, devices and folders are refused. Readers copy the data
+   and allocate at most four times the (decompressed) size of the file and 1 MB. They return NULL on failure; the error
+   is in the context. */
+/* MNIST's format; gzipped files need HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 /* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers, labels too, separated by `,` `;` or tabs, rounded to the nearest float whatever the locale. The first line
-   is a header if no field of it is a number. Errors name line, column and, by the header, the column's name.
+/* Numbers (also the labels) separated by `,` `;` or tabs, each rounded to the nearest float in any locale. The first
+   line is a header if none of its fields is a number. Errors name line, column and, by the header, the column's name.
    label_column: from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float
    target. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
-/* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
-   vocabulary 256; else the characters that occur, in byte order (see hpml_dataset_vocabulary). */
+/* Text as a stream of tokens: x of a sample is `context` characters, y the same shifted by one. bytes: the vocabulary
+   is all 256 bytes; else the bytes that occur, in ascending order (see hpml_dataset_vocabulary). */
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
                                               bool bytes);
 HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* text: byte of each token */
-/* Your own arrays, copied; y NULL: unlabelled. */
+/* A dataset from arrays in memory, which are copied; y NULL: unlabelled. */
 HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                            const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
                                            const void *y);
-HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive it */
-HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
+HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive the slice */
+HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional: hpml_ctx_free frees datasets, too */
 
-/* numpy .npy: f32, f16, i32, u8, C order. Read are versions 1 to 3, and f64 and i64 become f32 and i32 (an error where
-   a number does not fit). Written is version 1. */
+/* numpy's .npy files: f32, f16, i32, u8 in C order. Loading accepts versions 1 to 3, and converts f64 to f32 and i64 to
+   i32 (an error if a number is out of range). Saving writes version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
-/* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe).
-   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. While a record
-   file is open no program may make it shorter: reading what is gone ends this process (SIGBUS). */
-typedef struct hpml_record_writer hpml_record_writer;
-typedef struct hpml_record_file   hpml_record_file;
-HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path);
-HPML_API hpml_status         hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size);
-HPML_API hpml_status         hpml_record_finish(hpml_record_writer *w); /* the file appears, whole, now; frees w */
-HPML_API void                hpml_record_abandon(hpml_record_writer *w); /* no file; frees w */
-HPML_API hpml_record_file   *hpml_record_open(hpml_ctx *ctx, const char *path);
-HPML_API int64_t             hpml_record_count(const hpml_record_file *f);
-HPML_API const void         *hpml_record_get(const hpml_record_file *f, int64_t index, size_t *size); /* lives with f */
-HPML_API void                hpml_record_close(hpml_record_file *f);
-/* A dataset's samples as records and back (the first record holds the shapes). */
+/* A file of records: many small byte strings in one large file with an index, read through mmap (the role of LMDB in
+   Caffe). Little-endian: "HPMLREC1", count u64, offset of the index u64, the records, the index: count + 1 offsets u64.
+   While such a file is open no program may truncate it, because reading the missing part kills this process (SIGBUS).
+   */
+typedef struct hpml_records_writer hpml_records_writer;
+typedef struct hpml_records_file   hpml_records_file;
+HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path);
+HPML_API hpml_status          hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size);
+HPML_API hpml_status          hpml_records_finish(hpml_records_writer *w);  /* the whole file appears; frees w */
+HPML_API void                 hpml_records_abandon(hpml_records_writer *w); /* no file appears; frees w */
+HPML_API hpml_records_file   *hpml_records_open(hpml_ctx *ctx, const char *path);
+HPML_API int64_t              hpml_records_count(const hpml_records_file *f);
+/* The bytes of a record, valid until f is closed; *size (NULL: not wanted): how many. */
+HPML_API const void          *hpml_records_get(const hpml_records_file *f, int64_t index, size_t *size);
+HPML_API void                 hpml_records_close(hpml_records_file *f);
+/* Save a dataset's samples as records, and load them (the first record holds the shapes). */
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path);
 
-/* Image augmentation, random per (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop k images are cropped
-   from (.., H, W) to (.., k, k) first, at a random place; with in_order, in evaluation as well, to their middle. */
+/* Image augmentation, random by (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop = k, images (.., H, W)
+   are cropped to (.., k, k) first: at a random place; with in_order and in evaluation, in the middle. */
 typedef struct hpml_augment {
-    int32_t shift;  /* up to this many pixels each way, zeros come in: the crop of an image padded with so many */
-    bool    flip;   /* left-right with probability 1/2 */
-    int32_t cutout; /* a square of this size set to zero */
+    int32_t shift;  /* shift by up to this many pixels in each direction, filled with zeros (as padding and cropping) */
+    bool    flip;   /* mirror left to right with probability 1/2 */
+    int32_t cutout; /* side of a random square that is set to zero, in pixels */
 } hpml_augment;
 
 typedef struct hpml_loader_desc {
     uint32_t     _begin;
     int32_t      batch;      /* samples per batch of this rank; required (fit: 0 = the trainer's) */
     bool         in_order;   /* do not shuffle */
-    bool         drop_last;  /* leave out a short last batch */
-    bool         no_prefetch; /* batches are made by the caller's thread; same batches */
+    bool         drop_last;  /* skip a last batch that is not full */
+    bool         no_prefetch; /* prepare batches in the caller's thread instead of a background thread; same batches */
     uint64_t     seed;       /* 0: the context's */
-    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1, in fit: as hpml_distribute says.
-                                 Where you have divided the data among ranks yourself: 0 and 1 */
-    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
-    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares are near-equal */
-    int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
+    int32_t      rank, ranks; /* this rank's shard of each global batch; ranks 0: 1 (in fit: set by hpml_distribute).
+                                 If each rank already has only its own part of the data: 0 and 1 */
+    int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, of at most `batch` */
+    int64_t      grain;        /* samples that always stay together on one rank (a leaf of exact mode); 0: 1 */
+    int64_t      samples_per_epoch; /* 0: all of the data; more than the data: it is shuffled again each round */
     hpml_augment augment;
     uint32_t     _end;
 } hpml_loader_desc;
@@ -1106,17 +1109,19 @@ typedef struct hpml_loader_desc {
 typedef struct hpml_batch {
     const void *x;        /* (samples, ...) f32 (U8 pixels already scaled) or i32 tokens; valid until the next call */
     const void *y;        /* (samples, y_size) or NULL */
-    int64_t     samples;  /* of this rank: few or 0 in the last global batch; every rank gets equally many batches */
-    int64_t     global_samples; /* of all ranks: what a mean divides by */
-    int64_t     first;    /* number of this rank's first sample within the global batch */
-    int64_t     index;    /* batch of the epoch, from 0 */
+    int64_t     samples;  /* of this rank; fewer, or 0, in the last global batch */
+    int64_t     global_samples; /* of all ranks: the divisor of a mean */
+    int64_t     first;    /* offset of this rank's first sample in the global batch */
+    int64_t     index;    /* number of the batch in its epoch, from 0 */
 } hpml_batch;
 
-/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same for every number of ranks. */
+/* Creates a loader. The order of the samples is a random permutation given by seed and epoch, the same for every number
+   of ranks. */
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
-HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
-HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-/* false: an error, or the epoch is done; then the next call begins the next one. */
+HPML_API int64_t      hpml_loader_steps(const hpml_loader *l); /* batches of an epoch, the same on every rank */
+/* Sets the batch that hpml_loader_next returns next. */
+HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);
+/* Returns the next batch. False: an error, or the end of an epoch; then the next call begins the next epoch. */
 HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out);
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
@@ -1124,54 +1129,56 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Like every file of this library it is written to `path`.tmp, synced
-   and renamed, and its folder is synced: a kill at any moment leaves the old file or the new one. The mode of the old
-   file is kept, a link is followed to its file. A pipe takes only .npy files and timelines. Headers are accepted and
-   refused as by the format's reference implementation, but no name holds a NUL. Tensors of other types than
-   hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS dimensions are left out on reading. */
-typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped: no program may make it shorter (SIGBUS) */
-typedef struct hpml_safetensor {                  /* one entry */
+/* safetensors files: 8-byte length, JSON header, data. Like every file of this library, such a file is written to
+   `path`.tmp, synced and renamed, and its folder is synced: if the process is killed at any moment, `path` is the old
+   file or the new one. The permissions of the old file are kept; a symbolic link is resolved. Only .npy files and
+   timelines can be written to a pipe. Reading accepts the same headers as the format's reference implementation, except
+   names that contain a NUL; tensors that hpml cannot hold (other dtypes, size 0, more than HPML_MAX_DIMS dimensions)
+   are skipped. */
+typedef struct hpml_safetensors hpml_safetensors; /* an open, mapped file: no program may truncate it (SIGBUS) */
+typedef struct hpml_safetensor {                  /* one tensor of a file */
     const char *name;
     hpml_dtype  dtype;
     int         ndim;
     int64_t     shape[HPML_MAX_DIMS];
-    const void *data; /* read: in the file's mapping until close; may be unaligned for its type */
+    const void *data; /* after reading: in the mapped file, valid until it is closed; may be unaligned for its dtype */
     size_t      bytes;
 } hpml_safetensor;
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path);
 HPML_API int               hpml_safetensors_count(const hpml_safetensors *f);
 HPML_API bool              hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out);
 HPML_API bool              hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out);
-HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: there is none */
+HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: no such key */
 HPML_API void              hpml_safetensors_close(hpml_safetensors *f);
 typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count);
 
-/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. The metadata have the
-   CRC-32C of each array, "hpml.crc32c.<name>": loading checks it where it is there, and that all numbers are finite. */
+/* Saves all parameters under their names, as F32, BF16 or F16. The metadata hold a CRC-32C of each array,
+   "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; what else it holds is ignored */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; other tensors are ignored */
 
-/* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
-   step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
-   "state.<name>", metadata "hpml.step" ..., checksums as above. */
+/* Saves everything that a training needs to continue with the same bits: parameters, optimizer state, named states
+   (such as residuals), step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>",
+   "opt.v.<param>", "state.<name>", metadata "hpml.step" ..., checksums as above. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
-HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
+HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error nothing changes */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Chrome trace form: open the file in Perfetto. A process per rank, a lane (thread) per stream that has events; the
-   trainer's steps as spans, its loss and the bytes sent in each step as counters. An event costs 50 ns. */
+/* The timeline in Chrome's trace format, for Perfetto: one process for each rank, one lane (thread) for each stream of
+   work that has events; the trainer's steps as spans, its loss and the bytes sent in each step as counters. Adding an
+   event takes about 50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
-    int64_t  first_step, last_step; /* record only these updates, the first is 0; last 0: all */
-    int64_t  capacity;              /* events kept, 72 bytes each, the oldest are dropped; 0: 65,536 */
-    double   origin;                /* the hpml_now() that is time 0 in the file; 0: that of the first event */
-    bool     arrows;                /* from the send to the receive of each message of a collective: two more events */
+    int64_t  first_step, last_step; /* trace only these steps, counted from 0; last 0: no end */
+    int64_t  capacity;              /* events kept, of 72 bytes; older ones are overwritten; 0: 65,536 */
+    double   origin;                /* the hpml_now() that is time 0 of the file; 0: the start of the first event */
+    bool     arrows;                /* arrows from send to receive for the messages of collectives: two events each */
     uint32_t _end;
 } hpml_trace_desc;
 #define HPML_LANE_COMPUTE 0
@@ -1181,50 +1188,51 @@ typedef struct hpml_trace_desc {
 #define HPML_LANE_STEP    4
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
-/* Adds a span; `name` must live as long as the trace. Any thread. Does nothing when no trace is on. */
+/* Adds a span; `name` must live as long as the trace. Thread-safe. Does nothing if no trace is on. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
-HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* recording now, this step included */
+HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* a trace was started, and the current step is traced */
 
 typedef enum hpml_trace_kind {
     HPML_TRACE_SPAN = 0,
-    HPML_TRACE_STEP,    /* a span called "step" and its number */
-    HPML_TRACE_COUNTER, /* a curve */
-    HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* an arrow from the first to the second, within spans of their lanes */
+    HPML_TRACE_STEP,    /* a span with the number of a step */
+    HPML_TRACE_COUNTER, /* a point of a curve */
+    HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* the two ends of an arrow, each inside a span of its lane */
 } hpml_trace_kind;
 
-/* Text must live as long as the trace; it may hold any bytes: what is not UTF-8 is replaced. */
+/* Names must live as long as the trace. Bytes of them that are not UTF-8 are replaced in the file. */
 typedef struct hpml_trace_event {
     hpml_trace_kind kind;
     int         lane;
     const char *name;         /* required */
-    double      start, end;   /* seconds; COUNTER, SEND, RECEIVE happen at the start */
-    const char *first, *last; /* SPAN: the tensors from one to another; last NULL: one; both NULL: none */
-    int32_t     bucket;       /* SPAN: of these tensors, from 1; 0: none */
-    int64_t     number;       /* SPAN: bytes, 0: not known. STEP: which. SEND, RECEIVE: the same for both ends */
-    double      value;        /* COUNTER; NaN and infinity are left out */
+    double      start, end;   /* seconds of hpml_now; COUNTER, SEND and RECEIVE use only the start */
+    const char *first, *last; /* SPAN: names of the first and last tensor sent; last NULL: one; both NULL: none */
+    int32_t     bucket;       /* SPAN: number of their bucket, from 1; 0: none */
+    int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: its number. SEND, RECEIVE: the same id at both ends */
+    double      value;        /* COUNTER; NaN and infinity are not written */
 } hpml_trace_event;
-/* Adds a copy of an event. Any thread. Does nothing when no trace is on. */
+/* Adds a copy of an event. Thread-safe. Does nothing if no trace is on. */
 HPML_API void        hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
-/* The time in the file of the first event that is kept, 0 where there is none; and moves the origin by some seconds. */
+/* Returns the earliest start of the events kept, in seconds from the origin; 0 if there is none. */
 HPML_API double      hpml_trace_first(const hpml_ctx *ctx);
-HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds);
-/* Layers and updates (not a GPU's) are stamped with *seconds, not with hpml_now(), until it is NULL; batches are left
-   out. Returns the one before. For communicators in virtual time (hpml_comm.h): their other spans have that time. */
+HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds); /* adds to the origin */
+/* Sets the clock of the spans of layers and updates on the CPU: *seconds instead of hpml_now(); NULL: hpml_now() again.
+   With such a clock the loader adds no spans. Returns the previous clock. hpml_comm.h uses it for virtual time. */
 HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
-/* One line of the per-layer table; times are sums over the runs since the profile was switched on. */
+/* One row of the table by layer; times are sums over the runs since the profile was enabled. */
 typedef struct hpml_profile_row {
     const hpml_node *node;
-    const char      *name;              /* of the layer: its parameter's or its op's */
+    const char      *name;              /* of the layer */
     int64_t          calls;
     double           forward_s, backward_s;
     double           forward_flops, backward_flops; /* of one call, multiply-add = 2 */
-    double           bytes;             /* inputs + outputs + parameters of one forward call */
+    double           bytes;             /* read and written by one forward call: inputs, output, parameters */
 } hpml_profile_row;
-HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* switching on clears */
-HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* returns how many there are */
-/* Text tables into `buffer`, as snprintf: returns the length it needs. */
+HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* starts a profile from zero, or ends it */
+/* Copies up to `capacity` rows; returns the number of rows that there are. */
+HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity);
+/* Write text tables to `buffer`; like snprintf, they return the length that the whole text needs. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
@@ -8274,9 +8282,9 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 // >>files   reading files, writing files that appear whole
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* No file is trusted. What a reader copies is read and not mapped, because a mapped file that another program cuts
-   short kills this process (SIGBUS). A file that is written goes to a temporary name in the same folder, is synced,
-   renamed, and the folder is synced: at any moment the name holds the old content or the new one. */
+/* Files are untrusted input. Readers that copy data use read(), not mmap(), because a mapped file that another program
+   truncates kills this process (SIGBUS). A writer writes to a temporary name in the same folder, syncs the file,
+   renames it and syncs the folder: at any moment the final name holds the old content or the new content. */
 
 #if HPMLI_POSIX
 #if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these */
@@ -8285,14 +8293,14 @@ FILE   *fdopen(int fd, const char *mode);
 int     fileno(FILE *f);
 int     fsync(int fd);
 int     ftruncate(int fd, off_t size);
-ssize_t readlink(const char *path, char *target, size_t room);
+ssize_t readlink(const char *path, char *target, size_t size);
 #endif
 #if defined(O_NOFOLLOW)
 #define HPMLI_NOFOLLOW O_NOFOLLOW
 #elif defined(__O_NOFOLLOW) /* glibc's under -std=c99 */
 #define HPMLI_NOFOLLOW __O_NOFOLLOW
 #else
-#define HPMLI_NOFOLLOW O_EXCL /* refuses links too, and any file that is already there */
+#define HPMLI_NOFOLLOW O_EXCL /* refuses links, but any other existing file as well */
 #endif
 #endif
 
@@ -8300,7 +8308,7 @@ typedef struct hpmli_file {
     hpml_ctx            *ctx;
     const char          *path;
     FILE                *in;    /* NULL: closed */
-    const unsigned char *bytes; /* (size), once the file is mapped or read as a whole */
+    const unsigned char *bytes; /* (size) the content, if the file was mapped or read as a whole; else NULL */
     size_t               size;  /* of the file, in bytes */
     bool                 mapped;
 #ifdef HPML_USE_ZLIB
@@ -8325,10 +8333,10 @@ HPMLI_FN void hpmli_file_close(hpmli_file *f)
     f->bytes = NULL;
 }
 
-/* Destructor of objects that begin with a file. */
+/* The destructor of context-owned objects whose first member is a hpmli_file. */
 HPMLI_FN void hpmli_file_destroy(void *object) { hpmli_file_close((hpmli_file *)object); }
 
-/* Opens a regular file that is not empty; pipes, devices and folders are refused without waiting for them. */
+/* Opens a regular file that is not empty. Pipes, devices and folders are refused, without blocking on them. */
 HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
     memset(f, 0, sizeof *f);
@@ -8360,7 +8368,8 @@ HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
     return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
 }
 
-/* Reads the next bytes, unpacked where they are gzipped; returns how many: fewer than asked for at the end. */
+/* Reads the next `size` bytes and returns the number read, which is smaller at the end of the file. Gzipped files are
+   decompressed; their size then counts decompressed bytes. */
 HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
 {
     size_t got = 0;
@@ -8374,14 +8383,14 @@ HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
     return got;
 }
 
-/* Reads the next `size` bytes; with fewer there is an error. */
+/* Reads exactly `size` bytes; fails if the file ends before. */
 HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size)
 {
     return hpmli_file_next(f, to, size) == size ||
            hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
 }
 
-/* Opens a file and reads all of it, or maps it: then it must not become shorter while it is open. */
+/* Opens a file and reads all of it into memory, or maps it; a mapped file must not be truncated while it is open. */
 HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
 {
     if (!hpmli_file_open(ctx, f, path)) return false;
@@ -8408,16 +8417,17 @@ HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, b
 typedef struct hpmli_writer {
     hpml_ctx *ctx;
     FILE     *f;
-    char     *path, *temporary; /* path: what the caller's name leads to */
-    uint64_t  size, synced;     /* bytes written, and those of them that are on the disk */
+    char     *path, *temporary; /* the final name, with symbolic links resolved; the name while writing */
+    uint64_t  size, synced;     /* bytes written; bytes written at the last sync */
     int       error;            /* errno of the first failure; 0: none */
-    int       fd;               /* POSIX: the temporary file; holds its lock until the file has its name; -1: none */
-    bool      direct;           /* into a device or a pipe: no temporary file */
+    int       fd;               /* POSIX: the temporary file, locked until it is renamed; -1: none */
+    bool      direct;           /* the target is a device or a pipe: no temporary file, no rename */
 } hpmli_writer;
 
 #if HPMLI_POSIX
-/* Follows the symbolic links that end a path, so that a save replaces the file and not a link to it. */
-HPMLI_FN bool hpmli_follow(char *path, size_t room)
+/* Replaces a path that names a symbolic link by the link's target, so that a save replaces the file and not the link.
+   `size`: bytes that `path` can hold. False: too many links, or too long a path. */
+HPMLI_FN bool hpmli_resolve_links(char *path, size_t size)
 {
     char target[4096];
     for (int links = 0; links < 40; links++) {
@@ -8425,7 +8435,7 @@ HPMLI_FN bool hpmli_follow(char *path, size_t room)
         if (n < 0) return true; /* no link */
         char  *name = strrchr(path, '/');
         size_t kept = name && target[0] != '/' ? (size_t)(name + 1 - path) : 0;
-        if (kept + (size_t)n >= room) break;
+        if (kept + (size_t)n >= size) break;
         memcpy(path + kept, target, (size_t)n);
         path[kept + (size_t)n] = 0;
     }
@@ -8433,9 +8443,9 @@ HPMLI_FN bool hpmli_follow(char *path, size_t room)
     return false;
 }
 
-/* Whether the file open as w->fd may be overwritten: locked, owned by this user, no link, still under its temporary
-   name. */
-HPMLI_FN bool hpmli_temporary_ours(const hpmli_writer *w)
+/* True if the existing temporary file open as w->fd may be overwritten: this process could lock it, this user owns it,
+   it has no second link, and the temporary name still refers to it. */
+HPMLI_FN bool hpmli_temporary_is_ours(const hpmli_writer *w)
 {
     struct stat mine, there;
     if (flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || stat(w->temporary, &there) != 0)
@@ -8444,8 +8454,8 @@ HPMLI_FN bool hpmli_temporary_ours(const hpmli_writer *w)
            mine.st_dev == there.st_dev;
 }
 
-/* Empties the temporary file, gives it the mode of the file that it will replace (NULL: there is none), and opens a
-   stream on it. */
+/* Truncates the temporary file, gives it the permissions of the file that it will replace (`old`, NULL: a new file),
+   and opens the stream w->f on it. */
 HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
 {
     struct stat mine;
@@ -8462,60 +8472,63 @@ HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
     return false;
 }
 
-/* Opens "path.tmp", so that a save reuses what a killed one has left there. Where another writer has it, or it is a
-   link, or not ours, or there are no locks, a numbered name is made that nothing else has. */
-HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t room)
+/* Opens "path.tmp", so that a save overwrites the temporary file of an earlier save that was killed. If that name is
+   locked by another writer, a link, owned by another user, or cannot be locked, a new numbered name is created instead.
+   `size`: bytes that w->temporary can hold. */
+HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t size)
 {
     struct stat old;
     bool        exists = stat(w->path, &old) == 0;
     for (int n = 0; n < 100; n++) {
-        if (n == 0) snprintf(w->temporary, room, "%s.tmp", w->path);
-        else snprintf(w->temporary, room, "%s.tmp%ld-%d", w->path, (long)getpid(), n);
+        if (n == 0) snprintf(w->temporary, size, "%s.tmp", w->path);
+        else snprintf(w->temporary, size, "%s.tmp%ld-%d", w->path, (long)getpid(), n);
         int flags = O_RDWR | O_CREAT | O_NONBLOCK | HPMLI_NOFOLLOW;
         w->fd = open(w->temporary, n == 0 ? flags : flags | O_EXCL, exists ? 0600 : 0666);
         if (w->fd < 0 && n > 0 && errno != EEXIST) break;
         if (w->fd < 0) continue;
-        if (n > 0 || hpmli_temporary_ours(w)) return hpmli_temporary_take(w, exists ? &old : NULL);
+        if (n > 0 || hpmli_temporary_is_ours(w)) return hpmli_temporary_take(w, exists ? &old : NULL);
         close(w->fd);
     }
     w->error = errno;
     return false;
 }
 
-/* Syncs the folder, so that a crash of the machine does not take the new name away. */
+/* Syncs the folder of the renamed file, because otherwise the rename could be lost in a crash of the machine. */
 HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
 {
-    char *folder = w->temporary, *end = strrchr(folder, '/'); /* unused now, because the file has been renamed */
+    char *folder = w->temporary, *end = strrchr(folder, '/'); /* this name is free now: the file has been renamed */
     if (end) end[end == folder] = 0;
     else strcpy(folder, ".");
     int fd = open(folder, O_RDONLY);
-    if (fd < 0) w->error = errno == EACCES ? 0 : errno; /* a folder that may be written to but not read */
+    if (fd < 0) w->error = errno == EACCES ? 0 : errno; /* EACCES: a folder that may be written but not read */
     else if (fsync(fd) != 0 && errno != EINVAL) w->error = errno; /* EINVAL: a file system that cannot sync folders */
     if (fd >= 0) close(fd);
     return w->error == 0;
 }
 #endif
 
-/* seeks: the start of the file is written last, which a pipe does not allow. */
+/* Opens a file for writing; it appears under its name in hpmli_writer_close. seeks: the caller will rewrite the start
+   of the file at the end, which pipes and devices do not allow. */
 HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path, bool seeks)
 {
-    size_t room = 4096 + 48; /* bytes: the longest path that systems accept, and a number */
+    size_t name_size = 4096 + 48; /* bytes: the longest path of any system, and a suffix */
     memset(w, 0, sizeof *w);
-    w->ctx = ctx, w->fd = -1;
+    w->ctx = ctx;
+    w->fd  = -1;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
     if (strlen(path) >= 4096)
         return hpmli_false(ctx, HPML_ERR_WRITE, "\"%.64s...\": cannot write: %s", path, strerror(ENAMETOOLONG));
-    w->temporary = (char *)hpmli_alloc(ctx, 2 * room); /* and the path behind it */
+    w->temporary = (char *)hpmli_alloc(ctx, 2 * name_size); /* one block for both names */
     if (!w->temporary) return false;
-    w->path = strcpy(w->temporary + room, path);
+    w->path = strcpy(w->temporary + name_size, path);
 #if HPMLI_POSIX
     struct stat there;
     w->direct = stat(path, &there) == 0 && !S_ISREG(there.st_mode);
     if (w->direct && seeks) w->error = ESPIPE;
     else if (w->direct) w->f = fopen(path, "wb");
-    else if (hpmli_follow(w->path, 4096)) hpmli_temporary_open(w, room);
+    else if (hpmli_resolve_links(w->path, 4096)) hpmli_temporary_open(w, name_size);
 #else
-    snprintf(w->temporary, room, "%s.tmp", w->path);
+    snprintf(w->temporary, name_size, "%s.tmp", w->path);
     w->f = fopen(w->temporary, "wb");
 #endif
     if (w->f) return true;
@@ -8526,20 +8539,21 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     return false;
 }
 
+/* Appends bytes. Errors are kept in the writer; hpmli_writer_close reports the first. */
 HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
 {
     if (size > 0 && !w->error && fwrite(bytes, 1, size, w->f) != size) w->error = errno ? errno : EIO;
     w->size += size;
 }
 
-/* Rewinds: the next writes replace the start of the file. */
+/* Seeks to the start of the file: the next writes replace its first bytes. */
 HPMLI_FN void hpmli_write_start(hpmli_writer *w)
 {
     if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
 }
 
-/* Writes large data. A progress callback is called each time that 64 MB more are on the disk, so that the sync at the
-   end is short. */
+/* Appends large data. With a progress callback, the file is synced after each 64 MB and the callback is called, so that
+   the last sync is short and the callback's count of bytes is true. */
 HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
 {
     const size_t         piece    = (size_t)64 << 20;
@@ -8556,38 +8570,44 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
     }
 }
 
-/* The file appears now, or an error says why not; with `keep` false nothing appears. */
+/* Closes the writer. keep: the file appears under its final name, or the call fails with an error; without keep the
+   temporary file is removed and the call cannot fail. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
-    bool here = false; /* the file is under its final name */
+    bool renamed = false; /* the file is under its final name */
 #if HPMLI_POSIX
-    if (good && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
+    if (good && !w->direct) good = fsync(w->fd) == 0; /* the data must be on the disk before the rename */
 #endif
     if (!good && !w->error) w->error = errno ? errno : EIO;
-    if (fclose(w->f) != 0 && good) good = false, w->error = errno;
+    if (fclose(w->f) != 0 && good) {
+        good     = false;
+        w->error = errno;
+    }
     w->f = NULL;
-    if (good && !w->direct) good = here = rename(w->temporary, w->path) == 0;
+    if (good && !w->direct) good = renamed = rename(w->temporary, w->path) == 0;
     if (!good && !w->error) w->error = errno;
-    if (!here && !w->direct) remove(w->temporary);
+    if (!renamed && !w->direct) remove(w->temporary);
 #if HPMLI_POSIX
-    if (here) good = hpmli_folder_sync(w);
+    if (renamed) good = hpmli_folder_sync(w);
     if (w->fd >= 0) close(w->fd);
 #endif
     if (keep && !good)
-        hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot %s: %s", w->path, here ? "sync its folder" : "write",
+        hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot %s: %s", w->path, renamed ? "sync its folder" : "write",
                    strerror(w->error));
     hpmli_free(w->ctx, w->temporary);
     return good || !keep ? HPML_OK : HPML_ERR_WRITE;
 }
 
-HPMLI_FN uint64_t hpmli_little(const unsigned char *p, int bytes)
+/* Reads a little-endian integer of 1 to 8 bytes. */
+HPMLI_FN uint64_t hpmli_read_little(const unsigned char *p, int bytes)
 {
     uint64_t x = 0;
     for (int i = bytes - 1; i >= 0; i--) x = x << 8 | p[i];
     return x;
 }
 
+/* Appends a little-endian integer of 1 to 8 bytes. */
 HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
 {
     unsigned char p[8];
@@ -8599,10 +8619,10 @@ HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
 // >>json   UTF-8, decimal numbers, JSON
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Bytes of the UTF-8 character that a text begins with, 1 to 4; 0: it begins with none. */
+/* Returns the length in bytes (1 to 4) of the UTF-8 character at the start of a text, 0 if there is no valid one. */
 HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
 {
-    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length; a longer form than needed is none */
+    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length: overlong forms are invalid */
     const unsigned char  *p = (const unsigned char *)text;
     size_t                n = 2;
     if (size > 0 && p[0] < 0x80) return 1;
@@ -8619,7 +8639,7 @@ HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
     return good ? n : 0;
 }
 
-/* Whether all of a text is UTF-8. */
+/* True if all of a text is valid UTF-8. */
 HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
 {
     for (size_t n; size > 0; text += n, size -= n)
@@ -8627,21 +8647,21 @@ HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
     return true;
 }
 
-#define HPMLI_F32_END 3.4028235677973366e38 /* from here on numbers round to an infinite f32 */
+#define HPMLI_F32_END 3.4028235677973366e38 /* the smallest double that rounds to an infinite f32 */
 
-/* big = by big + add, in 32-bit words, the lowest first. */
-HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t by, uint32_t add)
+/* big = factor big + add; big: an integer of 32-bit words, the lowest first. */
+HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t factor, uint32_t add)
 {
     uint64_t carry = add;
     for (int i = 0; i < words; i++) {
-        carry += (uint64_t)big[i] * by;
+        carry += (uint64_t)big[i] * factor;
         big[i] = (uint32_t)carry;
         carry >>= 32;
     }
 }
 
-/* Sign of digits 10^exponent - x, exactly: both become whole numbers. Digits after the 200th only tell whether there is
-   more, because the middle of two floats has no more than 113 of them. */
+/* Returns the sign of digits 10^exponent - x, computed exactly with big integers. Digits after the 200th only matter by
+   being zero or not, because the middle of two neighbouring floats has at most 113 significant digits. */
 HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
 {
     enum { WORDS = 64 };
@@ -8656,7 +8676,8 @@ HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t expon
         else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
         digits += digits > 0 || *p != '0';
     }
-    big[1][0] = (uint32_t)mantissa, big[1][1] = (uint32_t)(mantissa >> 32);
+    big[1][0] = (uint32_t)mantissa;
+    big[1][1] = (uint32_t)(mantissa >> 32);
     for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
     for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
     for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
@@ -8666,7 +8687,7 @@ HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t expon
     return more;
 }
 
-/* w 10^exponent, wrong by less than 2^-50 of it in what f32 holds. */
+/* Returns w 10^exponent with a relative error below 2^-50 within the range of f32. */
 HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
 {
     static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
@@ -8681,22 +8702,28 @@ HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
     return d;
 }
 
-/* A decimal number, whatever the locale; *out as f32 is the float that is nearest to it, infinite beyond all of them.
-   Returns the end, or NULL when there is none. */
+/* Parses a decimal number, independently of the locale. *out rounds to the f32 nearest to the number (infinity beyond
+   the largest). Returns the position after the number, or NULL if there is none. */
 HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
 {
     const double slack = 1.0 / ((int64_t)1 << 50);
     uint64_t     w = 0; /* the first 19 digits */
-    int64_t      exponent = 0, given = 0, behind = 0;
+    int64_t      exponent = 0, given = 0, decimals = 0; /* of w; after the e; digits after the point */
     int          digits = 0;
     bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
     if (p < end && (*p == '-' || *p == '+')) p++;
     const char *start = p;
     for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
         if (*p == '.') { point = true; continue; }
-        any = true, behind += point;
-        if (digits < 19) w = 10 * w + (uint64_t)(*p - '0'), exponent -= point;
-        else exponent += !point, cut = cut || *p != '0';
+        any = true;
+        decimals += point;
+        if (digits < 19) {
+            w = 10 * w + (uint64_t)(*p - '0');
+            exponent -= point;
+        } else {
+            exponent += !point;
+            cut = cut || *p != '0';
+        }
         digits += digits > 0 || *p != '0';
     }
     if (!any) return NULL;
@@ -8712,9 +8739,9 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     double d = hpmli_decimal_near(w, exponent + given);
     bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
     float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
-    if (least < most) { /* near the middle of two floats */
+    if (least < most) { /* too near to the middle of two floats to know which one is nearest: compare exactly */
         double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
-        int    side   = hpmli_decimal_compare(start, stop, given - behind, middle);
+        int    side   = hpmli_decimal_compare(start, stop, given - decimals, middle);
         d = side < 0 ? (double)least : middle;
         if (side > 0) d = (double)most;
     }
@@ -8722,15 +8749,17 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     return p;
 }
 
-/* JSON, in memory of our own, in which strings are unescaped in place. Strict as safetensors' own reader is, but for a
-   tuple of Python, (2, 3,), which is read as well, and for strings with a NUL, which C cannot hold. */
+/* A JSON reader for a private, writable copy of the text, in which strings are unescaped in place. It accepts and
+   refuses the same texts as safetensors' own reader, with two exceptions: Python tuples, (2, 3,), are accepted for .npy
+   headers, and strings that contain a NUL are refused, because C strings cannot hold one. */
 
 typedef struct hpmli_json {
-    char *p, *end;
-    bool  bad;
+    char *p, *end; /* the next character; the end of the text */
+    bool  bad;     /* a syntax error was found; every later call does nothing */
 } hpmli_json;
 
-HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next */
+/* Skips blanks, then consumes c if it is the next character; returns whether it was. */
+HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c)
 {
     while (j->p < j->end && (*j->p == ' ' || *j->p == '\n' || *j->p == '\t' || *j->p == '\r')) j->p++;
     if (j->p >= j->end || *j->p != c) return false;
@@ -8738,9 +8767,11 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next *
     return true;
 }
 
+/* Consumes c; anything else is a syntax error. */
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 
-HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* takes true, false or null if it comes next */
+/* Consumes `word` (true, false, null) if it comes next; returns whether it did. */
+HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word)
 {
     size_t n = strlen(word);
     hpmli_json_is(j, ' '); /* skips blanks */
@@ -8749,7 +8780,7 @@ HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* takes true, fa
     return true;
 }
 
-/* Takes backslash uXXXX; false: there is none. */
+/* Consumes one escape of the form backslash uXXXX (a UTF-16 unit); false: there is none. */
 HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
 {
     char hex[5] = { 0 };
@@ -8760,8 +8791,8 @@ HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
     return strspn(hex, "0123456789abcdefABCDEF") == 4;
 }
 
-/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on a pair of them does. 0 would end the
-   text. */
+/* Consumes backslash uXXXX, or the surrogate pair of a character from 0x10000 on, and appends the character at *to in
+   UTF-8. False: the escape is invalid, or is 0, which would end a C string. */
 HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
 {
     uint32_t code, low = 0;
@@ -8771,13 +8802,14 @@ HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
         if (!hpmli_json_unit(j, &low) || low >> 10 != 0x37) return false;
         code = 0x10000 + ((code & 0x3ff) << 10) + (low & 0x3ff);
     }
-    j->p--; /* at the last digit */
+    j->p--; /* stay on the last digit, because the caller steps over one character */
     for (uint32_t most = 0x80; code >= most && more < 3; more++) most = more == 0 ? 0x800 : 0x10000;
     *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
     while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
     return true;
 }
 
+/* Consumes a string, unescapes it in place and returns it; "" after a syntax error. */
 HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
 {
     char *start, *to;
@@ -8786,19 +8818,21 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
         if (*j->p == '\\') {
             static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f";
             const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
-            if (at) j->p++, *to++ = is[at - of];
-            else if (!hpmli_json_unicode(j, &to)) j->bad = true;
+            if (at) {
+                j->p++;
+                *to++ = is[at - of];
+            } else if (!hpmli_json_unicode(j, &to)) j->bad = true;
         } else if ((unsigned char)*j->p < 32) j->bad = true;
         else *to++ = *j->p;
     }
     if (j->p >= j->end) j->bad = true;
     if (j->bad) return "";
     j->p++;
-    *to = 0; /* at the latest in the place of the closing quote */
+    *to = 0; /* at or before the closing quote, because unescaping never makes a string longer */
     return start;
 }
 
-/* How many decimal digits come next. */
+/* Returns the number of decimal digits at p. */
 HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
 {
     const char *start = p;
@@ -8806,7 +8840,7 @@ HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
     return p - start;
 }
 
-/* A whole number that is not negative. */
+/* Consumes a non-negative integer. */
 HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
 {
     uint64_t v = 0;
@@ -8821,7 +8855,8 @@ HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
     return j->bad ? 0 : v;
 }
 
-/* Before element n of a list: takes the bracket or the comma in front of it; false at the end, and when it is bad. */
+/* Called before element n of a list or object: consumes the opening bracket (n = 0) or the comma in front of the
+   element. False at the closing bracket, which is consumed, and after a syntax error. */
 HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
 {
     if (n == 0) hpmli_json_want(j, open);
@@ -8830,7 +8865,7 @@ HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
     return !j->bad && !(close == ')' && hpmli_json_is(j, close));
 }
 
-/* Upper bound of the number of elements of the list or object that comes next, which is not consumed. */
+/* Returns an upper bound of the number of elements of the list or object that comes next; consumes nothing. */
 HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
 {
     int64_t count = 1;
@@ -8846,14 +8881,14 @@ HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
     return count;
 }
 
-/* An array of numbers, of which it takes the first `room`; returns how many there are. *product: of all, when it is
-   wanted; more than 64 bits are bad. */
-HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int room, uint64_t *product)
+/* Consumes a list of non-negative integers, stores the first `capacity` of them and returns how many there are.
+   *product (NULL: not wanted) is multiplied by each; an overflow of 64 bits is a syntax error. */
+HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int capacity, uint64_t *product)
 {
     int n = 0;
     for (; hpmli_json_next(j, n, open, close); n++) {
         uint64_t number = hpmli_json_number(j);
-        if (n < room) out[n] = number > INT64_MAX ? INT64_MAX : (int64_t)number;
+        if (n < capacity) out[n] = number > INT64_MAX ? INT64_MAX : (int64_t)number;
         if (!product) continue;
         if (number > 0 && *product > UINT64_MAX / number) j->bad = true;
         *product *= number;
@@ -8861,7 +8896,7 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *o
     return n;
 }
 
-/* Leaves out a number of any kind, as JSON writes them: 1.5e-7, but not .5, 5., 05 or +5. */
+/* Skips a number in JSON's syntax: 1.5e-7, but not .5, 5., 05 or +5. */
 HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
 {
     double      v   = 0;
@@ -8875,7 +8910,7 @@ HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
     j->p += end - j->p;
 }
 
-/* Leaves out a value of any kind, with brackets up to `depth` deep. */
+/* Skips a value of any kind, with brackets nested at most `depth` deep. */
 HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
 {
     hpmli_json_is(j, ' '); /* skips blanks */
@@ -8906,18 +8941,19 @@ HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d)
     return n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * crop * crop;
 }
 
-/* A dataset and its arrays, in one block. A slice is a bare hpml_dataset. */
+/* A dataset that owns its arrays, which follow it in the same block of memory. A slice is a hpml_dataset alone. */
 typedef struct hpmli_samples {
     hpml_dataset  d;
     char         *x;
-    int32_t      *y;               /* labels, or targets in f32 */
-    unsigned char vocabulary[256]; /* of text: the byte of each token */
+    int32_t      *y;               /* labels; targets in f32 use the same memory */
+    unsigned char vocabulary[256]; /* text datasets: the byte that each token stands for */
     int           vocabulary_size;
 } hpmli_samples;
 
 HPML_API void hpml_dataset_free(hpml_dataset *d) { if (d) hpmli_free(d->ctx, d); }
 
-/* The end of every reader. After an error it lets go of what it has; labels say how many classes there are. */
+/* Every reader ends with this call: it frees the dataset and returns NULL after an error; otherwise it sets the number
+   of classes to the largest label + 1 where labels are integers. */
 HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
 {
     bool    bad    = s && s->d.ctx->status != HPML_OK;
@@ -8928,14 +8964,14 @@ HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
     return s && !bad ? &s->d : NULL;
 }
 
-/* Room for samples, sizes checked; NULL and an error when there is none. */
+/* Allocates a dataset with uninitialized samples; NULL and an error if the sizes overflow or memory is exhausted. */
 HPMLI_FN hpmli_samples *hpmli_samples_new(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                           const int64_t *x_shape, hpml_dtype y_dtype, int64_t y_size)
 {
     const size_t head = (sizeof(hpmli_samples) + 63) / 64 * 64; /* the arrays begin at multiples of 64 bytes */
-    int64_t      each = hpmli_shape_count(x_ndim, x_shape);
+    int64_t      sample_size = hpmli_shape_count(x_ndim, x_shape); /* elements */
     size_t       xs, ys;
-    if (each < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)each, &xs) ||
+    if (sample_size < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)sample_size, &xs) ||
         !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul(4, (size_t)y_size, &ys) ||
         !hpmli_mul((size_t)count, ys, &ys) || xs > SIZE_MAX / 4 || ys > SIZE_MAX / 8)
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
@@ -8944,8 +8980,14 @@ HPMLI_FN hpmli_samples *hpmli_samples_new(hpml_ctx *ctx, int64_t count, hpml_dty
     if (!s) return NULL;
     memset(s, 0, sizeof *s);
     hpml_dataset *d = &s->d;
-    d->ctx = ctx, d->owner = s, d->x_scale = 1.0f / 255.0f;
-    d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y_size;
+    d->ctx     = ctx;
+    d->owner   = s;
+    d->x_scale = 1.0f / 255.0f;
+    d->count   = count;
+    d->x_dtype = x_dtype;
+    d->x_ndim  = x_ndim;
+    d->y_dtype = y_dtype;
+    d->y_size  = y_size;
     for (int i = 0; i < HPML_MAX_DIMS; i++) d->x_shape[i] = i < x_ndim ? x_shape[i] : 1;
     d->x = s->x = (char *)s + head;
     if (ys > 0) d->y = s->y = (int32_t *)(void *)(s->x + xs);
@@ -8969,7 +9011,7 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
     return hpmli_dataset_done(s);
 }
 
-/* Where x and y of a sample begin. */
+/* Return the address of x, of y of sample i. */
 HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i)
 {
     int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
@@ -8990,31 +9032,35 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
                           (long long)count, (long long)first, (long long)d->count);
     s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
     if (!s) return NULL;
-    *s = *d, s->owner = NULL, s->count = count;
-    s->x = hpmli_sample_x(d, first);
+    *s = *d;
+    s->owner = NULL;
+    s->count = count;
+    s->x     = hpmli_sample_x(d, first);
     if (d->y) s->y = hpmli_sample_y(d, first);
     return s;
 }
 
 #ifdef HPML_USE_ZLIB
-/* Unpacks `want` bytes that stand behind a header. Memory grows with what comes, because the header may lie. */
+/* Decompresses the `want` bytes after the header into f->bytes. The block grows with the data read, because a false
+   header could ask for any amount of memory. */
 HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
-    size_t room = 0, got = 0;
+    size_t capacity = 0, got = 0;
     bool   more = true;
     char   extra;
-    while (more && got == room && room < want) {
-        room = room == 0 ? (size_t)1 << 20 : 2 * room;
-        if (room > want) room = want;
-        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, room);
+    while (more && got == capacity && capacity < want) {
+        capacity = capacity == 0 ? (size_t)1 << 20 : 2 * capacity;
+        if (capacity > want) capacity = want;
+        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, capacity);
         if (!p) return false;
         if (got > 0) memcpy(p, f->bytes, got);
         hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
         f->bytes = p;
-        size_t n = hpmli_file_next(f, p + got, room - got);
-        more = n > 0, got += n;
+        size_t n = hpmli_file_next(f, p + got, capacity - got);
+        more = n > 0;
+        got += n;
     }
-    more = hpmli_file_next(f, &extra, 1) == 1; /* which reads the checksum behind the data as well */
+    more = hpmli_file_next(f, &extra, 1) == 1; /* reading past the end makes zlib check the checksum, too */
     int wrong;
     gzerror(f->gz, &wrong);
     if (wrong < 0) return hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", f->path);
@@ -9024,8 +9070,9 @@ HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 }
 #endif
 
-/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes; may be gzipped. Reads the
-   header, and of a gzipped file the data as well: *want bytes. */
+/* Opens an IDX file, the format of MNIST: bytes 0, 0, type, number of dimensions; the sizes as big-endian u32; the
+   data; the whole may be gzipped. Reads the header into `sizes` and *want (bytes of data); the data of a gzipped file
+   is decompressed into f->bytes at once. */
 HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes, size_t *want)
 {
     unsigned char head[16];
@@ -9061,7 +9108,7 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int
                        *want, f->size - length);
 }
 
-/* The data behind the header. */
+/* Copies the `want` bytes of data of a file opened by hpmli_idx_open. */
 HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want)
 {
     if (f->bytes) memcpy(to, f->bytes, want);
@@ -9076,13 +9123,14 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     hpmli_samples *s = NULL;
     if (hpmli_failed(ctx)) return NULL;
     if (hpmli_idx_open(ctx, &fx, images, 3, shape, &xs) && hpmli_idx_open(ctx, &fy, labels, 1, &count, &ys)) {
-        images_count = shape[0], shape[0] = 1; /* channels */
+        images_count = shape[0];
+        shape[0]     = 1; /* channels */
         if (images_count == count) s = hpmli_samples_new(ctx, count, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
         else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
                         (long long)images_count, labels, (long long)count);
     }
     if (s && hpmli_idx_read(&fx, s->x, xs)) {
-        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y, made wider in place */
+        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y: widened in place */
         hpmli_idx_read(&fy, bytes, ys);
         for (int64_t i = 0; i < count; i++) s->y[i] = bytes[i];
     }
@@ -9091,7 +9139,7 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     return hpmli_dataset_done(s);
 }
 
-/* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
+/* CIFAR-10's binary format: records of one label byte and 3072 bytes of pixels, the planes R, G, B. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
     const int64_t  shape[3] = { 3, 32, 32 };
@@ -9132,13 +9180,14 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
 typedef struct hpmli_csv {
     hpml_ctx   *ctx;
     const char *path, *p, *end;
-    const char *names;            /* the header line; NULL: there is none */
-    int64_t     line, columns;    /* lines begun; fields of each */
-    int64_t     label, room;      /* column of the label, or -1; samples that there is memory for */
+    const char *names;            /* the header line; NULL: the file has none */
+    int64_t     line, columns;    /* number of the current line, from 1; fields of a line */
+    int64_t     label, capacity;  /* column of the label, or -1; samples that there is memory for */
     char        separator;
 } hpmli_csv;
 
-/* Reads a field into [*text, *stop), without blanks and quotes around it. True: another field follows on the line. */
+/* Reads the next field into [*text, *stop), without surrounding blanks and quotes. Returns true if another field
+   follows on the same line. */
 HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop)
 {
     const char *p = c->p;
@@ -9151,16 +9200,19 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
     bool another = p < c->end && *p == c->separator;
     c->p = p < c->end ? p + 1 : p;
     while (p > *text && (p[-1] == ' ' || p[-1] == '\r' || p[-1] == '\t')) p--;
-    if (quoted && p - *text > 1 && p[-1] == '"') ++*text, p--;
+    if (quoted && p - *text > 1 && p[-1] == '"') {
+        ++*text;
+        p--;
+    }
     *stop = p;
     return another;
 }
 
-/* Counts the columns. The first line is a header if no field of it is a number, because a row of data taken for a
-   header would be lost. */
-HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
+/* Counts the columns of the first line. The line is a header only if none of its fields is a number, because a row of
+   data taken for a header would be lost silently. */
+HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
-    static const char none[][4] = { "nan", "inf" }; /* count as numbers here, although as data they are errors */
+    static const char nonfinite[][4] = { "nan", "inf" }; /* numbers here; as data they are errors later */
     const char *start = c->p, *text, *stop;
     bool        more = true, numbers = false, words = false;
     double      v;
@@ -9169,14 +9221,19 @@ HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
         int64_t size = stop - text;
         bool    number = hpmli_parse_number(text, stop, &v) == stop && size > 0;
         for (int i = 0; i < 2 && size >= 3; i++)
-            number = number || ((stop[-3] | 32) == none[i][0] && (stop[-2] | 32) == none[i][1] &&
-                                (stop[-1] | 32) == none[i][2] && (size == 3 || (size == 4 && *text == '-')));
-        numbers = numbers || number, words = words || (size > 0 && !number);
+            number = number || ((stop[-3] | 32) == nonfinite[i][0] && (stop[-2] | 32) == nonfinite[i][1] &&
+                                (stop[-1] | 32) == nonfinite[i][2] && (size == 3 || (size == 4 && *text == '-')));
+        numbers = numbers || number;
+        words   = words || (size > 0 && !number);
     }
     if (words && !numbers) c->names = start;
-    else c->p = start, c->line--;
+    else { /* data: read this line again */
+        c->p = start;
+        c->line--;
+    }
 }
 
+/* Fails with the file, line, column, the column's name in the header, and the text of a field. */
 HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t column, const char *text, const char *stop,
                              const char *expected)
 {
@@ -9190,13 +9247,13 @@ HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t col
                end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
 }
 
-/* Parses a line into a sample. */
+/* Parses a line into the next sample. */
 HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
-    bool        more = true, fits = s && s->d.count < c->room; /* what does not fit is no whole row, see below */
-    bool        first = !c->names && (!s || s->d.count == 0);  /* the line may be meant as a header */
+    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory: the row has too few fields */
+    bool        first = !c->names && (!s || s->d.count == 0); /* the user may have meant this line as a header */
     for (; more; column++) {
         double v = 0;
         more = hpmli_csv_field(c, &text, &stop);
@@ -9220,8 +9277,8 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
     else s->d.count++;
 }
 
-/* Memory for as many samples as the rest can hold: each takes a line, and two bytes a field. NULL without an error: not
-   even one. */
+/* Allocates as many samples as the rest of the file can hold: a sample takes a line, and at least two bytes a field.
+   given: the label's column as the caller numbers it. NULL without an error: the rest is too short for one sample. */
 HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
 {
     int64_t columns = c->columns, lines = 1;
@@ -9231,10 +9288,10 @@ HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtyp
         return hpmli_null(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld", c->path,
                           (long long)columns, (long long)given);
     for (const char *p = c->p; p < c->end; p++) lines += *p == '\n';
-    c->room = hpmli_min(lines, (c->end - c->p + 1) / (2 * columns));
+    c->capacity = hpmli_min(lines, (c->end - c->p + 1) / (2 * columns));
     columns -= c->label >= 0;
-    if (c->room == 0) return NULL;
-    hpmli_samples *s = hpmli_samples_new(c->ctx, c->room, HPML_DTYPE_F32, 1, &columns, y_dtype, c->label >= 0);
+    if (c->capacity == 0) return NULL;
+    hpmli_samples *s = hpmli_samples_new(c->ctx, c->capacity, HPML_DTYPE_F32, 1, &columns, y_dtype, c->label >= 0);
     if (s) s->d.count = 0;
     return s;
 }
@@ -9246,14 +9303,18 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     hpmli_samples *s = NULL;
     bool           begun = false;
     if (hpmli_failed(ctx) || !hpmli_file_whole(ctx, &f, path, false)) return NULL;
-    c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
-    if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
-    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
+    c.ctx       = ctx;
+    c.path      = path;
+    c.p         = (const char *)f.bytes;
+    c.end       = c.p + f.size;
+    c.separator = ',';
+    if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the byte order mark of spreadsheets */
+    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the separator: the first of , ; tab on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
     while (c.p < c.end && ctx->status == HPML_OK) {
         if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
         c.line++;
-        if (c.columns == 0) { hpmli_csv_first(&c); continue; }
+        if (c.columns == 0) { hpmli_csv_first_line(&c); continue; }
         if (!begun) s = hpmli_csv_samples(&c, label_column, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
         begun = true;
         if (ctx->status == HPML_OK) hpmli_csv_row(&c, s);
@@ -9269,9 +9330,9 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
 {
     hpmli_samples *s = NULL;
     hpmli_file     f;
-    int32_t        of[256], *token;
+    int32_t        token_of[256], *token;
     size_t         total = 0, at = 0;
-    bool           used[256] = { false };
+    bool           used[256] = { false }; /* bytes that occur */
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || context < 1)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
@@ -9285,9 +9346,9 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
                    (long long)context);
     if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, (int64_t)total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
     if (!s) return NULL;
-    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x, made wider in place */
+    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x: bytes widened to i32 in place */
     for (int i = 0; i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
-        if (f.size > total - at) f.size = total - at; /* it grew */
+        if (f.size > total - at) f.size = total - at; /* the file grew meanwhile */
         if (hpmli_file_read(&f, text + at, f.size)) at += f.size;
         hpmli_file_close(&f);
     }
@@ -9295,14 +9356,17 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
         hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
     for (size_t i = 0; i < at; i++) used[text[i]] = true;
     for (int c = 0; c < 256; c++) {
-        of[c] = s->vocabulary_size;
+        token_of[c] = s->vocabulary_size;
         if (used[c] || bytes) s->vocabulary[s->vocabulary_size++] = (unsigned char)c;
     }
     token  = (int32_t *)(void *)s->x;
     s->d.y = token + 1;
-    for (size_t i = 0; i < at; i++) token[i] = of[text[i]];
-    s->d.count -= context, s->d.x_ndim = 1, s->d.classes = s->vocabulary_size;
-    s->d.x_shape[0] = s->d.y_size = context, s->d.x_step = s->d.y_step = 1; /* one begins at every place */
+    for (size_t i = 0; i < at; i++) token[i] = token_of[text[i]];
+    s->d.count -= context;
+    s->d.classes    = s->vocabulary_size;
+    s->d.x_ndim     = 1;
+    s->d.x_shape[0] = s->d.y_size = context;
+    s->d.x_step     = s->d.y_step = 1; /* a sample begins at every character */
     return hpmli_dataset_done(s);
 }
 
@@ -9317,21 +9381,22 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 // >>npy   numpy arrays and packed records
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* .npy: \x93NUMPY, version 1 0 (2 0, 3 0), length of the header u16 (u32), a Python dict as text, the data. */
+/* A .npy file: \x93NUMPY; version 1 0, 2 0 or 3 0; length of the header as u16 (version 1) or u32; the header, a Python
+   dict as text; the data. */
 
-/* What comes after 'key': in the dict; "" when it is not there. */
+/* Returns the text after 'key': in the dict, "" if the key is missing. */
 HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
 {
     char *p = strstr(header, key);
     return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
 }
 
-/* Makes f8 and i8 values f4 and i4, in place; false and an error where one does not fit. */
+/* Converts f8 values to f4, i8 values to i4, in place; fails if a value is out of range. */
 HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
         double  v;
-        int64_t w = (int64_t)hpmli_little((const unsigned char *)data + 8 * i, 8);
+        int64_t w = (int64_t)hpmli_read_little((const unsigned char *)data + 8 * i, 8);
         memcpy(&v, &w, 8);
         float   x = (float)v;
         int32_t n = (int32_t)w;
@@ -9346,15 +9411,16 @@ HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype
     return true;
 }
 
-/* Reads the header, to `header`, zeroed; returns the bytes in front of the data, 0 when there is none to read. */
-HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t room)
+/* Reads the header's text into `header`, which is zeroed and holds `capacity` bytes. Returns the offset of the data in
+   the file, 0 if this is no .npy file. */
+HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t capacity)
 {
     unsigned char start[12] = { 0 };
     bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
-    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length; versions 2 and 3 have more */
+    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length field */
     good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
-    size_t length = (size_t)hpmli_little(start + 8, (int)field);
-    good = good && length > 0 && length < room && hpmli_file_next(f, header, length) == length;
+    size_t length = (size_t)hpmli_read_little(start + 8, (int)field);
+    good = good && length > 0 && length < capacity && hpmli_file_next(f, header, length) == length;
     return good ? 8 + field + length : 0;
 }
 
@@ -9411,7 +9477,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
         hpmli_text_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
     hpmli_text_add(&text, "), }");
     n = text.used;
-    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
+    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data begin at a multiple of 64 bytes */
     header[n++] = '\n';
     void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
     if (!host || !hpmli_transferable(t, "save", host, hpml_tensor_count(t)) ||
@@ -9428,40 +9494,41 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
-struct hpml_record_writer {
+struct hpml_records_writer {
     hpmli_writer w;
-    uint64_t    *offsets; /* (count) */
+    uint64_t    *offsets; /* (count) where each record begins */
     int64_t      count, capacity;
 };
 
-/* One that was not finished leaves no file. */
-HPMLI_FN void hpmli_record_writer_destroy(void *object)
+/* The destructor: a file that was not finished is discarded. */
+HPMLI_FN void hpmli_records_writer_destroy(void *object)
 {
-    hpml_record_writer *w = (hpml_record_writer *)object;
+    hpml_records_writer *w = (hpml_records_writer *)object;
     if (w->w.f) hpmli_writer_close(&w->w, false);
     hpmli_free(w->w.ctx, w->offsets);
 }
 
-HPMLI_FN void hpmli_record_head(hpml_record_writer *w, uint64_t index)
+/* Writes the head of the file; index: offset of the index behind the records. */
+HPMLI_FN void hpmli_records_head(hpml_records_writer *w, uint64_t index)
 {
     hpmli_write(&w->w, "HPMLREC1", 8);
     hpmli_write_little(&w->w, (uint64_t)w->count, 8);
     hpmli_write_little(&w->w, index, 8);
 }
 
-HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
+HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path)
 {
     if (hpmli_failed(ctx)) return NULL;
-    hpml_record_writer *w = (hpml_record_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_record_writer_destroy);
+    hpml_records_writer *w = (hpml_records_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_records_writer_destroy);
     if (!w || !hpmli_writer_open(ctx, &w->w, path, true)) {
         hpmli_free(ctx, w);
         return NULL;
     }
-    hpmli_record_head(w, 0);
+    hpmli_records_head(w, 0);
     return w;
 }
 
-HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size)
+HPML_API hpml_status hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size)
 {
     if (!w || hpmli_failed(w->w.ctx)) return w ? w->w.ctx->status : HPML_ERR_ARGUMENT;
     if (!hpmli_grow(w->w.ctx, &w->offsets, w->count, &w->capacity, sizeof *w->offsets)) return w->w.ctx->status;
@@ -9470,7 +9537,7 @@ HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, s
     return HPML_OK;
 }
 
-HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
+HPML_API hpml_status hpml_records_finish(hpml_records_writer *w)
 {
     if (!w) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx   = w->w.ctx;
@@ -9478,35 +9545,38 @@ HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
     for (int64_t i = 0; i < w->count; i++) hpmli_write_little(&w->w, w->offsets[i], 8);
     hpmli_write_little(&w->w, index, 8);
     hpmli_write_start(&w->w);
-    hpmli_record_head(w, index);
+    hpmli_records_head(w, index);
     hpml_status status = hpmli_writer_close(&w->w, ctx->status == HPML_OK);
     hpmli_free(ctx, w);
     return ctx->status != HPML_OK ? ctx->status : status;
 }
 
-HPML_API void hpml_record_abandon(hpml_record_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
+HPML_API void hpml_records_abandon(hpml_records_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
 
-struct hpml_record_file {
+struct hpml_records_file {
     hpmli_file           file;
     int64_t              count;
-    const unsigned char *index; /* (count + 1) u64 */
+    const unsigned char *index; /* (count + 1) offsets as little-endian u64: record i is [index[i], index[i + 1]) */
 };
 
-HPMLI_FN hpml_record_file *hpmli_record_open(hpml_ctx *ctx, const char *path, bool map)
+HPMLI_FN hpml_records_file *hpmli_records_open(hpml_ctx *ctx, const char *path, bool map)
 {
     uint64_t count = 0, index = 0, last = 24;
     if (hpmli_failed(ctx)) return NULL;
-    hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_destroy);
+    hpml_records_file *f = (hpml_records_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_destroy);
     if (!f || !hpmli_file_whole(ctx, &f->file, path, map)) {
         hpmli_free(ctx, f);
         return NULL;
     }
     const hpmli_file *in = &f->file;
-    if (in->size >= 32) count = hpmli_little(in->bytes + 8, 8), index = hpmli_little(in->bytes + 16, 8);
+    if (in->size >= 32) {
+        count = hpmli_read_little(in->bytes + 8, 8);
+        index = hpmli_read_little(in->bytes + 16, 8);
+    }
     bool good = index >= 24 && index <= in->size && memcmp(in->bytes, "HPMLREC1", 8) == 0 && count < in->size / 8 &&
                 in->size - index == (count + 1) * 8;
     for (uint64_t i = 0; good && i <= count; i++) {
-        uint64_t at = hpmli_little(in->bytes + index + 8 * i, 8);
+        uint64_t at = hpmli_read_little(in->bytes + index + 8 * i, 8);
         good = at >= last && at <= index && (i < count || at == index);
         last = at;
     }
@@ -9514,54 +9584,60 @@ HPMLI_FN hpml_record_file *hpmli_record_open(hpml_ctx *ctx, const char *path, bo
         hpmli_free(ctx, f);
         return hpmli_null(ctx, HPML_ERR_FORMAT, "\"%s\": not a record file, or damaged", path);
     }
-    f->count = (int64_t)count, f->index = in->bytes + index;
+    f->count = (int64_t)count;
+    f->index = in->bytes + index;
     return f;
 }
 
-HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
+HPML_API hpml_records_file *hpml_records_open(hpml_ctx *ctx, const char *path)
 {
-    return hpmli_record_open(ctx, path, true);
+    return hpmli_records_open(ctx, path, true);
 }
 
-HPML_API int64_t hpml_record_count(const hpml_record_file *f) { return f ? f->count : 0; }
+HPML_API int64_t hpml_records_count(const hpml_records_file *f) { return f ? f->count : 0; }
 
-HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_t *size)
+HPML_API const void *hpml_records_get(const hpml_records_file *f, int64_t i, size_t *size)
 {
     if (size) *size = 0;
     if (!f || i < 0 || i >= f->count) return NULL;
-    uint64_t at = hpmli_little(f->index + 8 * i, 8);
-    if (size) *size = (size_t)(hpmli_little(f->index + 8 * (i + 1), 8) - at);
+    uint64_t at = hpmli_read_little(f->index + 8 * i, 8);
+    if (size) *size = (size_t)(hpmli_read_little(f->index + 8 * (i + 1), 8) - at);
     return f->file.bytes + at;
 }
 
-HPML_API void hpml_record_close(hpml_record_file *f) { if (f) hpmli_free(f->file.ctx, f); }
+HPML_API void hpml_records_close(hpml_records_file *f) { if (f) hpmli_free(f->file.ctx, f); }
 
-/* Record 0: ten i64: x dtype, x dimensions, five sizes, y dtype, y size, classes; then x and y of each sample. */
+/* Record 0 describes the samples in ten i64: dtype of x, its dimensions, five sizes, dtype of y, its size, classes. The
+   others are x and y of a sample each. */
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
     int64_t head[10];
     if (!d || hpmli_failed(d->ctx)) return d ? d->ctx->status : HPML_ERR_ARGUMENT;
     size_t xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
     size_t ys = (size_t)d->y_size * 4;
-    head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
+    head[0] = d->x_dtype;
+    head[1] = d->x_ndim;
+    head[7] = d->y_dtype;
+    head[8] = d->y_size;
+    head[9] = d->classes;
     for (int i = 0; i < HPML_MAX_DIMS; i++) head[2 + i] = i < d->x_ndim ? d->x_shape[i] : 1;
-    hpml_record_writer *w = hpml_record_create(d->ctx, path);
+    hpml_records_writer *w = hpml_records_create(d->ctx, path);
     if (!w) return d->ctx->status;
-    hpml_record_add(w, head, sizeof head);
+    hpml_records_add(w, head, sizeof head);
     for (int64_t i = 0; i < d->count; i++) {
-        hpml_record_add(w, hpmli_sample_x(d, i), xs);
-        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* a record goes on until the next begins */
+        hpml_records_add(w, hpmli_sample_x(d, i), xs);
+        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* the same record: it ends where the next begins */
     }
-    return hpml_record_finish(w);
+    return hpml_records_finish(w);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path)
 {
-    hpml_record_file *f = hpmli_record_open(ctx, path, false);
+    hpml_records_file *f = hpmli_records_open(ctx, path, false);
     hpmli_samples    *s = NULL;
     size_t            size = 0;
-    const void       *first = hpml_record_get(f, 0, &size);
-    int64_t           h[10] = { 0 }, count = hpml_record_count(f) - 1;
+    const void       *first = hpml_records_get(f, 0, &size);
+    int64_t           h[10] = { 0 }, count = hpml_records_count(f) - 1;
     bool              good = size == sizeof h;
     if (!f) return NULL;
     if (good) memcpy(h, first, sizeof h);
@@ -9570,19 +9646,19 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
            (h[7] == HPML_DTYPE_I32 || h[7] == HPML_DTYPE_F32) && h[9] >= 0 && h[9] <= INT32_MAX && count > 0;
     size_t xs = good ? (size_t)hpmli_shape_count((int)h[1], h + 2) * hpml_dtype_size((hpml_dtype)h[0]) : 0;
     size_t ys = good ? (size_t)h[8] * 4 : 0;
-    for (int64_t i = 0; good && i < count; i++) { /* before memory is taken: the header may promise anything */
-        hpml_record_get(f, i + 1, &size);
+    for (int64_t i = 0; good && i < count; i++) { /* before memory is allocated, because the header may be false */
+        hpml_records_get(f, i + 1, &size);
         good = size == xs + ys;
     }
     if (good) s = hpmli_samples_new(ctx, count, (hpml_dtype)h[0], (int)h[1], h + 2, (hpml_dtype)h[7], h[8]);
     else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
     for (int64_t i = 0; s && i < count; i++) {
-        const char *p = (const char *)hpml_record_get(f, i + 1, &size);
+        const char *p = (const char *)hpml_records_get(f, i + 1, &size);
         memcpy(s->x + (size_t)i * xs, p, xs);
         if (ys) memcpy((char *)s->y + (size_t)i * ys, p + xs, ys);
     }
     if (s) s->d.classes = (int)h[9];
-    hpml_record_close(f);
+    hpml_records_close(f);
     return hpmli_dataset_done(s);
 }
 
@@ -9590,42 +9666,49 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Global batch g of an epoch holds positions [g G, (g + 1) G) of the shuffle, whatever the number of ranks; rank r
-   takes the r-th share. So the order of the data depends on seed and epoch only, and all ranks make equally many steps.
-   A thread of the loader's own makes the next batch while the current one is used. */
+/* Global batch g of an epoch, of G samples, holds positions [g G, (g + 1) G) of the shuffled data, independently of the
+   number of ranks; rank r takes the r-th shard of it. So the order of the samples depends only on seed and epoch, and
+   all ranks make the same number of steps. A background thread prepares the next batch while the current one is used.
+   */
 
 struct hpml_loader {
     hpml_ctx            *ctx;
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              steps, crop, whole, each; /* whole, each: numbers of a sample, and of what it becomes */
-    float               *image;                /* one sample before augmentation */
-    float               *x[2];                 /* batch n of all epochs, one behind the other, is in x[n % 2], */
-    char                *y[2];                 /* y[n % 2] */
+    int64_t              steps, crop;          /* batches of an epoch; side of the cropped image, 0: not cropped */
+    int64_t              stored_size, size;    /* floats of a stored sample; of a sample of a batch */
+    float               *image;                /* (stored_size) one sample before augmentation */
+    float               *x[2];                 /* two slots: batch n, counted over all epochs, is in slot n % 2 */
+    char                *y[2];
     hpml_batch           batch[2];
-    int64_t              made, taken, done;    /* the next batch to make, to hand out, and that may still be in use */
-    bool                 ended;                /* the end of an epoch is to be told before the next batch */
+    int64_t              made, taken, done;    /* numbers of batches: next to prepare, next to return, in use */
+    bool                 ended;                /* the next call returns false: the end of an epoch */
 #ifndef HPML_NO_THREADS
     bool                 threaded, stop;
     pthread_t            thread;
-    pthread_mutex_t      mutex;                /* of made, done and stop, while the thread runs */
+    pthread_mutex_t      mutex;                /* guards made, done and stop while the thread runs */
     pthread_cond_t       changed;
 #endif
 };
 
-/* Copies a sample with crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
+/* Copies a sample with random crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j' is j or,
+   flipped, w - 1 - j; 0 outside the image and in the cutout. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
     const hpml_augment *a     = &l->d.augment;
     const int64_t      *shape = l->data->x_shape;
-    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->whole / (H * W), dx, dy, cx, cy;
-    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of what comes out */
+    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->stored_size / (H * W);
+    int64_t  dx, dy, cx, cy;
+    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of the result */
     uint32_t word[4];
     l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, HPMLI_STREAM_AUGMENT | epoch, (uint64_t)(4 * sample), 4);
     dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
     dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
-    if (l->crop > 0 && l->d.in_order) dx = (W - w) / 2, dy = (H - h) / 2;
+    if (l->crop > 0 && l->d.in_order) { /* evaluation: the middle */
+        dx = (W - w) / 2;
+        dy = (H - h) / 2;
+    }
     bool flip = a->flip && (word[2] & 1);
     cx   = (int64_t)(word[2] >> 1) % w - a->cutout / 2;
     cy   = (int64_t)word[3] % h - a->cutout / 2;
@@ -9639,36 +9722,37 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
             }
 }
 
-/* Sample number `sample` becomes sample `at` of a batch. */
+/* Writes sample number `sample` of the data as sample `at` of a batch: converted, scaled, augmented. */
 HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t at, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
     const char *from    = hpmli_sample_x(d, sample);
     bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
-    float      *to      = x + at * l->each, *plain = augment ? l->image : to;
-    hpmli_convert(l->k, d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype, plain, d->x_dtype, from, l->whole);
-    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(plain, plain, d->x_scale, d->x_shift, l->whole);
+    float      *to      = x + at * l->size, *converted = augment ? l->image : to;
+    hpml_dtype  dtype   = d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype;
+    hpmli_convert(l->k, dtype, converted, d->x_dtype, from, l->stored_size);
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(converted, converted, d->x_scale, d->x_shift, l->stored_size);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
     if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
 
-/* Where rank r's share of a global batch of `size` samples begins. */
-HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t rank)
+/* Returns the first sample of a rank's shard of a global batch of `size` samples. */
+HPMLI_FN int64_t hpmli_shard_begin(const hpml_loader_desc *d, int64_t size, int64_t rank)
 {
     int64_t grains = d->grain > 0 ? (d->global_batch + d->grain - 1) / d->grain : 0;
     int64_t at     = d->grain > 0 ? grains * rank / d->ranks * d->grain : size * rank / d->ranks;
     return at < size ? at : size;
 }
 
-/* A hash of what says which samples make a batch, and of the targets of 64 samples from all over the data: equal for
-   the same data on several ranks, but not for two slices of it. */
+/* Hashes the settings that decide which samples make a batch, and the targets of 64 samples spread over the data. Ranks
+   compare it: equal for the same data, different for two slices of the data. */
 static uint64_t hpmli_loader_mark(const hpml_loader *l)
 {
     const hpml_dataset *d    = l->data;
-    const int64_t       of[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
-                                 l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
+    const int64_t       settings[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
+                                       l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
     const int64_t       size = d->y ? d->y_size * 4 : 0;
-    uint64_t            mark = hpmli_hash(HPMLI_HASH, of, sizeof of);
+    uint64_t            mark = hpmli_hash(HPMLI_HASH, settings, sizeof settings);
     for (int64_t i = 0; i < 64 && size > 0; i++) {
         int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
         mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
@@ -9676,26 +9760,27 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l)
     return mark;
 }
 
-/* Makes the next batch. */
+/* Prepares batch number l->made in its slot. */
 HPMLI_FN void hpmli_load_batch(hpml_loader *l)
 {
     int     slot  = (int)(l->made % 2);
     int64_t epoch = l->made / l->steps, index = l->made % l->steps, start = index * l->d.global_batch;
     int64_t left  = l->d.samples_per_epoch - start, size = left < l->d.global_batch ? left : l->d.global_batch;
-    int64_t first = hpmli_share(&l->d, size, l->d.rank), end = hpmli_share(&l->d, size, l->d.rank + 1);
+    int64_t first = hpmli_shard_begin(&l->d, size, l->d.rank), end = hpmli_shard_begin(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
-    for (int64_t i = first; i < end; i++) { /* more samples than there are: the shuffle of the next round */
+    for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: another shuffle each round */
         int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
         if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
         hpmli_load_sample(l, l->x[slot], l->y[slot], i - first, at, (uint64_t)epoch);
     }
     hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
     l->batch[slot] = b;
-    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual one is not this thread's to read */
+    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* this thread may not read a virtual clock */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 
 #ifndef HPML_NO_THREADS
+/* The background thread: prepares batches, at most two ahead of the batch in use. */
 HPMLI_FN void *hpmli_loader_main(void *arg)
 {
     hpml_loader *l = (hpml_loader *)arg;
@@ -9712,6 +9797,7 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
     return NULL;
 }
 
+/* Stops the background thread. After a fork the child has no such thread. */
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 {
     if (l->threaded && !hpmli_forked(l->ctx)) {
@@ -9726,13 +9812,14 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
     l->threaded = l->stop = false;
 }
 
-/* Waits for the next batch of the thread, which it starts; false when there is none. */
+/* Waits until the background thread, which is started by the first call, has prepared the next batch. False: there is
+   no such thread, and the caller prepares the batch. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
-    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* no thread of the parent's is here, and none is started */
+    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread, and does not start one */
         hpmli_loader_stop(l);
         l->d.no_prefetch = true;
-        l->made          = l->taken; /* a batch that the parent's thread had begun is made again */
+        l->made          = l->taken; /* the parent's thread may have left a batch half prepared: prepare it again */
     }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
@@ -9757,10 +9844,14 @@ HPMLI_FN void hpmli_loader_destroy(void *object)
 {
     hpml_loader *l = (hpml_loader *)object;
     hpmli_loader_stop(l);
-    for (int i = 0; i < 2; i++) hpmli_free(l->ctx, l->x[i]), hpmli_free(l->ctx, l->y[i]);
+    for (int i = 0; i < 2; i++) {
+        hpmli_free(l->ctx, l->x[i]);
+        hpmli_free(l->ctx, l->y[i]);
+    }
     hpmli_free(l->ctx, l->image);
 }
 
+/* Fills in the defaults of a loader's desc and checks it against the data. */
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
 {
     bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0 || data->x_crop != 0;
@@ -9797,13 +9888,17 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     if (!HPMLI_COPY_DESC(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
     hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_destroy);
     if (!l) return NULL;
-    l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
-    l->whole   = hpmli_shape_count(data->x_ndim, data->x_shape), l->each = hpmli_sample_floats(data);
-    l->crop    = data->x_crop;
-    l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
-    l->image   = hpmli_new(ctx, float, l->whole);
+    l->ctx  = ctx;
+    l->k    = ctx->k;
+    l->data = data;
+    l->d    = d;
+    l->crop = data->x_crop;
+    l->size = hpmli_sample_floats(data);
+    l->stored_size = hpmli_shape_count(data->x_ndim, data->x_shape);
+    l->steps = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
+    l->image = hpmli_new(ctx, float, l->stored_size);
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
-        l->x[i] = (float *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * sizeof(float));
+        l->x[i] = (float *)hpmli_alloc_array(ctx, l->size, (size_t)d.batch * sizeof(float));
         l->y[i] = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
     }
     if (ctx->status == HPML_OK) return l;
@@ -9820,7 +9915,10 @@ HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t ind
         return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch,
                           (long long)index, (long long)l->steps);
     int64_t to = epoch * l->steps + index;
-    if (to != l->taken) hpmli_loader_stop(l), l->made = l->taken = l->done = to;
+    if (to != l->taken) {
+        hpmli_loader_stop(l);
+        l->made = l->taken = l->done = to;
+    }
     l->ended = index == l->steps;
     return HPML_OK;
 }
@@ -9844,15 +9942,16 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 // >>safetensors   safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
-   "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
+/* A safetensors file: length of the header as u64; the header in JSON; the data. An entry of the header is "name":
+   {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, with offsets in bytes from the end of the header. The
+   entries must cover the data without holes or overlaps. */
 
 #define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
 #define HPMLI_SAFE_META   "__metadata__"
 
 struct hpml_safetensors {
     hpmli_file       file;
-    char            *text;                 /* copy of a mapped header; names point into it, else into the file */
+    char            *text;                 /* writable copy of the header of a mapped file; names point into it */
     hpml_safetensor *entries;              /* (count), by name */
     hpml_meta       *meta;                 /* (meta_count), by key */
     int              count, meta_count;
@@ -9868,7 +9967,8 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-/* Entries and metadata begin with their name. Of two with one name the later in the text comes last. */
+/* Order of qsort for entries and metadata, whose first member is their name, in the text of the header: by name; equal
+   names by their place in the text. */
 HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
     const char *x = *(const char *const *)a, *y = *(const char *const *)b;
@@ -9882,11 +9982,12 @@ HPMLI_FN int hpmli_name_find(const void *name, const void *b)
     return strcmp((const char *)name, *(const char *const *)b);
 }
 
-/* Sorts by name; of several with one name the last stays. Returns how many are left; *twice: a name of several. */
-HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **twice)
+/* Sorts by name and keeps the last of several with one name. Returns the number kept; *twice: a name that occurred more
+   than once. */
+HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **twice)
 {
-    char *p = (char *)things, *to = p;
-    if (count > 0) qsort(things, (size_t)count, size, hpmli_name_order);
+    char *p = (char *)named, *to = p;
+    if (count > 0) qsort(named, (size_t)count, size, hpmli_name_order);
     for (int i = 0; i < count; i++, p += size) {
         const char *name = *(const char *const *)(const void *)p;
         if (i + 1 < count && hpmli_name_find(name, p + size) == 0) {
@@ -9896,17 +9997,18 @@ HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **
         memmove(to, p, size);
         to += size;
     }
-    return (int)((size_t)(to - (char *)things) / size);
+    return (int)((size_t)(to - (char *)named) / size);
 }
 
+/* Parses the object of metadata, pairs of strings; false: a syntax error, or no memory. */
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
-    int64_t     room = hpmli_json_length(*j);
+    int64_t     capacity = hpmli_json_length(*j);
     const char *twice;
     if (hpmli_json_word(j, "null")) return true;
-    f->meta = hpmli_new(f->file.ctx, hpml_meta, room);
+    f->meta = hpmli_new(f->file.ctx, hpml_meta, capacity);
     if (!f->meta) return false;
-    for (int n = 0; hpmli_json_next(j, n, '{', '}') && n < room; n++) {
+    for (int n = 0; hpmli_json_next(j, n, '{', '}') && n < capacity; n++) {
         f->meta[f->meta_count].key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         f->meta[f->meta_count++].value = hpmli_json_text(j);
@@ -9915,7 +10017,7 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
     return !j->bad;
 }
 
-/* The types of the format and their bits; those of hpml_dtype come first, in its order. */
+/* The types of the format and their bits; the types that hpml_dtype has come first, in its order. */
 static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
     { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
@@ -9923,10 +10025,11 @@ static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F8_E5M2FNUZ", 8 } };
 #define HPMLI_SAFE_TYPES ((int)(sizeof hpmli_safe_types / sizeof hpmli_safe_types[0]))
 
-/* ndim of an entry to be left out, because hpml cannot hold it; of a wrong one, unless a later one has its name. */
+/* Marks in ndim: an entry that is valid but that hpml cannot hold, which is skipped; an invalid entry, which makes the
+   file invalid unless a later entry of the same name replaces it. */
 enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
 
-/* One entry, an object or the list of its values. */
+/* Parses one entry, an object or, as the reference reader accepts too, the list of its values. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
     static const char *const keys[] = { "dtype", "shape", "data_offsets" };
@@ -9936,7 +10039,8 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     int              seen[4] = { 0 }, ndim = 0, offsets = 0, type = HPMLI_SAFE_TYPES, n = 0;
     hpmli_json       ahead   = *j;
     bool             list    = hpmli_json_is(&ahead, '[');
-    e = &f->entries[f->count++], e->name = name;
+    e = &f->entries[f->count++];
+    e->name = name;
     for (; hpmli_json_next(j, n, list ? '[' : '{', list ? ']' : '}'); n++) {
         int key = n;
         if (!list) {
@@ -9966,6 +10070,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     return true;
 }
 
+/* Order of qsort: by offset of the data, then by size. */
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
 {
     const hpml_safetensor *x = (const hpml_safetensor *)a, *y = (const hpml_safetensor *)b;
@@ -9973,9 +10078,10 @@ HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
     return (const char *)x->data < (const char *)y->data ? -1 : 1;
 }
 
+/* Parses and checks the header of a file that is read or mapped; false: invalid, or no memory. */
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
-    uint64_t    length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
+    uint64_t    length = f->file.size >= 8 ? hpmli_read_little(f->file.bytes, 8) : 0;
     bool        meta = false;
     int         kept = 0;
     const char *twice;
@@ -9988,12 +10094,13 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
         if (!f->text) return false;
         j.p = (char *)memcpy(f->text, j.p, (size_t)length);
     }
-    j.end = j.p + length, j.bad = !hpmli_utf8_all(j.p, (size_t)length);
-    int64_t room = hpmli_json_length(j);
-    if (j.bad || room > (int64_t)length / 24 + 1) return false; /* entries are longer */
-    f->entries = hpmli_new(f->file.ctx, hpml_safetensor, room);
+    j.end = j.p + length;
+    j.bad = !hpmli_utf8_all(j.p, (size_t)length);
+    int64_t capacity = hpmli_json_length(j);
+    if (j.bad || capacity > (int64_t)length / 24 + 1) return false; /* an entry takes more than 24 bytes of text */
+    f->entries = hpmli_new(f->file.ctx, hpml_safetensor, capacity);
     if (!f->entries) return false;
-    for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < room; n++) {
+    for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < capacity; n++) {
         const char *name = hpmli_json_text(&j);
         bool        is_meta = strcmp(name, HPMLI_SAFE_META) == 0;
         hpmli_json_want(&j, ':');
@@ -10057,7 +10164,7 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
     return m ? m->value : NULL;
 }
 
-/* A string, behind what stands before it. */
+/* Appends `before` and the string s, quoted and escaped. */
 HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *s)
 {
     char code[8];
@@ -10071,6 +10178,7 @@ HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *
     hpmli_write(w, "\"", 1);
 }
 
+/* Appends `before` and the header's entry of a tensor whose data begin at offset `at`. */
 HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_safetensor *t, uint64_t at)
 {
     char        text[256];
@@ -10083,35 +10191,38 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_
     hpmli_write(w, text, (size_t)line.used);
 }
 
-/* What a safetensors file will hold. */
+/* The contents of a safetensors file to be written. */
 typedef struct hpmli_safe_content {
     const hpml_safetensor *t;    /* (count) */
     const hpml_meta       *meta; /* (meta_count) */
     int                    count, meta_count;
-    uint32_t              *sums; /* (count) checksums; NULL: the file has none */
+    uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
 } hpmli_safe_content;
 
-/* Whether all names are UTF-8 and distinct, else an error; each of the `things` is a struct that begins with a name. */
-HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *things, int count, size_t size)
+/* Checks that all names are UTF-8, distinct and not reserved; fails otherwise. named: structs of `size` bytes whose
+   first member is the name; kind: for the error's text. */
+HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *named, int count, size_t size)
 {
     const char *wrong = NULL, *why = "the name is used twice", *name;
     char       *sorted = (char *)hpmli_alloc_array(ctx, count, size);
     if (!sorted) return false;
-    if (count > 0) memcpy(sorted, things, (size_t)count * size);
+    if (count > 0) memcpy(sorted, named, (size_t)count * size);
     hpmli_name_sort(sorted, count, size, &wrong);
     for (int i = 0; i < count && !wrong; i++) {
-        name = *(const char *const *)(const void *)((const char *)things + (size_t)i * size);
-        if (!hpmli_utf8_all(name, strlen(name))) wrong = name, why = "it is not UTF-8";
-        if (strcmp(name, HPMLI_SAFE_META) == 0) wrong = name, why = "the format reserves that name";
+        name = *(const char *const *)(const void *)((const char *)named + (size_t)i * size);
+        bool utf8 = hpmli_utf8_all(name, strlen(name)), reserved = strcmp(name, HPMLI_SAFE_META) == 0;
+        if (!utf8) why = "it is not UTF-8";
+        if (reserved) why = "the format reserves that name";
+        if (!utf8 || reserved) wrong = name;
     }
     if (wrong)
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", what,
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", kind,
                    wrong, why);
     hpmli_free(ctx, sorted);
     return !wrong;
 }
 
-/* Whether these contents can be written to a file, else an error. */
+/* Checks that these contents can be written to a file; fails otherwise. */
 HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 {
     const hpml_safetensor *t = c->t;
@@ -10135,7 +10246,8 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 
 #define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
 
-/* Writes everything before the data. Its size in bytes depends neither on the header's `length` nor on checksums. */
+/* Appends everything that stands before the data. The number of bytes depends neither on `length`, the header's length
+   field, nor on the checksums, so that both can be filled in later. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";
@@ -10162,8 +10274,9 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
-/* host NULL: the data are as they will stand in the file; else they are f32 on the device, and come through `host`,
-   which has room for each. The head is written again when length and checksums are known. */
+/* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file. Otherwise they
+   are f32 in device memory and are read and converted through `host`, which can hold the largest tensor. The head is
+   written first with zeros, and again at the end, when its length and the checksums are known. */
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
     hpmli_writer w;
@@ -10177,7 +10290,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
         const hpml_safetensor *t = &c->t[i];
         size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
         if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
-        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* it gets no wider */
+        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* in place */
         if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
         hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
     }
@@ -10201,16 +10314,16 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // >>checkpoint   parameters and whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Saves named arrays of a device to a file, and loads them. Loading checks all arrays before it changes any. */
+/* Saves named arrays of a device to a file and loads them. Loading checks all arrays before it changes the first. */
 
 typedef struct hpmli_arrays {
-    hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
-    float           *host;  /* room for the largest */
-    uint32_t        *sums;  /* (count) */
+    hpml_safetensor *t;     /* (count) data: f32 on the device. Start of the block that holds the other arrays, too */
+    float           *host;  /* host memory for the largest array */
+    uint32_t        *sums;  /* (count) CRC-32C */
     char            *names; /* (count, HPMLI_NAME) */
     int              count;
     int              squares, after; /* [squares, after) are second moments */
-    hpml_dtype       dtype; /* in the file */
+    hpml_dtype       dtype; /* of the data in the file */
 } hpmli_arrays;
 
 /* One more array, with a name in two parts; device NULL: there is none. */
@@ -10267,12 +10380,12 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, co
     return ctx->status;
 }
 
-/* Checks every tensor that has a checksum. Files of other programs, and older files of hpml, have no checksums. */
+/* Checks the CRC-32C of every tensor that has one; files of other programs have none. */
 HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
 {
     for (int i = 0; i < f->meta_count; i++) {
         hpml_safetensor e;
-        char            sum[9];
+        char             sum[9];
         const hpml_meta *m = &f->meta[i];
         if (strncmp(m->key, HPMLI_SUM, strlen(HPMLI_SUM)) != 0) continue;
         bool found = hpml_safetensors_find(f, m->key + strlen(HPMLI_SUM), &e);
@@ -10285,7 +10398,8 @@ HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const c
     return true;
 }
 
-/* The n numbers of a tensor of a file as f32: in the file's memory, or converted into a->host. */
+/* Returns the n numbers of a file's tensor as f32: in the file's own memory if they are, else converted into a->host.
+   */
 HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
 {
     if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
@@ -10293,7 +10407,7 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
     return a->host;
 }
 
-/* Whether file f has array i of a, with its shape and valid numbers; else an error. */
+/* Checks that file f has array i of `a`, with its shape and finite numbers; fails otherwise. */
 HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
                                 const char *path)
 {
@@ -10434,15 +10548,15 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Events go into a ring of fixed size; writing one is an atomic increment and a copy. The file is Chrome's trace format
-   in its array form, one event a line. Times are microseconds. */
+/* Events are kept in a ring buffer of fixed size; adding one takes an atomic increment and a copy. The file is in
+   Chrome's trace format, in its array form with one event a line, and times in microseconds. */
 
 struct hpmli_trace {
-    hpml_trace_desc  d;         /* resolved */
-    bool             at_first;  /* time 0 is the first event's */
-    int64_t          count;     /* atomic: events so far */
-    bool             paused;    /* outside the wanted steps */
-    hpml_trace_event events[1]; /* (capacity) ring */
+    hpml_trace_desc  d;         /* with its defaults filled in */
+    bool             at_first;  /* time 0 of the file is the start of the first event */
+    int64_t          count;     /* atomic: events added since the start, also those overwritten */
+    bool             paused;    /* the current step is not one of the steps to be traced */
+    hpml_trace_event events[1]; /* (capacity) the ring: event i is at i % capacity */
 };
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
@@ -10455,7 +10569,9 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpml_trace_event);
     hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
     if (!t) return ctx->status;
-    t->d = d, t->paused = d.first_step > 0, t->at_first = d.origin == 0;
+    t->d        = d;
+    t->paused   = d.first_step > 0;
+    t->at_first = d.origin == 0;
     if (t->at_first) t->d.origin = hpmli_trace_time(ctx, hpml_now());
     hpmli_free(ctx, ctx->trace);
     ctx->trace = t;
@@ -10467,12 +10583,12 @@ HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
     return ctx ? __atomic_exchange_n(&ctx->clock, seconds, __ATOMIC_RELAXED) : NULL;
 }
 
-/* Tells the trace which step begins. */
+/* Called at the begin of each step: pauses or resumes the trace by first_step and last_step. */
 HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
 {
     hpmli_trace *t = ctx->trace;
     bool         off = t && (step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step));
-    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* the loader's thread writes spans as well */
+    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* atomic: the loader's thread adds spans, too */
 }
 
 HPML_API bool hpml_trace_on(const hpml_ctx *ctx)
@@ -10492,22 +10608,32 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
 {
     hpml_trace_event e = HPMLI_ZEROED;
     if (!hpml_trace_on(ctx)) return;
-    e.lane = lane, e.name = name, e.start = start, e.end = end;
+    e.lane  = lane;
+    e.name  = name;
+    e.start = start;
+    e.end   = end;
     hpml_trace_add(ctx, &e);
 }
 
-/* Adds the events of a step that ends now: its span and its loss. */
+/* Adds the events of a step that ends now: its span and a counter with its loss. */
 HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
 {
     hpml_trace_event e = HPMLI_ZEROED;
-    e.kind = HPML_TRACE_STEP, e.lane = HPML_LANE_STEP, e.name = "step", e.number = step;
-    e.start = since, e.end = hpmli_trace_time(ctx, hpml_now());
+    e.kind   = HPML_TRACE_STEP;
+    e.lane   = HPML_LANE_STEP;
+    e.name   = "step";
+    e.number = step;
+    e.start  = since;
+    e.end    = hpmli_trace_time(ctx, hpml_now());
     hpml_trace_add(ctx, &e);
-    e.kind = HPML_TRACE_COUNTER, e.name = "loss", e.start = e.end, e.value = (double)loss;
+    e.kind  = HPML_TRACE_COUNTER;
+    e.name  = "loss";
+    e.start = e.end;
+    e.value = (double)loss;
     hpml_trace_add(ctx, &e);
 }
 
-/* The i-th event that is kept, the oldest first; NULL behind the last. */
+/* Returns the i-th event of the ring, the oldest first; NULL after the last. */
 HPMLI_FN const hpml_trace_event *hpmli_trace_at(const hpmli_trace *t, int64_t i)
 {
     int64_t count = __atomic_load_n(&t->count, __ATOMIC_RELAXED), lost = count - t->d.capacity;
@@ -10529,18 +10655,20 @@ HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
     if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
 }
 
-/* Writes a JSON string without its quotes. */
+/* Writes the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
 HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
 {
     for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
         n = hpmli_utf8(s, left);
-        if (n == 0) n = 1, fprintf(w->f, "\\ufffd");
-        else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
+        if (n == 0) {
+            n = 1;
+            fprintf(w->f, "\\ufffd");
+        } else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
         else hpmli_write(w, s, n);
     }
 }
 
-/* Writes no %f or %g, because these use a decimal comma in some locales. */
+/* Write a time in microseconds, a number: without %f or %g, because these use a decimal comma in some locales. */
 HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
 {
     long long ns = (long long)(1e9 * seconds);
@@ -10553,21 +10681,30 @@ HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value)
     fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
 }
 
+/* Writes the arguments of a span of communication: bucket, first and last tensor, bytes. */
 HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
 {
     const char *comma = "";
     fprintf(w->f, ",\"args\":{");
-    if (e->bucket > 0) fprintf(w->f, "\"bucket\":%d", e->bucket), comma = ",";
+    if (e->bucket > 0) {
+        fprintf(w->f, "\"bucket\":%d", e->bucket);
+        comma = ",";
+    }
     if (e->first) {
-        fprintf(w->f, "%s\"tensors\":\"", comma), comma = ",";
+        fprintf(w->f, "%s\"tensors\":\"", comma);
         hpmli_trace_text(w, e->first);
-        if (e->last && e->last != e->first) fprintf(w->f, " .. "), hpmli_trace_text(w, e->last);
+        if (e->last && e->last != e->first) {
+            fprintf(w->f, " .. ");
+            hpmli_trace_text(w, e->last);
+        }
         fprintf(w->f, "\"");
+        comma = ",";
     }
     if (e->number > 0) fprintf(w->f, "%s\"bytes\":%lld", comma, (long long)e->number);
     fprintf(w->f, "}");
 }
 
+/* Writes one event as a line of the file; origin: time 0 of the file, in seconds. */
 HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int rank, double origin)
 {
     static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* by hpml_trace_kind */
@@ -10581,7 +10718,7 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
     if (e->kind == HPML_TRACE_SPAN && (e->first || e->bucket > 0 || e->number > 0)) hpmli_trace_args(w, e);
     if (e->kind == HPML_TRACE_SEND || e->kind == HPML_TRACE_RECEIVE)
         fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
-                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* ends at the span it is in */
+                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* the arrow ends at the enclosing span */
     if (e->kind == HPML_TRACE_COUNTER) {
         fprintf(w->f, ",\"args\":{\"");
         hpmli_trace_text(w, e->name);
@@ -10640,7 +10777,7 @@ HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 {
     if (!g || hpmli_failed(g->ctx)) return;
-    if (g->profile) hpml_profile(g, NULL, 0); /* nothing under way adds to it any more */
+    if (g->profile) hpml_profile(g, NULL, 0); /* waits for the device, which may still add to the rows */
     hpmli_free(g->ctx, g->profile);
     g->profile = NULL;
     if (!on) return;
@@ -10648,7 +10785,8 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
     for (int i = 0; g->profile && i < g->count; i++) {
         hpml_node        *n = g->nodes[i];
         hpml_profile_row *r = &g->profile[i];
-        r->node = n, r->name = n->out->name;
+        r->node = n;
+        r->name = n->out->name;
         r->forward_flops  = hpmli_op_of(n)->flops(n, false);
         r->backward_flops = n->out->needs_grad ? hpmli_op_of(n)->flops(n, true) : 0;
         r->bytes          = hpmli_node_bytes(n);

@@ -235,9 +235,9 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 // >>gpu-language   what kernels are written in
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Kernels are plain CUDA C++. What differs between nvcc and the emulation in tests/cuda_on_cpu.h (which runs the same
-   text on a CPU, thread by thread) stands here: how a kernel is launched, its dynamic shared memory, the tensor-core
-   instructions and asynchronous copies.
+/* Kernels are plain CUDA C++. What differs between nvcc and the emulation in tests/emulator/cuda_on_cpu.h (which runs
+   the same text on a CPU, thread by thread) stands here: how a kernel is launched, its dynamic shared memory, the
+   tensor-core instructions and asynchronous copies.
 
    Arrays may be f32, bf16 or f16; a kernel takes hpmlg_array and reads and writes f32 through hpmlg_get and hpmlg_put.
    The branch on the type is the same for all threads and costs nothing beside the memory access. Fast kernels move 8

@@ -6,7 +6,7 @@
    The digits are drawn by digits.h; --data DIR takes MNIST's IDX files (only the t10k pair: its last 2,000 test). */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
-#include "mnist.h"
+#include "mnist_options.h"
 #include "report.h"
 
 typedef struct job {

@@ -6,7 +6,7 @@
    prints each pass, then accuracy and speed, and what ran where; --cpu trains the same model on the CPU, to compare. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
-#include "mnist.h"
+#include "mnist_options.h"
 
 static hpml_tensor *convolution(hpml_tensor *x, int64_t channels)
 {

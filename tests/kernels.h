@@ -1,4 +1,4 @@
-/* What tests share that go through all sets of kernels. */
+/* For tests that run with each set of kernels: the names of the instruction sets, contexts and noise. */
 #include "../hpml.h"
 
 #include <string.h>
@@ -6,13 +6,14 @@
 static const char *const isas[] = { "scalar", "avx2", "avx512", "neon" };
 #define ISAS ((int)(sizeof isas / sizeof isas[0]))
 
-/* A context with these kernels, NULL where this CPU or build has none. */
+/* Creates a context with the kernels of an instruction set; NULL if this CPU or build has none. */
 static inline hpml_ctx *context(const char *isa, int threads)
 {
     hpml_ctx_desc d;
     hpml_ctx     *ctx;
     memset(&d, 0, sizeof d);
-    d.cpu = isa, d.threads = threads;
+    d.cpu     = isa;
+    d.threads = threads;
     ctx = hpml_ctx_create(&d);
     if (hpml_ctx_status(ctx) == HPML_OK) return ctx;
     hpml_ctx_free(ctx);
@@ -20,7 +21,7 @@ static inline hpml_ctx *context(const char *isa, int threads)
 }
 
 static uint32_t noise;
-static inline float uniform(void) /* in [-1, 1) */
+static inline float uniform(void) /* returns the next number of a sequence in [-1, 1) */
 {
     noise = noise * 1664525u + 1013904223u;
     return (float)(noise >> 8) / 8388608.0f - 1.0f;

@@ -1,6 +1,6 @@
 /* Gradient codecs: against a naive double reference, error feedback, sizes, cuts, hostile values, instruction sets. */
 #define _GNU_SOURCE /* mkstemp */
-#include "inside.h"
+#include "private_api.h"
 #include "kernels.h"
 #include "test.h"
 #include <float.h>
@@ -295,7 +295,7 @@ TEST(same_bytes_in_any_cut_on_any_cpu)
             const int64_t rows = shapes[s][0], cols = shapes[s][1];
             const size_t  bytes = (size_t)(rows * cols) * sizeof *e;
             hpml_packing  p = packing_of(kinds[t], rows, cols);
-            p.kernels = inside_kernels("scalar");
+            p.kernels = private_kernels("scalar");
             memset(before, 0, sizeof before);
             for (int step = 0; step < 3; step++) {
                 fill(g, 20 + (uint64_t)step, rows * cols, 0.1f, 0);
@@ -303,7 +303,7 @@ TEST(same_bytes_in_any_cut_on_any_cpu)
             }
             for (int a = 0; a < ISAS; a++)
                 for (int64_t piece = 1; piece <= rows; piece += 3) {
-                    p.kernels = inside_kernels(isas[a]);
+                    p.kernels = private_kernels(isas[a]);
                     if (!p.kernels) continue;
                     memset(e, 0, sizeof e);
                     memset(packed, 0xff, sizeof packed);

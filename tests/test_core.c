@@ -1,5 +1,5 @@
 /* Context, errors, memory, threads, tensors, conversions, planning. */
-#include "inside.h"
+#include "private_api.h"
 #include "kernels.h"
 #include "meter.h"
 #include "test.h"
@@ -342,7 +342,7 @@ TEST(inputs_as_outputs)
 }
 
 /* Lifetimes of kind 0: from time 0; 1: nested, as in training; 2: short, as in evaluation; 3: random. */
-static void lives(inside_slot *s, int n, int kind, int sizes, hpml_rng *rng)
+static void lives(private_slot *s, int n, int kind, int sizes, hpml_rng *rng)
 {
     for (int i = 0; i < n; i++) {
         int a = (int)hpml_rng_below(rng, 2 * n), b = (int)hpml_rng_below(rng, 2 * n);
@@ -359,11 +359,11 @@ TEST(both_placement_algorithms_give_the_same_offsets)
     hpml_ctx *ctx = hpml_ctx_create(NULL);
     hpml_rng  rng = { 5, 0, 0 };
     for (int round = 0; round < 200; round++) {
-        inside_slot list[MOST], tree[MOST];
+        private_slot list[MOST], tree[MOST];
         int         n = 1 + (int)hpml_rng_below(&rng, MOST);
         lives(list, n, round % 4, 1 + round / 4, &rng);
         memcpy(tree, list, sizeof list);
-        ENSURE(inside_places(ctx, list, n, 2 * n + 3, false) && inside_places(ctx, tree, n, 2 * n + 3, true));
+        ENSURE(private_offsets(ctx, list, n, 2 * n + 3, false) && private_offsets(ctx, tree, n, 2 * n + 3, true));
         for (int i = 0; i < n; i++) {
             ENSURE(list[i].offset == tree[i].offset);
             for (int j = 0; j < i; j++)
@@ -378,7 +378,7 @@ TEST(both_placement_algorithms_give_the_same_offsets)
 /* Each allocation of the tree fails in turn: an error, and no memory leaks. */
 TEST(placement_survives_failing_allocations)
 {
-    inside_slot slots[200];
+    private_slot slots[200];
     hpml_rng    rng = { 6, 0, 0 };
     lives(slots, 200, 1, 9, &rng);
     for (size_t k = 1;; k++) {
@@ -387,7 +387,7 @@ TEST(placement_survives_failing_allocations)
         hpml_ctx     *ctx  = hpml_ctx_create(&cd);
         size_t        held = m.live;
         m.fail_at = m.calls + k;
-        bool done = inside_places(ctx, slots, 200, 403, true), failed = m.calls >= m.fail_at;
+        bool done = private_offsets(ctx, slots, 200, 403, true), failed = m.calls >= m.fail_at;
         ENSURE(done == !failed && (hpml_ctx_status(ctx) == HPML_ERR_MEMORY) == failed && m.live == held);
         hpml_ctx_free(ctx);
         ENSURE(m.live == 0);
@@ -512,7 +512,7 @@ TEST(each_task_runs_once)
 {
     static int64_t count[5000];
     hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
-    for (int round = 1; round <= 300; round++) inside_parallel(ctx, round % 3 ? round * 16 : 5000, add_task, count);
+    for (int round = 1; round <= 300; round++) private_parallel(ctx, round % 3 ? round * 16 : 5000, add_task, count);
     for (int i = 0; i < 5000; i++) { /* 100 times all, and those of other rounds that reach so far */
         int64_t want = 100;
         for (int round = 1; round <= 300; round++) want += round % 3 && i < round * 16;
@@ -547,7 +547,7 @@ TEST(workers_are_free_once_awake)
     hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
     for (int round = 0; round < 10; round++) {
         usleep(30000); /* long enough to fall asleep */
-        inside_parallel(ctx, round % 2 ? 5000 : 2, add_task, count);
+        private_parallel(ctx, round % 2 ? 5000 : 2, add_task, count);
         for (int look = 0; look < 100 && confined() > 0; look++) usleep(10000);
         ENSURE(confined() == 0);
     }
@@ -624,31 +624,31 @@ TEST(functions_against_libm_on_all_kernels)
 {
     static float x[20011], y[20011];
     for (int n = 0; n < ISAS; n++) {
-        const void *k = inside_kernels(isas[n]);
+        const void *k = private_kernels(isas[n]);
         if (!k) continue;
         for (int i = 0; i < 20011; i++) x[i] = ((float)i - 10005) / 100;
-        inside_map(k, HPML_ACT_EXP, y, x, 20011);
+        private_activation(k, HPML_ACT_EXP, y, x, 20011);
         for (int i = 0; i < 20011; i++) {
             double e = exp((double)x[i]);
             if (e > 3.4e38) ENSURE(isinf(y[i]));
             else ENSURE_NEAR(y[i], e, 3e-7 * e + 1e-37);
         }
-        inside_map(k, HPML_ACT_TANH, y, x, 20011);
+        private_activation(k, HPML_ACT_TANH, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], tanh((double)x[i]), 3e-7);
-        inside_map(k, HPML_ACT_SIGMOID, y, x, 20011);
+        private_activation(k, HPML_ACT_SIGMOID, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], 1 / (1 + exp(-(double)x[i])), 3e-7);
-        inside_map(k, HPML_ACT_GELU_ERF, y, x, 20011);
+        private_activation(k, HPML_ACT_GELU_ERF, y, x, 20011);
         for (int i = 0; i < 20011; i++) {
             double z = (double)x[i] / sqrt(2.0);
             ENSURE_NEAR(y[i], (double)x[i] / 2 * (1 + erf(z)), 5e-7 * fabs((double)x[i]) / 2 + 1e-9);
         }
         for (int i = 0; i < 20011; i++) x[i] = expf(((float)i - 10005) / 120);
-        inside_map(k, HPML_ACT_LOG, y, x, 20011);
+        private_activation(k, HPML_ACT_LOG, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], log((double)x[i]), 3e-7 * fabs(log((double)x[i])) + 2e-7);
         x[0] = NAN, x[1] = INFINITY, x[2] = -INFINITY, x[3] = 0;
-        inside_map(k, HPML_ACT_EXP, y, x, 4);
+        private_activation(k, HPML_ACT_EXP, y, x, 4);
         ENSURE(isnan(y[0]) && isinf(y[1]) && y[2] == 0 && y[3] == 1);
-        inside_map(k, HPML_ACT_LOG, y, x, 4);
+        private_activation(k, HPML_ACT_LOG, y, x, 4);
         ENSURE(isnan(y[0]) && isinf(y[1]) && isnan(y[2]) && y[3] == -INFINITY);
     }
 }

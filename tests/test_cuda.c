@@ -4,7 +4,7 @@
 #include "../hpml_cuda.cuh"
 #include "test.h"
 #include "op_cases.h"
-#include "steep.h"
+#include "loss_scale.h"
 
 #include <unistd.h>
 
@@ -1779,7 +1779,7 @@ TEST(the_dynamic_loss_scale_settles)
 {
     if (no_device()) SKIP("no CUDA device");
     hpml_ctx *ctx = context(true, HPML_CUDA_F16);
-    ENSURE(loss_scale_finds_its_place(ctx));
+    ENSURE(loss_scale_adapts(ctx));
     hpml_ctx_free(ctx);
 }
 

@@ -8,7 +8,7 @@ static double own_now(void) { return hpml_now() + ahead; }
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
 #undef hpml_now
-#include "points.h"
+#include "toy_points.h"
 #include "test.h"
 #include "trace.h"
 #if !SLOW_BUILD

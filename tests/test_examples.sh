@@ -17,6 +17,10 @@ mnist() { build/02_mnist --out "$files" "$@"; } # leaves what the demo has drawn
 hash_of() { "$@" --out "$files" --json >"$tmp/out" 2>&1; tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"'; }
 build/01_xor >"$tmp/out" 2>&1
 check "xor is learned" 'grep -q "accuracy 1.00" "$tmp/out"'
+build/07_digits >"$tmp/out" 2>&1
+check "digits in one file" 'says "^test accuracy 9[0-9]" && says "^pass 3"'
+build/07_digits "$tmp/none" >"$tmp/out" 2>&1
+check "a folder without MNIST" '[ $? -eq 1 ] && says "none/train-images-idx3-ubyte.*cannot open"'
 build/04_embed_cpp >"$tmp/out" 2>&1
 check "the header inside a C++ program" '[ $? -eq 0 ] && grep -q residual "$tmp/out"'
 # as where numbers have a comma: in what is for programs they have none
@@ -174,7 +178,7 @@ fits build/02_mnist --workers 2 --samples 640 --epochs 2 --model linear --steps-
 fits build/03_charlm --steps 2 --batch 2 --length 300 hpml.h
 fits build/05_allreduce --ranks 2 --max 4096
 fits build/08_simulate --out "$files" --ranks 64
-for program in 01_xor 04_embed_cpp 06_onebit_dropin 09_queue; do fits build/$program; done
+for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue; do fits build/$program; done
 for program in 02_mnist 03_charlm 05_allreduce 08_simulate; do
     fits build/$program --help
     check "$program --help" 'says "^  --[a-z]* "'

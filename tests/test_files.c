@@ -194,7 +194,7 @@ static bool read_any(hpml_trainer *t, hpml_ctx *ctx, int kind, const char *path)
     case READ_RECORDS: return hpml_dataset_load_records(ctx, path) != NULL;
     case READ_PARAMS: return hpml_params_load(ctx, path) == HPML_OK;
     case READ_CHECKPOINT: return hpml_checkpoint_load(t, path) == HPML_OK;
-    case MAP_RECORDS: return hpml_record_open(ctx, path) != NULL;
+    case MAP_RECORDS: return hpml_records_open(ctx, path) != NULL;
     default: return hpml_safetensors_open(ctx, path) != NULL;
     }
 }

@@ -3,8 +3,8 @@
    nccl_on_cpu.cc. */
 #include "../hpml_comm.h"
 #include "../hpml_cuda.cuh"
-#include "nccl_on_cpu.h"
-#include "points.h"
+#include "emulator/nccl_on_cpu.h"
+#include "toy_points.h"
 #include "test.h"
 
 #include <signal.h>

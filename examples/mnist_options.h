@@ -1,6 +1,6 @@
 /* What the main job is asked for, and its data: MNIST's files from a folder, or digits drawn by digits.h. */
-#ifndef HPML_MNIST_H
-#define HPML_MNIST_H
+#ifndef HPML_MNIST_OPTIONS_H
+#define HPML_MNIST_OPTIONS_H
 
 #include "digits.h"
 #include "options.h"

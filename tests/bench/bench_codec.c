@@ -1,7 +1,7 @@
 /* Codecs: gigabytes of gradient per second, encode and decode + add, one thread, beside memcpy of the same bytes in the
    same run. Prints a table and appends a line for each case to build/bench.jsonl (or to the file named as argument). */
 #define HPML_IMPLEMENTATION
-#include "../hpml.h"
+#include "../../hpml.h"
 
 typedef struct bench {
     hpml_packing p;
