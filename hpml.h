@@ -1385,7 +1385,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 
 #ifdef HPML_IMPLEMENTATION
 #if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
-#error "compile this file without -ffast-math or -Ofast: hpml looks for NaN and infinity, which they say there are not"
+#error "compile this file without -ffast-math or -Ofast: hpml tests for NaN and infinity, which these options exclude"
 #endif
 #ifdef __CUDACC__ /* nvcc warns of gcc's pragma to unroll loops, and hands it on */
 #pragma nv_diagnostic push
@@ -1404,7 +1404,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifndef __GNUC__
-#error "hpml.h: its implementation wants gcc or clang; any compiler may read the declarations"
+#error "hpml.h: the implementation needs gcc or clang; the declarations compile with any compiler"
 #endif
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "hpml.h: big-endian machines are not supported, because its files and messages are little-endian"
@@ -1876,7 +1876,7 @@ HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
     if (bytes <= SIZE_MAX / 2 - HPMLI_BLOCK)
         b = (hpmli_block *)ctx->allocator.alloc(bytes + HPMLI_BLOCK, HPMLI_BLOCK, ctx->allocator.user);
     if (!b)
-        return hpmli_null(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; "
+        return hpmli_null(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were requested while this context holds %zu; "
                           "use a smaller batch or model", bytes, ctx->bytes);
     memset(b, 0, sizeof *b);
     b->size  = bytes + HPMLI_BLOCK;
@@ -2524,7 +2524,8 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
 {
     if (hpmli_failed(ctx)) return NULL;
     if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape))
-        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, not 0 to %d", name, ndim, HPML_MAX_DIMS);
+        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, expected 0 to %d", name, ndim,
+                          HPML_MAX_DIMS);
     if (hpml_dtype_size(dtype) == 0)
         return hpmli_null(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
     for (int i = 0; i < ndim; i++)
@@ -2559,7 +2560,7 @@ HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
 HPMLI_FN void *hpmli_device_alloc(hpml_ctx *ctx, size_t bytes)
 {
     void *p = ctx->backend->alloc(ctx->device, bytes);
-    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were asked for",
+    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were requested",
                        ctx->backend->name, bytes);
     return p;
 }
@@ -2680,7 +2681,7 @@ HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t 
 HPMLI_FN bool hpmli_slice_fits(const hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
     if (dim >= 0 && dim < t->ndim && start >= 0 && count > 0 && start <= t->shape[dim] - count) return true;
-    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "slice of %s: %lld from %lld on of dimension %d is outside",
+    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "slice of %s: %lld indices from %lld on are not in dimension %d",
                        hpmli_describe(t), (long long)count, (long long)start, dim);
 }
 
@@ -3052,7 +3053,7 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
                                src[i]->name);
         if (!hpmli_contiguous(src[i]))
             return hpmli_false(ctx, HPML_ERR_SHAPE, "%s is a view with gaps, which ops do not read: hpml_tensor_copy "
-                               "it to a tensor of its own, or record hpml_permute or hpml_slice",
+                               "it to another tensor, or record hpml_permute or hpml_slice",
                                hpmli_describe(src[i]));
     }
     return true;
@@ -3185,11 +3186,11 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 {
     if (!input || hpmli_failed(input->ctx)) return input ? input->ctx->status : HPML_ERR_ARGUMENT;
     if (input->node || input->dtype != HPML_DTYPE_F32)
-        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets "
-                          "its gradient by itself", input->name);
+        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; results of ops get "
+                          "a gradient without this call", input->name);
     if (input->state->used && !input->needs_grad)
-        return hpmli_fail(input->ctx, HPML_ERR_STATE, "require_grad of \"%s\": an op uses it already, whose backward "
-                          "pass would leave it out; call this before", input->name);
+        return hpmli_fail(input->ctx, HPML_ERR_STATE, "require_grad of \"%s\": an op uses it already, and its backward "
+                          "pass would not compute the gradient; call this before the op is recorded", input->name);
     input->needs_grad = true;
     return HPML_OK;
 }
@@ -3847,8 +3848,8 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
     if (d.loss && d.loss->dtype != HPML_DTYPE_F32)
-        return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected f32: a scalar, as losses and hpml_mean "
-                          "over HPML_ALL_DIMS give it", hpmli_describe(d.loss));
+        return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected an f32 scalar, such as a loss or "
+                          "hpml_mean over HPML_ALL_DIMS", hpmli_describe(d.loss));
     if (targets[0]->ctx != ctx)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
@@ -3861,7 +3862,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     for (int i = 0; i < g->count; i++)
         if (g->nodes[i]->state->out_root)
             return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
-                              "that you want as outputs of one graph, or record what leads to this one again",
+                              "as outputs of one graph, or record the model again",
                               g->nodes[i]->out->name);
     if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
     hpmli_graph_release_nodes(g);
@@ -4140,7 +4141,7 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (!g->loss || !g->arena || !g->loss->grad)
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
-                          "forward pass before");
+                          "forward pass before the backward pass");
     hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
     hpmli_graph_place_grads(g);
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
@@ -4172,7 +4173,7 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
     }
     if (eps == 0) eps = 1e-2f;
     if (!(eps > 0) || samples < 1) {
-        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples: expected more than 0 of both (eps 0: "
+        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples, expected both above 0 (or eps 0 for "
                    "1e-2)", (double)eps, samples);
         return -1;
     }
@@ -4927,8 +4928,8 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     hpml_tensor     *src[3];
     if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "linear", d, desc)) return NULL;
     if (x->ndim < 2 || out < 1 || (int)d.activation < 0 || d.activation >= HPML_ACT_COUNT)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); at least one output, "
-                          "got %lld; activation %d", d.name ? d.name : "", hpmli_describe(x), (long long)out,
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); %lld outputs, "
+                          "expected 1 or more; activation %d", d.name ? d.name : "", hpmli_describe(x), (long long)out,
                           (int)d.activation);
     const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
     weight[0] = out, weight[1] = x->shape[x->ndim - 1];
@@ -4938,8 +4939,8 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     if (!hpmli_recordable(2, src) || (!d.no_bias && !src[2])) return NULL;
     if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1])
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld "
-                          "outputs are wanted", name, hpmli_describe(src[1]), hpmli_describe(x), (long long)weight[1],
-                          (long long)out);
+                          "outputs are requested", name, hpmli_describe(src[1]), hpmli_describe(x),
+                          (long long)weight[1], (long long)out);
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = out;
     hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
@@ -4995,7 +4996,8 @@ HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_g
     hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
 }
 
-/* dz, in the memory of dy; dbias = sums of columns, dx = dz w, and then, as w may take its step, dw = dz^T x. */
+/* dz = dy act'(z), in the memory of dy; dbias = sums of the columns of dz; dx = dz w; last dw = dz^T x, because w may
+   take its optimizer step then. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
@@ -5006,8 +5008,9 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
     if (!w->grad) return;
     hpmli_gemm_desc d = hpmli_gemm_of(hpmli_transposed(dz), hpmli_values(x), hpmli_grads(w), n->accumulate[1]);
-    /* not small products, which stay in the cache and may be cut along k, or leave threads idle; nor those over a long
-       batch, which would be packed again for each block; nor where the step wants the norm of the whole */
+    /* The step is fused with large products only: small ones stay in the cache, may be cut along k, or would leave
+       threads idle. A long batch would be packed again for each block, and some optimizers need the norm of the whole
+       gradient first. */
     hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->state->update[1] : NULL;
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
     if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_update_by(run->ctx, u, &d), u->n = 0;
@@ -5175,8 +5178,8 @@ HPML_API hpml_status hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout)
 {
     if (!hpmli_layout_check(x, layout)) return x ? x->ctx->status : HPML_ERR_ARGUMENT;
     if (x->state->used)
-        return hpmli_fail(x->ctx, HPML_ERR_STATE, "layout of \"%s\": an op reads it already; set its layout before, or "
-                          "record hpml_to_layout", x->name);
+        return hpmli_fail(x->ctx, HPML_ERR_STATE, "layout of \"%s\": an op reads it already; set the layout earlier "
+                          "or record hpml_to_layout", x->name);
     x->layout = layout;
     return HPML_OK;
 }
@@ -5313,7 +5316,7 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
     int64_t shape[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (dim < HPML_ALL_DIMS || dim >= x->ndim)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpmli_describe(x), dim);
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: no dimension %d", hpmli_describe(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
     hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
@@ -6640,7 +6643,7 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
-        return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
+        return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 tensors of the same shape",
                           hpml_op_name(op), hpmli_describe(y), hpmli_describe(target));
     if (!(delta >= 0))
         return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", hpml_op_name(op),

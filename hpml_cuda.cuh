@@ -3403,7 +3403,8 @@ HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
                                         hpmlg_matrix(none, in, 0, false), hpmlg_grad(w), in, n->accumulate[1]);
     hpmlg_gemm       dx = hpmlg_gemm_of(rows, in, out, hpmlg_matrix(dz, out, 0, true),
                                         hpmlg_matrix(none, in, 0, false), hpmlg_grad(x), in, n->accumulate[0]);
-    bool             ride = act == HPML_ACT_NONE && w->raw_grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
+    bool             ride = act == HPML_ACT_NONE && w->raw_grad && db &&
+                            out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
     d->left.sloped = NULL;
     if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
     else hpmlg_slopes_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows_of, db, n->accumulate[2]);
