@@ -102,7 +102,9 @@
 // PART III  TENSORS AND GRAPH: what is recorded, where its arrays lie, how it runs
 //     tensor   tensors and views, copies and conversions
 //     host   whole tensors to and from host memory
-//     record   recording: nodes, inputs, parameters
+//     op-table   the table of ops: a row for each, and the loops of which most passes consist
+//     record   recording: nodes and inputs
+//     params   parameters: names, first values
 //     place   a place in memory for each array of a plan: first fit
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
@@ -2884,20 +2886,8 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>record   recording: nodes, inputs, parameters
+// >>op-table   the table of ops: a row for each, and the loops of which most passes consist
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Private state of a node; allocated together with the node. */
-struct hpmli_node_state {
-    hpml_tensor *out_root, *grad_root;         /* tensors in whose memory value and gradient of the result stand; NULL:
-                                                  the node is in no graph */
-    struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken after backward has
-                                                  made its gradient final. A CPU op that takes the step sets n to 0 */
-    /* Stored halves, see >>half: */
-    int64_t block_samples;                     /* samples of a block; 0: one block of all samples */
-    int64_t first_index;                       /* labels or tokens in the blocks before this one */
-    size_t  copies_at, block_saved;            /* bytes: offset of the copies in scratch; saved bytes of a block */
-};
 
 /* Which values the backward pass of a node reads: the planner keeps these, and no others, until then. */
 #define HPMLI_NEED_SRC(i) (1u << (i)) /* the value of source i */
@@ -3016,6 +3006,22 @@ HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, h
 #define HPMLI_PIECE 512
 #define HPMLI_PIECES(i, c, n) \
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>record   recording: nodes and inputs
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Private state of a node; allocated together with the node. */
+struct hpmli_node_state {
+    hpml_tensor *out_root, *grad_root;         /* tensors in whose memory value and gradient of the result stand; NULL:
+                                                  the node is in no graph */
+    struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken after backward has
+                                                  made its gradient final. A CPU op that takes the step sets n to 0 */
+    /* Stored halves, see >>half: */
+    int64_t block_samples;                     /* samples of a block; 0: one block of all samples */
+    int64_t first_index;                       /* labels or tokens in the blocks before this one */
+    size_t  copies_at, block_saved;            /* bytes: offset of the copies in scratch; saved bytes of a block */
+};
 
 /* Returns the type in which results of ops are stored. */
 HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
@@ -3194,6 +3200,10 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
     input->needs_grad = true;
     return HPML_OK;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>params   parameters: names, first values
+// ---------------------------------------------------------------------------------------------------------------------
 
 #define HPMLI_NAME 256 /* bytes of an array's name in a file, with the final 0 */
 
