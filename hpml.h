@@ -85,8 +85,9 @@
 //     api-tensor   tensors
 //     api-ops   recording a model: inputs, parameters, ops
 //     api-graph   planning and running a recorded graph
+//     api-optimizer   optimizers: a table of rows, your own rows too
 //     api-backend   the seam to devices: a table of functions
-//     api-trainer   optimizers, schedules, the trainer and its hooks
+//     api-trainer   schedules, the trainer and its hooks
 //     api-data   datasets, readers, the loader
 //     api-save   safetensors and checkpoints
 //     api-see   timeline, profile, summary
@@ -121,8 +122,9 @@
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
-//     backend   the CPU backend: memory, the table of ops, optimizer steps
+//     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
+//     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
 //     trainer   the trainer: settings, creation, one step
 //     step   one step, and the names of what is not finite in it
@@ -700,6 +702,80 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-optimizer   optimizers: a table of rows, your own rows too
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The built-in optimizers. Section >>optimizers has their table, section >>vupdate their formulas. */
+typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
+                        HPML_OPT_LARS, HPML_OPT_LAMB,
+                        HPML_OPT_CUSTOM /* the step of hpml_trainer_desc.custom_optimizer */ } hpml_opt;
+
+#define HPML_MAX_STATES 4 /* arrays that an optimizer may keep for each parameter */
+
+/* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new state was. */
+enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
+
+/* One optimizer step on one parameter. All arrays have n numbers and lie where the backend keeps its tensors. */
+typedef struct hpml_update {
+    hpml_opt opt;              /* the formula; HPML_OPT_CUSTOM: that of custom->step, on the CPU */
+    const struct hpml_optimizer *custom; /* the row, where opt is HPML_OPT_CUSTOM */
+    void    *user;             /* hpml_trainer_desc.optimizer_user */
+    const hpml_tensor *param;  /* the parameter, for its name and shape; NULL: not known */
+    int64_t  n;                /* 0: nothing to do */
+    float   *w;                /* weights */
+    float   *g;                /* gradient; rows with `direction` overwrite it */
+    float   *state[HPML_MAX_STATES]; /* as the row lists them; NULL: not kept */
+    uint64_t step;             /* 1 for the first */
+    float    lr;               /* of this step and parameter: schedule and hpml_param_desc.lr_scale are in it */
+    float    momentum, beta1, beta2, eps;
+    float    weight_decay, trust;  /* both 0 where the parameter has no decay */
+    float    grad_scale;       /* multiplies g: 1 / loss scale */
+    float    clip;             /* largest norm of all gradients, before grad_scale ... */
+    const double *sumsq;       /* ... and their sum of squares, on the device; NULL: gradients are not clipped */
+    bool     nesterov;
+    int32_t *found_nonfinite;  /* not NULL: a gradient that is not finite counts as 0; a weight that would not be
+                                  finite stays, and its states start again from 0. The CPU sets HPML_NONFINITE_* bits
+                                  here; a device has an error when the host next waits for it. NULL: NaN and infinity
+                                  go into weights and states */
+} hpml_update;
+
+typedef struct hpml_optimizer_state {
+    const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints hold "opt.<name>.<parameter>".
+                                  NULL in a built-in row: this place is not used */
+    bool        nonnegative;   /* sums or means of squares: checkpoints with a number below 0 are refused */
+    bool        with_momentum; /* kept only where the trainer's momentum is not 0 */
+} hpml_optimizer_state;
+
+/* An optimizer. Write a row for your own (static const, or at least as long-lived as its trainers) and hand it in as
+   hpml_trainer_desc.custom_optimizer. Clipping, loss scaling, accumulation, weight decay by parameter, schedules,
+   checkpoints and the data parallelism of hpml_comm.h work as for built-in rows. Steps of your own run on the CPU
+   backend only: a trainer on another device refuses them.
+
+   step     computes new weights and states of n numbers of one parameter from g, their gradient (unscaled, clipped,
+            without weight decay): a copy, which step may change. Number i must depend on numbers i of w, g and state
+            alone, because a parameter comes in pieces, cut differently by threads and fused ops; several threads call
+            at once. Rates are in u; use the arguments, not the arrays in u. States are 0 before the first step.
+   prepare  optional; called once for each parameter before its pieces, with the Euclidean norms of its weights and of
+            its gradient (unscaled, clipped; NaN or infinite where that is): may change the rates in u (LARS). */
+typedef struct hpml_optimizer {
+    const char *name;          /* 1 to 31 characters, not those of a built-in row; checkpoints hold it */
+    hpml_opt    opt;           /* built-in rows: which one; HPML_OPT_CUSTOM or 0 in your own */
+    int         state_count;   /* 0 to HPML_MAX_STATES */
+    hpml_optimizer_state states[HPML_MAX_STATES];
+    float       lr, momentum, beta1, beta2, eps, trust; /* used where the trainer's desc has 0 (HPML_ZERO: a true 0) */
+    bool        nesterov;      /* knows Nesterov's momentum, and then needs a momentum */
+    bool        direction;     /* step leaves w alone and writes a direction r over g; w -= lr r follows */
+    bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB), lr r where one of them is 0 */
+    bool        whole;         /* with direction: step is called once with all n numbers, whose shape u->param has; a
+                                  number of r may then depend on all (Muon) */
+    void (*prepare)(hpml_update *u, double weight_norm, double grad_norm); /* optional */
+    void (*step)(const hpml_update *u, float *w, float *g, float *const *state, int64_t n); /* NULL: a built-in row */
+} hpml_optimizer;
+
+HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name); /* "sgd", "adamw", ...; NULL: no such row */
+HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-in rows from 0; NULL: no more */
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-backend   the seam to devices: a table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -773,30 +849,6 @@ typedef struct hpml_run {
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
 typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: no gradient */
 
-typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
-                        HPML_OPT_LARS, HPML_OPT_LAMB } hpml_opt;
-
-/* Where an optimizer step has found a NaN or infinity: in the gradient; in new weights or sums of squares. */
-enum { HPML_BAD_GRADIENT = 1, HPML_BAD_STEP = 2 };
-
-/* One optimizer step on one parameter. State arrays have the parameter's shape. */
-typedef struct hpml_update {
-    hpml_opt opt;
-    int64_t  n;
-    float   *w;          /* (n) */
-    const float *g;      /* (n) */
-    const float *more;   /* (n) CPU: added to g; NULL: nothing */
-    float   *m, *v;      /* (n) first and second state, NULL where the optimizer has none */
-    uint64_t step;       /* 1 for the first */
-    float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* both 0 where the parameter has no decay */
-    float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
-    const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
-    bool     nesterov;
-    int32_t *bad;              /* not NULL: a gradient that is not finite counts as 0; a weight that would not be finite
-                                  stays, and its states start again. The CPU sets these bits; a device has an error when
-                                  the host next waits. NULL: all of them become NaN */
-} hpml_update;
-
 /* A pass, or a part of one, through a graph. Passes that are equal in every byte run the same ops on the same memory,
    so that a device may record the first and replay the others. */
 typedef struct hpml_pass {
@@ -851,7 +903,7 @@ HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
 HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* the object that the backend's open returned */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-trainer   optimizers, schedules, the trainer and its hooks
+// >>api-trainer   schedules, the trainer and its hooks
 // ---------------------------------------------------------------------------------------------------------------------
 
 typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_MSE, HPML_LOSS_HUBER } hpml_loss;
@@ -859,80 +911,93 @@ typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_M
 typedef enum hpml_schedule_kind {
     HPML_SCHEDULE_CONSTANT = 0,
     HPML_SCHEDULE_STEP     = 1, /* lr gamma^(floor(step / period)) */
-    HPML_SCHEDULE_COSINE   = 2, /* from lr to min_lr over total_steps, Loshchilov & Hutter 2017 */
-    HPML_SCHEDULE_LINEAR   = 3  /* from lr to min_lr over total_steps, straight */
+    HPML_SCHEDULE_COSINE   = 2, /* half a cosine from lr to min_lr over total_steps (Loshchilov & Hutter 2017) */
+    HPML_SCHEDULE_LINEAR   = 3  /* a straight line from lr to min_lr over total_steps */
 } hpml_schedule_kind;
 
+/* How the learning rate changes with the updates. All zero: it stays. */
 typedef struct hpml_schedule {
     hpml_schedule_kind kind;
-    int64_t warmup_steps; /* first lr (step + 1) / warmup_steps, then the schedule (Goyal et al. 2017) */
-    int64_t total_steps;  /* COSINE, LINEAR: end of the schedule, warm-up included */
-    int64_t period;       /* STEP */
-    float   gamma;        /* STEP; 0: 0.1 */
-    float   min_lr;       /* COSINE, LINEAR */
+    int64_t warmup_steps; /* updates of warm-up: lr (step + 1) / warmup_steps (Goyal et al. 2017); 0: none */
+    int64_t total_steps;  /* COSINE, LINEAR, required: updates until min_lr, warm-up included */
+    int64_t period;       /* STEP, required: updates from one change to the next */
+    float   gamma;        /* STEP: factor of a change; 0: 0.1 */
+    float   min_lr;       /* COSINE, LINEAR: learning rate at the end and afterwards */
 } hpml_schedule;
-HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step); /* step counts from 0 */
+/* The learning rate of update `step`, the first of which is 0, where lr is that without a schedule. s NULL: lr. */
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step);
 
-/* Learning rate for a batch `factor` times the one that `lr` was tuned for. */
-typedef enum hpml_lr_rule { HPML_LR_AS_GIVEN = 0, HPML_LR_LINEAR = 1, HPML_LR_SQRT = 2 } hpml_lr_rule;
-HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor); /* lr, lr * factor, lr * sqrt(factor) */
+/* How the learning rate follows the batch size. factor: batch / the batch that lr was tuned for. */
+typedef enum hpml_lr_rule {
+    HPML_LR_AS_GIVEN = 0, /* lr */
+    HPML_LR_LINEAR   = 1, /* lr factor */
+    HPML_LR_SQRT     = 2  /* lr sqrt(factor) */
+} hpml_lr_rule;
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor);
 
+/* What is trained, and how. Numbers are finite and not negative; an error names a field that is out of its range. */
 typedef struct hpml_trainer_desc {
     uint32_t      _begin;
-    hpml_tensor  *input;           /* required; others that the loss depends on: hpml_tensor_set before a step */
-    hpml_tensor  *output;          /* what predict and accuracy read; required */
-    hpml_loss     loss;            /* made by the trainer from output and a target input of its own ... */
-    hpml_tensor  *loss_tensor;     /* ... or given: a scalar; then */
-    hpml_tensor  *target;          /*     the input the targets go to; without targets: .input itself, and y = x */
-    float         label_smoothing; /* CROSS_ENTROPY; 0..1 */
-    float         huber_delta;     /* HUBER; 0: l1 */
+    hpml_tensor  *input;           /* required: receives x of each batch. Set other inputs that the loss depends on with
+                                      hpml_tensor_set before a step */
+    hpml_tensor  *output;          /* required, (B, ..): read by hpml_trainer_predict and for the accuracy */
+    hpml_loss     loss;            /* recorded by the trainer, from output and a target input that it adds ... */
+    hpml_tensor  *loss_tensor;     /* ... unless you give a scalar here; then `target` is required */
+    hpml_tensor  *target;          /* with loss_tensor: the input that receives y; without targets: .input, and y = x */
+    float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
+    float         huber_delta;     /* HUBER: where the square ends and the line begins; 0: l1 */
     hpml_opt      optimizer;
-    float         lr;              /* 0: SGD, LARS 0.01; ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
-    float         momentum;        /* SGD, RMSPROP, LARS; 0: none (LARS 0.9) */
-    bool          nesterov;
-    float         beta1, beta2;    /* ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2 0: 0.99 */
-    float         eps;             /* 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
-    float         weight_decay;    /* L2 added to the gradient; ADAMW, LAMB: decoupled */
-    bool          decay_all;       /* decay biases and norms as well */
-    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001.
-                                      LAMB: lr |w| / |r| for biases and norms as well (You et al. 2020, algorithm 2) */
+    const hpml_optimizer *custom_optimizer; /* not NULL: this row instead, your own or hpml_optimizer_find's */
+    void         *optimizer_user;  /* hpml_update.user of each step */
+    float         lr;              /* learning rate; 0: SGD, LARS, ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
+    float         momentum;        /* 0 to 1; SGD, RMSPROP, LARS; 0: none (LARS: 0.9) */
+    bool          nesterov;        /* SGD, LARS: Nesterov's momentum; needs a momentum */
+    float         beta1, beta2;    /* below 1; ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2, 0: 0.99 */
+    float         eps;             /* added to a square root before it divides; 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
+    float         weight_decay;    /* L2: weight_decay w is added to the gradient; ADAMW, LAMB: decoupled from it */
+    bool          decay_all;       /* biases and norms decay as well */
+    float         trust;           /* LARS: a parameter's rate is lr trust |w| / (|g| + weight_decay |w|), but lr for
+                                      biases and norms unless decay_all; 0: 0.001. LAMB's rate is lr |w| / |r| for
+                                      all parameters (You et al. 2020, algorithm 2) */
     hpml_schedule schedule;
-    hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
-    int64_t       lr_base_batch;   /* 0: no scaling */
-    float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
-    int32_t       accumulate;      /* batches that make one update, each weighs as many as it has samples; 0: 1 */
-    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
-                                      small ones survive in halves; 0: 1, but dynamic where results are stored as F16:
-                                      from 65536, halved, and the update left out, when a gradient overflows; doubled
-                                      after 2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check, which names step and layer, of the loss, gradients and new
-                                      parameters: a device's step without info then need not wait. With the check, what
-                                      is not finite stays out of parameters; the rest of the step is in. Without
-                                      clip_norm a device finds it in the update: the next step, the end of fit or
-                                      reading a tensor has the error */
+    hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
+    int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
+    float         clip_norm;       /* scales gradients so that their norm, over all parameters, is at most this; 0: no */
+    int32_t       accumulate;      /* micro-batches of an update; each weighs as many as it has samples; 0: 1 */
+    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, because
+                                      small ones would be 0 in halves; 0: 1, but dynamic where results are stored as
+                                      F16: it begins with 65,536, is halved, and the update skipped, when a gradient
+                                      overflows, and doubles after 2,000 updates without (Micikevicius et al. 2018) */
+    bool          no_finite_check; /* skips the check of loss, gradients and new parameters for NaN and infinity. The
+                                      check fails with the step and the layer and keeps such numbers out of
+                                      parameters, but the rest of the step is in them. It makes the host wait for a
+                                      device in each step. Without clip_norm a device finds a non-finite gradient in
+                                      the update: the next step, the end of fit or reading a tensor returns the error */
     uint32_t      _end;
 } hpml_trainer_desc;
 
-/* Plans, takes all memory, starts the parameters. After that a training step does not allocate.
-   Batch, stochastic and minibatch gradient descent are one setting: the first dimension of the input.
+/* Plans the graph, allocates all memory, initializes the parameters. After that no training step allocates.
+   Batch, minibatch and stochastic gradient descent are one setting: the first dimension of the input.
    A context may have several trainers, of the same parameters as well; each updates those that its loss depends on. A
-   parameter's `grad` is that of the trainer or graph that went backward last. */
+   parameter's `grad` is that of the trainer or graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
-HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out); /* fills zeros */
-/* What hpml_trainer_create with this desc will take; takes nothing. */
+/* Copies the desc to *out, zeros replaced by the defaults that they mean. */
+HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
+/* Computes the bytes that hpml_trainer_create with this desc will allocate, without allocating tensors. */
 HPML_API hpml_status   hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out);
 HPML_API hpml_graph   *hpml_trainer_graph(hpml_trainer *t);
-HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* resolved */
+HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* the resolved desc */
 
-/* One step as it ended. */
+/* What a step reports. */
 typedef struct hpml_step_info {
-    int64_t  step;               /* updates done so far, this one included */
+    int64_t  step;               /* updates until now, this one included */
     int64_t  epoch;              /* from 0 */
-    int64_t  epoch_step, epoch_steps;
+    int64_t  epoch_step, epoch_steps; /* of fit: batches of this epoch done, this one included; batches of an epoch */
     float    loss;               /* mean over the samples of this step */
-    float    accuracy;           /* of this step, in training mode; -1 when the loss is not CROSS_ENTROPY */
-    float    lr;
-    float    grad_norm;          /* global, before clipping; -1 unless clip_norm is set or the loss scale is dynamic */
+    float    accuracy;           /* 0 to 1, of this step, in training mode; -1 if the loss is not CROSS_ENTROPY */
+    float    lr;                 /* learning rate of this update */
+    float    grad_norm;          /* of all gradients, before clipping; -1 unless clip_norm is set or the loss scale is
+                                    dynamic */
     bool     skipped;            /* a gradient overflowed: no update, and the loss scale is halved */
     int64_t  samples;            /* of this step */
     double   seconds;            /* since the start of fit; without fit, of this step */
@@ -940,16 +1005,16 @@ typedef struct hpml_step_info {
 } hpml_step_info;
 typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
 
-/* One batch from host memory: x and y hold `samples` samples (1 to batch) in the dtypes of input and target (i32 labels
-   for cross-entropy). With `accumulate` k, every k-th call updates. info may be NULL. */
+/* Trains on one micro-batch in host memory. x and y hold `samples` samples (1 to the input's batch) in the dtypes of
+   input and target (I32 labels for cross-entropy). Every accumulate-th call updates. info may be NULL. */
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info);
 
 typedef struct hpml_metrics {
-    double   loss;      /* mean over samples */
-    double   accuracy;  /* 0..1; -1 when not classification */
+    double   loss;      /* mean over the samples */
+    double   accuracy;  /* 0 to 1; -1 if the loss is not CROSS_ENTROPY */
     int64_t  samples;
-    int64_t *confusion; /* in: NULL or (classes, classes) counts to add to, row = label, column = prediction */
+    int64_t *confusion; /* in: NULL, or (classes, classes) counts to add to; row: label, column: prediction */
     double   seconds;
 } hpml_metrics;
 
@@ -961,55 +1026,70 @@ typedef struct hpml_fit_desc {
     uint32_t      _begin;
     int32_t       epochs;                  /* 0: 1 */
     const struct hpml_loader_desc *loader; /* batch, shuffling, augmentation; NULL: shuffled with the context's seed */
-    hpml_step_fn *on_step;
-    void         *user;
-    int64_t       max_steps;               /* 0: no limit; counts updates of this call */
+    hpml_step_fn *on_step;                 /* callback after each batch, or NULL */
+    void         *user;                    /* its argument */
+    int64_t       max_steps;               /* updates of this call, at most; 0: no limit */
     uint32_t      _end;
 } hpml_fit_desc;
-HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
-/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a loss or an
-   output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the sample. */
+/* Trains on whole epochs of a data set. After an earlier fit that stopped inside an epoch, or a checkpoint of one, it
+   continues there. d NULL: one epoch. */
+HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
+/* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a
+   loss or an output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the
+   sample. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
-/* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
+/* Computes `output` for any number of samples of x (laid out as in step): out holds samples x (numbers of a sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
-/* The only seam to distributed training. All NULL in a serial trainer. A strategy fills them in.
-   run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_run_local for its part
-   need    before the values of parameter p are read in a pass: pull, gather, wait
-   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch; of a pass
-           that is replayed, an eighth later), in reverse order of recording: communication starts here, beside the rest
-   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
-           the parameters it wants updated here. Returns HPML_OK.
-   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
-           and backward; called in the same order on all ranks, also on one that runs 0 samples
-   data    before the first batch of a fit that takes this rank's share itself; `mark` is a hash of data, order, place
-           and passes, which must be the same on all ranks: then the shares are disjoint and complete */
+/* Callbacks around a step, through which distributed training is attached (hpml_comm.h, or your own strategy). A serial
+   trainer has none: all NULL. Each returns HPML_OK, or a status that ends the step.
+   run     instead of forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward
+           for the parts that this rank computes, and returns the loss in *loss
+   need    before an op reads the value of parameter `param` (its index in the context), forward and backward: to fetch
+           the parameter, or to wait for it
+   grad    when the gradient of parameter `param` is final for this update (in the last micro-batch), in reverse order
+           of recording: to start its communication, which then overlaps the rest of the backward pass. A device that
+           replays passes runs them in up to 8 pieces, and the callback comes at the end of its piece
+   update  instead of hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
+           hpml_trainer_apply for the parameters that are stepped on this rank
+   free    destructor of `user`: called by hpml_ctx_free and when the hooks are replaced
+   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
+           passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
+   data    before the first batch of a fit that takes this rank's share of the data; `mark` is a hash of the data, their
+           order and the epochs to come: if it is the same on all ranks, their shares are disjoint and complete */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
     hpml_status (*need)(void *user, hpml_trainer *t, int param);
     hpml_status (*grad)(void *user, hpml_trainer *t, int param);
     hpml_status (*update)(void *user, hpml_trainer *t);
-    void (*free)(void *user); /* called by hpml_ctx_free and when replaced */
+    void (*free)(void *user);
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
 } hpml_hooks;
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
-/* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. 0
-   samples: gradients are zero, hooks are called as by the others. */
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
-                                            bool accumulate, float *loss);
-HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
-/* All of them, with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last. On the
-   CPU, without clip_norm, a dynamic loss scale, LARS and LAMB, which want the norm. */
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
-/* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
+/* Runs forward and backward on samples [first, first + samples) of the micro-batch that is in the inputs; gradients are
+   multiplied by grad_scale, and added to the present ones if `accumulate`. loss, if not NULL, receives the mean loss. 0
+   samples: gradients are zero, and the hooks are called as on other ranks. */
+HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+                                                   bool accumulate, float *loss);
+/* Clips the gradients and steps parameters first_param .. first_param + param_count - 1 (fewer if there are fewer). */
+HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
+/* All gradients of the trainer as one array, in the backend's memory, and its floats: those of the trained parameters
+   in the order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats. The padding is 0 and stays 0
+   under a sum over ranks, which may hence be one sum of the array. Parameter i begins at float
+   hpml_trainer_gradient_at; -1: it is not trained. */
+#define HPML_GRADIENT_ALIGN 16
+HPML_API float  *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats);
+HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param);
+/* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule takes: see
+   hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Names an array in the backend's memory that checkpoints shall hold (residuals, strategy state), or another one for
-   that name; values NULL: none any more. It must live as long as it is named. */
+/* Adds an array of `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a
+   strategy), in place of an earlier one of that name; values NULL: removes that one. It must live until then. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
-HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
-HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
+HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
+HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-data   datasets, readers, the loader
@@ -1162,8 +1242,9 @@ HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtyp
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; other tensors are ignored */
 
 /* Saves everything that a training needs to continue with the same bits: parameters, optimizer state, named states
-   (such as residuals), step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>",
-   "opt.v.<param>", "state.<name>", metadata "hpml.step" ..., checksums as above. */
+   (such as residuals), step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
+   their names, "opt.<state>.<param>" for each state of the optimizer's row (hpml_optimizer_state.name), "state.<name>",
+   metadata "hpml.step", "hpml.optimizer" (the row's name) ..., checksums as above. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error nothing changes */
 
@@ -1413,7 +1494,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #endif
 
 #if !defined(HPML_NO_SIMD) && defined(__x86_64__)
-#define HPMLI_X86
+#define HPMLI_HAVE_X86
 #if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -1424,7 +1505,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #pragma GCC diagnostic pop
 #endif
 #elif !defined(HPML_NO_SIMD) && defined(__aarch64__)
-#define HPMLI_NEON
+#define HPMLI_HAVE_NEON
 #include <arm_neon.h>
 #endif
 
@@ -1500,10 +1581,10 @@ HPMLI_COMPILE_FAST_BEGIN
    transposed. Set the whole struct to zero first. */
 typedef struct hpmli_gemm_desc {
     int64_t      m, n, k;
-    const float *a;             /* (m, k): a[i a_rs + p a_cs] */
-    int64_t      a_rs, a_cs;
-    const float *b;             /* (k, n): b[p b_rs + j b_cs] */
-    int64_t      b_rs, b_cs;
+    const float *a;             /* (m, k): a[i a_row + p a_k] */
+    int64_t      a_row, a_k;
+    const float *b;             /* (k, n): b[p b_k + j b_col] */
+    int64_t      b_k, b_col;
     float       *c;             /* (m, n), rows ldc apart */
     int64_t      ldc;
     float        alpha, beta;   /* beta 0 never reads C, alpha 0 never reads A and B */
@@ -1544,7 +1625,7 @@ typedef struct hpmli_opt_args {
     float       correction1, correction2;  /* 1 - beta^step */
 } hpmli_opt_args;
 
-#define HPMLI_CHUNK     64          /* random words made at a time */
+#define HPMLI_PHILOX_CHUNK     64          /* random words made at a time */
 #define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox ... */
 #define HPMLI_PHILOX_M1 0xCD9E8D57u
 #define HPMLI_PHILOX_W0 0x9E3779B9u /* ... and what a round adds to its key */
@@ -1587,12 +1668,12 @@ typedef struct hpmli_conv_copy {
 
 /* A strip of a product: C (rows, up to two vectors) (+)= sum over runs u, v, over p < length of
    a[u a_at[0] + v a_at[1] + i ars + p acs] times the vectors at b + u b_at[0] + v b_at[1] + p ldb. */
-typedef struct hpmli_conv_strip {
+typedef struct hpmli_conv_product {
     int64_t rows, ars, acs, ldb, ldc, length, runs[2], a_at[2], b_at[2];
     int     add;
-} hpmli_conv_strip;
-#define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
-typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
+} hpmli_conv_product;
+#define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
+typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
 
@@ -1634,9 +1715,9 @@ typedef struct hpmli_kernels {
     /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
     void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
 
-    /* One optimizer step on n weights; dw: their gradients, m, v: the optimizer's state or NULL. Returns what
-       hpml_update.bad is to receive: 0, or the bits of what was not finite. */
-    int (*opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n);
+    /* One step of a built-in optimizer on n weights; dw: their gradients, which LAMB overwrites with its direction; m,
+       v: first and second moments, or NULL. Returns HPML_NONFINITE_ bits. */
+    int (*opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n);
 
     /* Storage types. */
     void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
@@ -1660,15 +1741,15 @@ typedef struct hpmli_kernels {
 
     /* Convolution: weights into panels (for y, for dx), images to NHWC order and from it, the three products. */
     void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
-    void (*conv_pack_back)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
-    void (*conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
+    void (*conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
+    void (*conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
     void (*conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                       int accumulate);
-    void (*conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate);
-    void (*conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
+    void (*conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate);
+    void (*conv_forward)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
                        const float *bias, int relu, float *y, float *band);
-    void (*conv_inputs)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
-    void (*conv_weights)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
+    void (*conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
+    void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
     void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate);
 
     /* A row of n maxima of 2 x 2 windows, in the rows at x and x + width; at: which corner each was, 0 to 3. */
@@ -2361,8 +2442,8 @@ HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >>
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
     /* Box & Muller make two numbers from two words: those of the positions j and j + half a chunk */
-    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_CHUNK / 2);
-    uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_CHUNK / 2);
+    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2);
+    uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_PHILOX_CHUNK / 2);
     float    x, y;
     hpmli_box_muller_scalar(&a, &b, &x, &y);
     return i == j ? x : y;
@@ -3704,6 +3785,13 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
     }
 }
 
+/* Floats of a parameter's gradient in the array of all gradients, padding included. */
+HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
+{
+    const int64_t align = HPML_GRADIENT_ALIGN;
+    return (hpml_tensor_count(p) + align - 1) / align * align;
+}
+
 /* Computes the lives of the gradients and, in the order of the backward pass, which node overwrites a gradient and
    which nodes add to it. A result whose gradient no node has written when its own node is reached does not affect the
    loss. */
@@ -3824,7 +3912,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     hpmli_plan_slots(g, uses);
     for (int i = 0; i < g->param_count; i++) {
         g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
-        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(ctx->params[i]) + 15) / 16 * 16;
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_gradient_floats(ctx->params[i]);
     }
     g->memory.gradients = (size_t)g->grad_count * sizeof(float);
     hpmli_free(ctx, uses);
@@ -3897,7 +3985,7 @@ HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
         hpmli_set_memory(p, p->raw, mine ? g->grads + at : NULL);
-        if (mine) at += (hpml_tensor_count(p) + 15) / 16 * 16;
+        if (mine) at += hpmli_gradient_floats(p);
     }
 }
 
@@ -4232,7 +4320,7 @@ typedef struct hpmli_gemm_job {
 } hpmli_gemm_job;
 
 /* Piece t of `pieces` of a length, cut at multiples of `unit`. */
-HPMLI_FN int64_t hpmli_cut(int64_t length, int64_t pieces, int64_t t, int64_t unit)
+HPMLI_FN int64_t hpmli_piece_start(int64_t length, int64_t pieces, int64_t t, int64_t unit)
 {
     int64_t units = (length + unit - 1) / unit, at = units * t / pieces * unit;
     return at < length ? at : length;
@@ -4245,10 +4333,10 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
     hpmli_gemm_part       part;
     part.d     = job->d;
     part.batch = task / (job->rows * job->cols);
-    part.i0    = hpmli_cut(job->d->m, job->rows, r, 1);
-    part.i1    = hpmli_cut(job->d->m, job->rows, r + 1, 1);
-    part.j0    = hpmli_cut(job->d->n, job->cols, c, 32);
-    part.j1    = hpmli_cut(job->d->n, job->cols, c + 1, 32);
+    part.i0    = hpmli_piece_start(job->d->m, job->rows, r, 1);
+    part.i1    = hpmli_piece_start(job->d->m, job->rows, r + 1, 1);
+    part.j0    = hpmli_piece_start(job->d->n, job->cols, c, 32);
+    part.j1    = hpmli_piece_start(job->d->n, job->cols, c + 1, 32);
     part.ws    = job->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
     if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
 }
@@ -4286,7 +4374,7 @@ HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
     int64_t                 p0 = task * s->d->k / s->pieces, p1 = (task + 1) * s->d->k / s->pieces;
     hpmli_gemm_desc         d  = *s->d;
     d.k = p1 - p0;
-    d.a += p0 * d.a_cs, d.b += p0 * d.b_rs;
+    d.a += p0 * d.a_k, d.b += p0 * d.b_k;
     d.c = s->sums + task * d.m * d.n, d.ldc = d.n;
     d.alpha = 1, d.beta = 0, d.bias_n = d.bias_m = NULL, d.act = 0;
     hpmli_gemm_serial(s->ctx, thread, &d);
@@ -4297,12 +4385,12 @@ HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
    products inside tasks, convolutions and batches stay with us. */
 HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
-    bool  ta = d->a_cs != 1, tb = d->b_cs != 1;
+    bool  ta = d->a_k != 1, tb = d->b_col != 1;
     float beta = d->beta;
     if (d->batch != 1 || d->bias_m || d->k < 1) return false;
     if (d->m > INT_MAX || d->n > INT_MAX || d->k > INT_MAX ||
-        (ta && d->a_rs != 1) || (tb && d->b_rs != 1) || (ta ? d->a_cs < d->m : d->a_rs < d->k) ||
-        (tb ? d->b_cs < d->k : d->b_rs < d->n) || d->ldc < d->n)
+        (ta && d->a_row != 1) || (tb && d->b_k != 1) || (ta ? d->a_k < d->m : d->a_row < d->k) ||
+        (tb ? d->b_col < d->k : d->b_k < d->n) || d->ldc < d->n)
         return false;
     for (int64_t i = 0; d->bias_n && i < d->m; i++) {
         if (d->beta == 0) memcpy(d->c + i * d->ldc, d->bias_n, (size_t)d->n * sizeof(float));
@@ -4310,7 +4398,7 @@ HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
         beta = 1;
     }
     cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, (int)d->m, (int)d->n,
-                (int)d->k, d->alpha, d->a, (int)(ta ? d->a_cs : d->a_rs), d->b, (int)(tb ? d->b_cs : d->b_rs), beta,
+                (int)d->k, d->alpha, d->a, (int)(ta ? d->a_k : d->a_row), d->b, (int)(tb ? d->b_col : d->b_k), beta,
                 d->c, (int)d->ldc);
     for (int64_t i = 0; d->act == 1 && i < d->m; i++)
         ctx->k->act_forward(HPML_ACT_RELU, 0, d->c + i * d->ldc, d->c + i * d->ldc, d->n);
@@ -4339,7 +4427,7 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     job.ctx = ctx, job.d = d, job.rows = job.cols = 1;
     while (job.rows * job.cols * d->batch < want) { /* cut the longer side of a piece */
         int64_t height = d->m / job.rows, width = d->n / job.cols;
-        bool    down   = d->a_rs == 1 && d->a_cs * d->k >= 262144 && width >= 256; /* else each packs all of A */
+        bool    down   = d->a_row == 1 && d->a_k * d->k >= 262144 && width >= 256; /* else each packs all of A */
         bool    even   = width >= 256 || d->n % (32 * (job.cols + 1)) == 0; /* columns are cut at multiples of 32 */
         if (width >= height + down && width >= 64 && even) job.cols++;
         else if (height >= 8) job.rows++;
@@ -4347,7 +4435,7 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
         else break;
     }
     each = size * (double)d->k / (double)(job.rows * job.cols * d->batch);
-    if (d->a_cs == 1) /* 8e6 or more in up to four: a slow core does fewer. Across, so that B is packed but once */
+    if (d->a_k == 1) /* 8e6 or more in up to four: a slow core does fewer. Across, so that B is packed but once */
         job.cols *= (int64_t)fmax(1, fmin(fmin(each / 8e6, 4), (double)(d->n / job.cols / 128)));
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
 }
@@ -4374,7 +4462,7 @@ typedef struct hpmli_mixed {
 } hpmli_mixed;
 
 /* The part (rows, cols) of an operand from (row, col) on, as f32, at `space` if it is not f32; its strides follow. */
-HPMLI_FN const float *hpmli_mixed_part(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row, int64_t col,
+HPMLI_FN const float *hpmli_mixed_block(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row, int64_t col,
                                        int64_t rows, int64_t cols, int64_t *rs, int64_t *cs, float *space)
 {
     bool        across = *cs == 1;
@@ -4399,8 +4487,8 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
         hpmli_gemm_desc d = j->d;
         d.m = hpmli_min(d.m - row, j->rows), d.n = hpmli_min(d.n - col, j->cols);
         d.k = hpmli_min(d.k - at, j->depth);
-        d.a = hpmli_mixed_part(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_rs, &d.a_cs, ws + HPMLI_MIXED_A);
-        d.b = hpmli_mixed_part(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_rs, &d.b_cs, ws + HPMLI_MIXED_B);
+        d.a = hpmli_mixed_block(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_row, &d.a_k, ws + HPMLI_MIXED_A);
+        d.b = hpmli_mixed_block(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_k, &d.b_col, ws + HPMLI_MIXED_B);
         d.c += row * d.ldc + col;
         if (at > 0) d.beta = 1;
         hpmli_gemm_serial(j->ctx, thread, &d);
@@ -4414,7 +4502,7 @@ HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
 {
     const hpmli_gemm_desc *d = &j->d;
     bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
-    bool    along  = thin_m ? d->b_rs == 1 : d->a_cs == 1; /* the operand that is not thin is stored along k */
+    bool    along  = thin_m ? d->b_k == 1 : d->a_k == 1; /* the operand that is not thin is stored along k */
     int64_t across, down, side = HPMLI_MIXED_SIDE;
     if (thin) side = along ? 8 : 1024; /* long lines */
     j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
@@ -4448,8 +4536,8 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
     memset(&j, 0, sizeof j);
     j.ctx = ctx, j.type[0] = type_a, j.type[1] = type_b;
     j.d.m = m, j.d.n = n, j.d.k = alpha == 0 ? 0 : k, j.d.alpha = alpha, j.d.beta = beta, j.d.batch = 1;
-    j.d.a = (const float *)a, j.d.a_rs = trans_a ? 1 : lda, j.d.a_cs = trans_a ? lda : 1;
-    j.d.b = (const float *)b, j.d.b_rs = trans_b ? 1 : ldb, j.d.b_cs = trans_b ? ldb : 1;
+    j.d.a = (const float *)a, j.d.a_row = trans_a ? 1 : lda, j.d.a_k = trans_a ? lda : 1;
+    j.d.b = (const float *)b, j.d.b_k = trans_b ? 1 : ldb, j.d.b_col = trans_b ? ldb : 1;
     j.d.c = c, j.d.ldc = ldc;
     if (plain || j.d.k == 0) hpmli_gemm(ctx, &j.d);
     else hpmli_mixed_run(&j);
@@ -4465,7 +4553,7 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 }
 
 /* n numbers, inc apart: where they are, or together in `space`. */
-HPMLI_FN const float *hpmli_gather(float *space, const float *x, int64_t inc, int64_t n)
+HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t inc, int64_t n)
 {
     if (inc == 1) return x;
     for (int64_t i = 0; i < n; i++) space[i] = x[i * inc];
@@ -4489,21 +4577,21 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
                           "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
                           (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
     if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
-        x     = hpmli_gather(ctx->gemm_ws, x, inc_x, k);
+        x     = hpmli_unit_stride(ctx->gemm_ws, x, inc_x, k);
         inc_x = 1;
     }
     if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
         to = ctx->gemm_ws + HPMLI_VECTOR;
-        if (beta != 0) hpmli_gather(to, y, inc_y, rows);
+        if (beta != 0) hpmli_unit_stride(to, y, inc_y, rows);
     }
     memset(&d, 0, sizeof d);
     d.m = rows, d.n = d.batch = 1, d.k = k, d.alpha = alpha, d.beta = beta, d.c = to, d.ldc = to == y ? inc_y : 1;
-    d.a = a, d.a_rs = trans_a ? 1 : lda, d.a_cs = trans_a ? lda : 1;
-    d.b = x, d.b_rs = inc_x, d.b_cs = 1;
+    d.a = a, d.a_row = trans_a ? 1 : lda, d.a_k = trans_a ? lda : 1;
+    d.b = x, d.b_k = inc_x, d.b_col = 1;
     if (trans_a && d.ldc == 1) {
         d.m = 1, d.n = d.ldc = rows;
-        d.a = x, d.a_rs = inc_x == 1 ? k : 1, d.a_cs = inc_x;
-        d.b = a, d.b_rs = lda, d.b_cs = 1;
+        d.a = x, d.a_row = inc_x == 1 ? k : 1, d.a_k = inc_x;
+        d.b = a, d.b_k = lda, d.b_col = 1;
     }
     hpmli_gemm(ctx, &d);
     for (int64_t i = 0; i < rows && to != y; i++) y[i * inc_y] = to[i];
@@ -4530,8 +4618,8 @@ HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     HPMLI_PIECES(i, c, count) {
         float       *y  = v->y + (first + i) * v->inc_y;
         float       *to = v->inc_y == 1 ? y : py;
-        const float *x  = v->x ? hpmli_gather(px, v->x + (first + i) * v->inc_x, v->inc_x, c) : to;
-        hpmli_gather(py, y, v->inc_y, c);
+        const float *x  = v->x ? hpmli_unit_stride(px, v->x + (first + i) * v->inc_x, v->inc_x, c) : to;
+        hpmli_unit_stride(py, y, v->inc_y, c);
         if (!v->x && v->alpha == 0) v->k->vfill(to, 0, c);
         else v->k->vaxpby(to, v->alpha, x, v->x ? 1.0f : 0.0f, c);
         for (int64_t e = 0; e < c && to == py; e++) y[e * v->inc_y] = py[e];
@@ -4572,7 +4660,7 @@ HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED
     float          most = -1, space[HPMLI_PIECE];
     for (int64_t i = best, c; i < end && most == most; i += c) { /* which piece of a piece */
         c = hpmli_min(end - i, HPMLI_PIECE);
-        float here = v->k->vamax(hpmli_gather(space, v->x + i * v->inc_x, v->inc_x, c), c);
+        float here = v->k->vamax(hpmli_unit_stride(space, v->x + i * v->inc_x, v->inc_x, c), c);
         if (here > most || here != here) most = here, best = i;
     }
     while (most == most ? fabsf(v->x[best * v->inc_x]) != most : v->x[best * v->inc_x] == v->x[best * v->inc_x]) best++;
@@ -4848,8 +4936,8 @@ HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bo
     d.alpha = 1;
     d.beta  = accumulate ? 1.0f : 0.0f;
     d.batch = c.count;
-    d.a = a.p, d.a_rs = a.trans ? 1 : a.ld, d.a_cs = a.trans ? a.ld : 1, d.a_batch = a.apart;
-    d.b = b.p, d.b_rs = b.trans ? 1 : b.ld, d.b_cs = b.trans ? b.ld : 1, d.b_batch = b.apart;
+    d.a = a.p, d.a_row = a.trans ? 1 : a.ld, d.a_k = a.trans ? a.ld : 1, d.a_batch = a.apart;
+    d.b = b.p, d.b_k = b.trans ? 1 : b.ld, d.b_col = b.trans ? b.ld : 1, d.b_batch = b.apart;
     d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
     return d;
 }
@@ -4974,37 +5062,9 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
-   cache when its step reads it. */
-typedef struct hpmli_update_job {
-    hpml_ctx              *ctx;
-    const hpmli_gemm_desc *d;
-    hpmli_opt_args         o;
-    int64_t                piece; /* elements of a task */
-} hpmli_update_job;
-
-HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
-{
-    const hpmli_update_job *j = (const hpmli_update_job *)arg;
-    const hpml_update      *u = &j->o.u;
-    int64_t                 i = task * j->piece, n = u->n - i < j->piece ? u->n - i : j->piece;
-    if (j->d) {
-        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
-        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
-        j->ctx->k->gemm_part(&p);
-    }
-    int bad = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
-    if (bad && u->bad) __atomic_fetch_or(u->bad, bad, __ATOMIC_RELAXED);
-}
-
-HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
-{
-    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
-    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
-    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
-    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n;
-    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
-}
+/* Steps one parameter, and with d computes the product that makes its gradient; see >>optimizers. */
+static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d);
+static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* no number of the step depends on the whole gradient */
 
 /* dz = dy act'(z), in the memory of dy; dbias = sums of the columns of dz; dx = dz w; last dw = dz^T x, because w may
    take its optimizer step then. */
@@ -5023,8 +5083,12 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
        gradient first. */
     hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->state->update[1] : NULL;
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
-    if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_update_by(run->ctx, u, &d), u->n = 0;
-    else hpmli_gemm(run->ctx, &d);
+    if (!large || !hpmli_optimizer_by_pieces(u) || HPMLI_BLAS) {
+        hpmli_gemm(run->ctx, &d);
+        return;
+    }
+    hpmli_optimizer_step(run->ctx, u, &d);
+    u->n = 0;
 }
 
 HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
@@ -5240,7 +5304,7 @@ HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread
     int64_t size = y->stride[0], rows = w->n->attr.permute.dims[1] == 2 ? x->shape[1] : size / x->shape[3];
     float  *from = (w->back ? y->grad : x->data) + image * size, *to = (w->back ? x->grad : y->data) + image * size;
     if (w->back) rows = size / rows;
-    w->k->conv_turn(to, from, rows, 1, size / rows, size);
+    w->k->conv_to_nhwc(to, from, rows, 1, size / rows, size);
 }
 
 /* Copies in the order of the destination, with the dimensions of the source reordered. */
@@ -5375,7 +5439,7 @@ HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false)
    added up in order: the same bits at any number of threads. */
 
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
+HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
 /* The same for both passes, so that what is recorded has scratch for either. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
@@ -5417,7 +5481,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 }
 
 /* A product without columns: 1 x 1, as it stands. */
-HPMLI_FN bool hpmli_conv_direct(const hpmli_conv *c)
+HPMLI_FN bool hpmli_conv_is_1x1(const hpmli_conv *c)
 {
     return c->taps == 1 && c->row_at == c->x_pitch && c->col_at == c->C && c->x_first == 0;
 }
@@ -5450,7 +5514,7 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
     return NULL;
 }
 
-HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
+HPMLI_FN int32_t hpmli_conv_default(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
 
 /* Chooses the algorithm for y, of this shape, within the workspace that d allows; *bytes: the workspace needed. */
 HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
@@ -5494,14 +5558,14 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
                           "chosen; leave them 0", d.name ? d.name : "", x->ctx->backend->name);
     memset(&a, 0, sizeof a);
     a.conv.kernel[0]   = d.kernel_h;
-    a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
-    a.conv.stride[0]   = hpmli_conv_or(d.stride_h, 1);
-    a.conv.stride[1]   = hpmli_conv_or(d.stride_w, a.conv.stride[0]);
+    a.conv.kernel[1]   = hpmli_conv_default(d.kernel_w, d.kernel_h);
+    a.conv.stride[0]   = hpmli_conv_default(d.stride_h, 1);
+    a.conv.stride[1]   = hpmli_conv_default(d.stride_w, a.conv.stride[0]);
     a.conv.padding[0]  = d.padding_h == HPML_NO_PAD ? 0 : d.padding_h;
-    a.conv.padding[1]  = d.padding_w == HPML_NO_PAD ? 0 : hpmli_conv_or(d.padding_w, a.conv.padding[0]);
-    a.conv.dilation[0] = hpmli_conv_or(d.dilation_h, 1);
-    a.conv.dilation[1] = hpmli_conv_or(d.dilation_w, a.conv.dilation[0]);
-    a.conv.groups      = hpmli_conv_or(d.groups, 1);
+    a.conv.padding[1]  = d.padding_w == HPML_NO_PAD ? 0 : hpmli_conv_default(d.padding_w, a.conv.padding[0]);
+    a.conv.dilation[0] = hpmli_conv_default(d.dilation_h, 1);
+    a.conv.dilation[1] = hpmli_conv_default(d.dilation_w, a.conv.dilation[0]);
+    a.conv.groups      = hpmli_conv_default(d.groups, 1);
     a.conv.act         = d.activation;
     const char *why = hpmli_conv_check(x, out, &a);
     if (why)
@@ -5528,12 +5592,12 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t panels = hpmli_conv_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     int64_t end    = o + HPMLI_CONV_PANEL < c->OC ? o + HPMLI_CONV_PANEL : c->OC;
     const float *w = c->n->src[1]->data + g * c->OC * c->C * c->taps;
     float  *packed = c->packed + g * c->packed_size;
     if (!c->want_dx) c->ctx->k->conv_pack(c, packed, w, o);
-    for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(c, packed, w, o);
+    for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_for_dx(c, packed, w, o);
 }
 
 /* Rows [row, row + rows) of one image and group of x (C, pixels), y (OC, pixels) or their gradients, as a matrix. */
@@ -5548,35 +5612,35 @@ HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool y, int64_t
 }
 
 /* One image and group of x, in NHWC order with its padding. */
-HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float *image)
+HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
     hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_ld, c->x_ld };
     if (c->x_first) memset(image, 0, (size_t)c->x_size * sizeof(float));
     if (c->nhwc) c->ctx->k->conv_copy(&copy, image + c->x_first, x, NULL, 0, 0);
-    else c->ctx->k->conv_turn(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
+    else c->ctx->k->conv_to_nhwc(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
 }
 
 /* The same of dy, without padding. */
-HPMLI_FN void hpmli_conv_turn_dy(const hpmli_conv *c, int64_t b, int64_t g, float *image)
+HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
     hpmli_conv_copy copy = { 1, c->OH * c->OW, c->OC, 0, c->OC, 0, c->y_ld };
     if (c->nhwc) c->ctx->k->conv_copy(&copy, image, dy, NULL, 0, 0);
-    else c->ctx->k->conv_turn(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
+    else c->ctx->k->conv_to_nhwc(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
 }
 
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_panels(c->OC);
+    int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_conv_panels(c->OC);
     int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL;
     int64_t o1 = hpmli_min((piece + 1) * panels / c->splits * HPMLI_CONV_PANEL, c->OC);
     float  *image = c->own + thread * c->own_size, *band = image + c->x_size;
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
-        hpmli_conv_turn_x(c, b, g, image);
-        c->ctx->k->conv_image(c, c->packed + g * c->packed_size, image, o0, o1, bias,
+        hpmli_conv_x_to_nhwc(c, b, g, image);
+        c->ctx->k->conv_forward(c, c->packed + g * c->packed_size, image, o0, o1, bias,
                               c->n->attr.conv.act == HPML_ACT_RELU,
                               hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
@@ -5600,7 +5664,7 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 }
 
 /* Overwrites dy of one image by dz = dy act', because no later op reads dy, and sums dz into the bias gradient. */
-HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool first)
+HPMLI_FN void hpmli_conv_dz_and_db(const hpmli_conv *c, int64_t b, float *db, bool first)
 {
     int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
     float  *dz = c->n->out->grad + b * channels * pixels;
@@ -5657,7 +5721,7 @@ HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
     bool         dw = back && w->grad, dx = back && x->grad;
     if (dx && !n->accumulate[0]) memset(x->grad, 0, hpmli_tensor_bytes(x));
     for (int64_t b = 0; b < c->B && back; b++)
-        hpmli_conv_take_dy(c, b, bias ? bias->grad : NULL, b == 0 && !n->accumulate[2]);
+        hpmli_conv_dz_and_db(c, b, bias ? bias->grad : NULL, b == 0 && !n->accumulate[2]);
     for (int64_t i = 0; i < c->B * c->groups; i++)
         for (int64_t row = 0; row < c->OH; row += step) {
             hpmli_columns m = { c, (float *)n->scratch, i / c->groups, i % c->groups, row,
@@ -5688,9 +5752,9 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     hpmli_conv c   = hpmli_conv_of(run->ctx, n);
     hpml_act   act = n->attr.conv.act;
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
-    else if (hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, false);
+    else if (hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, false);
     else {
-        int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
+        int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         c.splits = hpmli_min((want - 1) / c.B + 1, panels); /* few images: share their channels out */
         if (run->ctx->threads == 1) c.splits = 1;
@@ -5710,28 +5774,28 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
     int64_t panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     for (int64_t b = first; b < end; b += c->joint) {
         int64_t images = end - b < c->joint ? end - b : c->joint;
-        for (int64_t i = 0; i < images; i++) hpmli_conv_take_dy(c, b + i, db, b + i == first);
+        for (int64_t i = 0; i < images; i++) hpmli_conv_dz_and_db(c, b + i, db, b + i == first);
         for (int64_t g = 0; g < c->groups; g++) {
             for (int64_t i = 0; i < images; i++) {
-                if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
-                if (c->want_dw || c->want_dx) hpmli_conv_turn_dy(c, b + i, g, ys + i * c->y_size);
+                if (c->want_dw) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_size);
+                if (c->want_dw || c->want_dx) hpmli_conv_dy_to_nhwc(c, b + i, g, ys + i * c->y_size);
             }
-            if (c->want_dw) c->ctx->k->conv_weights(c, images, xs, ys, dw + g * panels, b > first);
+            if (c->want_dw) c->ctx->k->conv_weight_grad(c, images, xs, ys, dw + g * panels, b > first);
             if (!c->want_dx) continue;
             memset(dx, 0, (size_t)(images * c->x_size) * sizeof(float));
-            c->ctx->k->conv_inputs(c, images, c->packed + g * c->packed_size, ys, dx);
+            c->ctx->k->conv_input_grad(c, images, c->packed + g * c->packed_size, ys, dx);
             for (int64_t i = 0; i < images; i++)
-                c->ctx->k->conv_return(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
+                c->ctx->k->conv_from_nhwc(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
                                        dx + i * c->x_size + c->x_first, c->n->accumulate[0]);
         }
     }
 }
 
 /* The parts come together: HPMLI_CONV_PANEL channels of one group. */
-HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_conv_sum_parts_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t panels = hpmli_conv_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     c->ctx->k->conv_unpack(c, c->n->src[1]->grad + g * c->OC * c->C * c->taps,
                            c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, o, c->n->accumulate[1]);
 }
@@ -5739,21 +5803,21 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c = hpmli_conv_of(run->ctx, n);
-    int64_t    channels = c.groups * c.OC, panels = hpmli_panels(c.OC);
+    int64_t    channels = c.groups * c.OC, panels = hpmli_conv_panels(c.OC);
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) {
         hpmli_conv_by_columns(&c, true);
         return;
     }
-    c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
+    c.want_dx = n->src[0]->grad && !hpmli_conv_is_1x1(&c);
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
-    if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_join_task, &c);
+    if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_sum_parts_task, &c);
     for (int64_t p = 0; c.want_db && p < c.parts; p++)
         run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
-    if (n->src[0]->grad && hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, true);
+    if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
 
 HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
@@ -7093,7 +7157,7 @@ HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>backend   the CPU backend: memory, the table of ops, optimizer steps
+// >>backend   the CPU backend: memory, sums of squares, the table of ops
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
@@ -7203,45 +7267,8 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
     return HPML_OK;
 }
 
-HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
-{
-    double sum;
-    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
-    return sqrt(sum);
-}
-
-/* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. The rate
-   goes into the momentum, so that a change of either takes hold from this step on. */
-HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
-{
-    double w = hpmli_l2_norm(ctx, u->w, u->n);
-    double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
-    if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
-    if (u->bad && g - g != 0) u->lr = 0; /* what is not finite has no direction */
-    u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
-}
-
-/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r, a step of plain SGD. */
-HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, hpml_update u)
-{
-    double w = hpmli_l2_norm(ctx, u.w, u.n), r = hpmli_l2_norm(ctx, u.g, u.n);
-    u.opt = HPML_OPT_SGD, u.m = NULL, u.grad_scale = 1, u.weight_decay = 0;
-    u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
-    hpmli_update_by(ctx, &u, NULL);
-}
-
-HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
-{
-    for (int i = 0; i < count; i++) {
-        hpml_update u    = updates[i];
-        float       norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
-        if (norm > u.clip) u.grad_scale *= u.clip / norm;
-        if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
-        hpmli_update_by(ctx, &u, NULL);
-        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
-    }
-    return HPML_OK;
-}
+/* Steps parameters; see >>optimizers. */
+static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count);
 
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
 {
@@ -7289,6 +7316,306 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 // =====================================================================================================================
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 // =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>optimizers   the table of optimizers, the driver of their steps, schedules
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A step of parameter w at time t, with gradient G of the loss times its scale L, does in order
+
+       g = G / L                                                   micro-batches are added up in G already
+       g = g clip / |all g|    where the norm of all gradients is above clip
+       rates from |w|, |g|     prepare(): LARS
+       w, s = step(w, g, s)    states s of the row; weight decay is the formula's business
+       w = w - lr |w| / |r| r  where step gave a direction r instead: LAMB
+
+   Built-in rows have their formulas as vector kernels (>>vupdate) and on devices (hpml_cuda.cuh, >>gpu-update); a row
+   of your own has `step`. A parameter is cut into pieces that threads step at once, and a linear layer steps each block
+   of its weights where the product has just made the gradient, because the block is in the cache then. */
+
+#define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
+#define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
+
+HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm);
+
+/* Columns: name, hpml_opt, state_count, states { name, nonnegative, with_momentum }; lr, momentum, beta1, beta2, eps,
+   trust; nesterov, direction, layer_ratio, whole, prepare, step. In built-in rows state 0 is a first moment (a sum of
+   gradients), state 1 a second moment (of their squares). */
+static const hpml_optimizer hpmli_optimizers[] = {
+    { "sgd", HPML_OPT_SGD, 1, { { "momentum", false, true } },
+      0.01f, 0, 0, 0, 0, 0, true, false, false, false, NULL, NULL },
+    { "adagrad", HPML_OPT_ADAGRAD, 2, { { NULL, false, false }, { "square_sum", true, false } },
+      0.01f, 0, 0, 0, 1e-10f, 0, false, false, false, false, NULL, NULL },
+    { "rmsprop", HPML_OPT_RMSPROP, 2, { { "momentum", false, true }, { "square_mean", true, false } },
+      0.001f, 0, 0, 0.99f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "adam", HPML_OPT_ADAM, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "adamw", HPML_OPT_ADAMW, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "lars", HPML_OPT_LARS, 1, { { "momentum", false, true } },
+      0.01f, 0.9f, 0, 0, 0, 0.001f, true, false, false, false, hpmli_lars_prepare, NULL },
+    { "lamb", HPML_OPT_LAMB, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-6f, 0, false, true, true, false, NULL, NULL },
+};
+
+HPML_API const hpml_optimizer *hpml_optimizer_at(int index)
+{
+    int count = (int)(sizeof hpmli_optimizers / sizeof *hpmli_optimizers);
+    return index >= 0 && index < count ? &hpmli_optimizers[index] : NULL;
+}
+
+HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name)
+{
+    const hpml_optimizer *row = NULL;
+    for (int i = 0; name && (row = hpml_optimizer_at(i)) != NULL; i++)
+        if (strcmp(row->name, name) == 0) return row;
+    return NULL;
+}
+
+/* Returns `custom`, or the built-in row of opt where custom is NULL; NULL: there is no such row. */
+HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_optimizer *custom)
+{
+    const hpml_optimizer *row;
+    if (custom) return custom;
+    for (int i = 0; (row = hpml_optimizer_at(i)) != NULL; i++)
+        if (row->opt == opt) return row;
+    return NULL;
+}
+
+/* True if the optimizer keeps state array k when the trainer's momentum is `momentum`. */
+HPMLI_FN bool hpmli_optimizer_keeps(const hpml_optimizer *row, int k, float momentum)
+{
+    return k < row->state_count && row->states[k].name && (!row->states[k].with_momentum || momentum != 0);
+}
+
+/* Returns the value of a setting whose zero means `otherwise` and whose HPML_ZERO means zero. */
+HPMLI_FN float hpmli_default_if_zero(float value, float otherwise)
+{
+    if (value == 0) return otherwise;
+    return value == HPML_ZERO ? 0 : value;
+}
+
+/* True if `name` has 1 to 23 letters, digits and `_`, and no state before number k has the same. */
+HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
+{
+    static const char legal[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
+    const char       *name    = row->states[k].name;
+    size_t            length  = name ? strlen(name) : 0;
+    if (length < 1 || length > HPMLI_STATE_NAME || strspn(name, legal) != length) return false;
+    for (int i = 0; i < k; i++)
+        if (strcmp(row->states[i].name, name) == 0) return false;
+    return true;
+}
+
+/* Checks a row that is not built in; false: an error says what it lacks. */
+HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
+{
+    const char *name = row->name ? row->name : "";
+    if (hpml_optimizer_find(name) == row) return true;
+    if (!*name || strlen(name) > HPMLI_OPTIMIZER_NAME)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer has %s; set .name to 1 to %d "
+                           "characters, because checkpoints hold it", *name ? "too long a name" : "no name",
+                           HPMLI_OPTIMIZER_NAME);
+    if (hpml_optimizer_find(name))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has the name of a built-in row; "
+                           "take another name, because checkpoints go by it", name);
+    if (!row->step)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has no step; set .step to a "
+                           "function", name);
+    if (row->state_count < 0 || row->state_count > HPML_MAX_STATES)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has a state_count of %d, expected "
+                           "0 to %d (HPML_MAX_STATES)", name, row->state_count, HPML_MAX_STATES);
+    for (int k = 0; k < row->state_count; k++)
+        if (!hpmli_state_name_fits(row, k))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\": the name of state %d of %d "
+                               "is \"%.32s\", expected 1 to %d letters, digits or _, no two the same", name, k,
+                               row->state_count, row->states[k].name ? row->states[k].name : "", HPMLI_STATE_NAME);
+    if ((row->whole || row->layer_ratio) && !row->direction)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" sets %s without .direction; its "
+                           "step must write a direction over g", name, row->whole ? ".whole" : ".layer_ratio");
+    if (ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "trainer: custom_optimizer \"%s\" runs on the CPU backend only, "
+                           "this context's is \"%s\"; take a built-in row (hpml_optimizer_find)", name,
+                           ctx->backend->name);
+    return true;
+}
+
+/* Copies into g the gradient of numbers i .. i + n - 1, unscaled. Where u checks for non-finite numbers these become 0;
+   returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be their place in u->g. */
+HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, int64_t n)
+{
+    int found = 0;
+    for (int64_t j = 0; j < n; j++) {
+        g[j] = u->g[i + j] * u->grad_scale;
+        if (!u->found_nonfinite || g[j] - g[j] == 0) continue;
+        g[j]  = 0;
+        found = HPML_NONFINITE_GRADIENT;
+    }
+    return found;
+}
+
+/* Restores those of n weights that are not finite from `was` (NULL: leaves all weights) and sets the states of a number
+   to 0 where one of them is not finite. Returns HPML_NONFINITE_STEP if there was one, else 0. */
+HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *state, int64_t n)
+{
+    int found = 0;
+    for (int64_t j = 0; j < n; j++) {
+        bool lost = false;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (state[k] && state[k][j] - state[k][j] != 0) lost = true;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (state[k] && lost) state[k][j] = 0;
+        if (lost) found = HPML_NONFINITE_STEP;
+        if (!was || w[j] - w[j] == 0) continue;
+        w[j]  = was[j];
+        found = HPML_NONFINITE_STEP;
+    }
+    return found;
+}
+
+/* Steps numbers i .. i + n - 1 by the row of u, where g is for their gradient. was: n floats, or NULL where the row
+   writes a direction. Returns HPML_NONFINITE_ bits. */
+HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
+{
+    float *state[HPML_MAX_STATES], *w = u->w + i;
+    int    found = hpmli_custom_gradient(u, g, i, n);
+    for (int k = 0; k < HPML_MAX_STATES; k++) state[k] = u->state[k] ? u->state[k] + i : NULL;
+    if (was) memcpy(was, w, (size_t)n * sizeof *w);
+    u->custom->step(u, w, g, state, n);
+    if (u->found_nonfinite) found |= hpmli_custom_restore(w, was, state, n);
+    return found;
+}
+
+/* Steps numbers i .. i + n - 1 of a parameter; returns HPML_NONFINITE_ bits. */
+HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64_t i, int64_t n)
+{
+    const hpml_update *u = &o->u;
+    if (u->opt != HPML_OPT_CUSTOM) {
+        float *first  = u->state[0] ? u->state[0] + i : NULL;
+        float *second = u->state[1] ? u->state[1] + i : NULL;
+        return ctx->k->opt_step(o, u->w + i, u->g + i, first, second, n);
+    }
+    if (u->custom->direction) return hpmli_custom_piece(u, u->g + i, NULL, i, n);
+    float g[HPMLI_PIECE], was[HPMLI_PIECE];
+    int   found = 0;
+    HPMLI_PIECES(at, c, n) found |= hpmli_custom_piece(u, g, was, i + at, c);
+    return found;
+}
+
+/* The step of a parameter, cut into pieces. With d, the product that makes the gradient, both go by the same blocks of
+   rows, because a block is still in the cache when its step reads it. */
+typedef struct hpmli_update_job {
+    hpml_ctx              *ctx;
+    const hpmli_gemm_desc *d;
+    hpmli_opt_args         o;
+    int64_t                piece; /* numbers of a task */
+} hpmli_update_job;
+
+HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_update_job *j = (const hpmli_update_job *)arg;
+    const hpml_update      *u = &j->o.u;
+    int64_t                 i = task * j->piece, n = hpmli_min(u->n - i, j->piece);
+    if (j->d) {
+        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
+        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+        j->ctx->k->gemm_part(&p);
+    }
+    int found = hpmli_optimizer_piece(j->ctx, &j->o, i, n);
+    if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
+}
+
+static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
+{
+    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
+    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by tiles, which have 6 or 12 */
+    if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
+    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
+}
+
+HPMLI_FN const hpml_optimizer *hpmli_update_row(const hpml_update *u)
+{
+    return hpmli_optimizer_row(u->opt, u->opt == HPML_OPT_CUSTOM ? u->custom : NULL);
+}
+
+static bool hpmli_optimizer_by_pieces(const hpml_update *u)
+{
+    const hpml_optimizer *row = hpmli_update_row(u);
+    return !row->prepare && !row->direction;
+}
+
+HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
+{
+    double sum;
+    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
+    return sqrt(sum);
+}
+
+/* LARS (You et al. 2017): lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the
+   paper's code. The rate goes into what the momentum adds up, so that a change of either has effect from this step on:
+   step then is SGD with lr 1. */
+HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm)
+{
+    double length = grad_norm + (double)u->weight_decay * weight_norm;
+    if (weight_norm > 0 && length > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * weight_norm / length);
+    if (u->found_nonfinite && length - length != 0) u->lr = 0; /* a non-finite gradient has no direction */
+    u->grad_scale *= u->lr;
+    u->weight_decay *= u->lr;
+    u->lr = 1;
+}
+
+/* Steps along the direction r that stands in the gradient's array: w -= lr r, a step of plain SGD; layer_ratio (LAMB,
+   You et al. 2020): w -= lr |w| / |r| r. */
+HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u)
+{
+    if (row->layer_ratio) {
+        double w = hpmli_l2_norm(ctx, u.w, u.n);
+        double r = hpmli_l2_norm(ctx, u.g, u.n);
+        u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
+    }
+    u.opt          = HPML_OPT_SGD;
+    u.state[0]     = NULL;
+    u.grad_scale   = 1;
+    u.weight_decay = 0;
+    hpmli_optimizer_step(ctx, &u, NULL);
+}
+
+static hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
+{
+    for (int i = 0; i < count; i++) {
+        hpml_update           u    = updates[i];
+        const hpml_optimizer *row  = hpmli_update_row(&u);
+        float                 norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
+        if (u.n == 0) continue;
+        if (norm > u.clip) u.grad_scale *= u.clip / norm;
+        if (row->prepare)
+            row->prepare(&u, hpmli_l2_norm(ctx, u.w, u.n), hpmli_l2_norm(ctx, u.g, u.n) * (double)u.grad_scale);
+        hpmli_optimizer_step(ctx, &u, NULL);
+        if (row->direction) hpmli_direction_apply(ctx, row, u);
+    }
+    return HPML_OK;
+}
+
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
+{
+    if (!s) return lr;
+    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
+    double span = (double)(s->total_steps - s->warmup_steps);
+    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
+    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
+        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
+    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
+    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
+    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
+}
+
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
+{
+    if (rule == HPML_LR_AS_GIVEN) return lr;
+    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>codec   gradients packed for the wire
@@ -7483,96 +7810,67 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 /* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer.
    The hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
 
-typedef struct hpmli_named { /* an array that checkpoints hold */
+typedef struct hpmli_named_array { /* an array that checkpoints hold */
     const char         *name;
     float              *values; /* on the device */
     int64_t             count;
-    struct hpmli_named *next;
-} hpmli_named;
+    struct hpmli_named_array *next;
+} hpmli_named_array;
 
 /* What a step tells: the loss, hits and rows that count, the gradients' sum of squares. */
-typedef struct hpmli_told { float loss, none; int64_t counts[2]; double sumsq; } hpmli_told;
+typedef struct hpmli_step_scalars { float loss, none; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
 
 struct hpml_trainer {
-    hpml_ctx         *ctx;
-    hpml_trainer_desc d;       /* resolved */
-    hpml_graph       *graph;
-    hpml_tensor      *target, *loss;
-    float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
-    hpml_update      *updates; /* (param_count) */
-    int32_t          *bad;     /* (param_count) what its last step found, see hpml_update.bad */
-    float            *host_out; /* host: a batch of the output */
-    int32_t          *host_y;  /* host: a batch of labels */
-    hpmli_named      *states;
-    hpml_hooks        hooks;
-    int               rank, ranks;
-    int64_t           global_batch, grain;
-    int64_t           fed;     /* samples in the inputs */
-    const int32_t    *labels;  /* host: of the step that is running, when its accuracy is wanted */
-    int64_t           correct, counted;
-    int64_t           step, epoch, epoch_step;
-    int32_t           micro;   /* batches since the last update */
-    int64_t           first, gathered; /* samples of the first of them, and of all; share: */
-    float             share, loss_scale; /* gathered / (accumulate first), 1 unless one is short */
-    const float      *more;    /* hpml_trainer_update_sum: NULL outside */
-    float             more_scale;
-    hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
-    int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
-    bool              looks, looked, seen; /* the update wants the gradients' norm; has it; the host has it, too */
-    bool              whole, overflowed;   /* no hook comes between backward pass and update; an infinity was there */
+    hpml_ctx           *ctx;
+    hpml_trainer_desc   d;               /* resolved */
+    hpml_graph         *graph;
+    hpml_tensor        *target, *loss;
+    const hpml_optimizer *optimizer;     /* its row */
+    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not kept */
+    hpml_update        *updates;         /* (param_count) */
+    int32_t            *found_nonfinite; /* (param_count) of the last update, see hpml_update.found_nonfinite */
+    float              *host_out;        /* host: a batch of the output */
+    int32_t            *host_y;          /* host: a batch of labels */
+    hpmli_named_array  *states;          /* list: what hpml_trainer_add_state has named */
+    hpml_hooks          hooks;
+    int                 rank, ranks;
+    int64_t             global_batch, grain; /* samples */
+    int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
+    const int32_t      *labels;          /* host: labels of this micro-batch; NULL: nobody asked for its accuracy */
+    int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
+    int64_t             step, epoch, epoch_step;
+    int32_t             micro_batch;     /* micro-batches since the last update */
+    int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
+    float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): 1 if all are full */
+    float               loss_scale;
+    int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
+    hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
+    hpmli_step_scalars *device_scalars;  /* in the loss's place in memory, which has room for them */
+    bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
+    bool                norm_ready;      /* this step: the norm is in device_scalars ... */
+    bool                norm_fetched;    /* ... and in scalars */
+    bool                whole;           /* no hook comes between backward pass and update */
+    bool                overflowed;      /* this step: a gradient is infinite or NaN because of the loss scale */
 };
-
-HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
-{
-    if (!s) return lr;
-    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
-    double span = (double)(s->total_steps - s->warmup_steps);
-    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
-    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
-        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
-    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
-    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
-    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
-}
-
-HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
-{
-    if (rule == HPML_LR_AS_GIVEN) return lr;
-    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
-}
-
-HPMLI_FN float hpmli_or(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
-{
-    return value == 0 ? otherwise : value == HPML_ZERO ? 0 : value;
-}
 
 HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
 {
-    hpml_opt opt   = desc->optimizer;
-    bool     plain = opt == HPML_OPT_SGD || opt == HPML_OPT_LARS || opt == HPML_OPT_ADAGRAD;
-    float    eps   = opt == HPML_OPT_ADAGRAD ? 1e-10f : opt == HPML_OPT_LAMB ? 1e-6f : 1e-8f;
-    *out            = *desc;
-    out->lr         = hpmli_or(desc->lr, plain ? 0.01f : 0.001f);
-    out->momentum   = hpmli_or(desc->momentum, opt == HPML_OPT_LARS ? 0.9f : 0);
-    out->beta1      = hpmli_or(desc->beta1, 0.9f);
-    out->beta2      = hpmli_or(desc->beta2, opt == HPML_OPT_RMSPROP ? 0.99f : 0.999f);
-    out->eps        = hpmli_or(desc->eps, eps);
-    out->trust      = hpmli_or(desc->trust, 0.001f);
+    const hpml_optimizer *row = hpmli_optimizer_row(desc->optimizer, desc->custom_optimizer);
+    *out = *desc;
+    if (row) {
+        out->optimizer = row->step ? HPML_OPT_CUSTOM : row->opt;
+        out->lr        = hpmli_default_if_zero(desc->lr, row->lr);
+        out->momentum  = hpmli_default_if_zero(desc->momentum, row->momentum);
+        out->beta1     = hpmli_default_if_zero(desc->beta1, row->beta1);
+        out->beta2     = hpmli_default_if_zero(desc->beta2, row->beta2);
+        out->eps       = hpmli_default_if_zero(desc->eps, row->eps);
+        out->trust     = hpmli_default_if_zero(desc->trust, row->trust);
+    }
     out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
 }
 
-/* How many state arrays the optimizer keeps for each number: bit 0 is m, bit 1 is v. */
-HPMLI_FN int hpmli_opt_states(const hpml_trainer_desc *d)
-{
-    static const int states[] = { 0, 2, 2, 3, 3, 0, 3 }; /* by hpml_opt; of the first three some have a momentum */
-    return states[d->optimizer] | (d->optimizer != HPML_OPT_ADAGRAD && d->momentum != 0);
-}
-
-/* Its number in checkpoints. LARS has another one than in older files: the layers' rates are in its momentum now. */
-HPMLI_FN int64_t hpmli_opt_saved(hpml_opt opt) { return (int64_t)opt + (opt == HPML_OPT_LARS ? 100 : 0); }
-
 /* The loss node and the input for its targets, recorded when the desc does not give them. */
-HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
+HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t)
 {
     const hpml_trainer_desc *d      = &t->d;
     bool                     labels = d->loss == HPML_LOSS_CROSS_ENTROPY;
@@ -7598,7 +7896,7 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
     return t->loss != NULL;
 }
 
-HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
+HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     if (hpmli_failed(ctx)) return false;
     if (d && !HPMLI_DESC_OK(ctx, "trainer", d)) return false;
@@ -7610,7 +7908,7 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
         { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
         { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
         { "beta1", (double)d->beta1, 0.999999 }, { "beta2", (double)d->beta2, 0.999999 },
-        { "label_smoothing", (double)d->label_smoothing, 1 }, { "optimizer", (double)d->optimizer, HPML_OPT_LAMB },
+        { "label_smoothing", (double)d->label_smoothing, 1 },
         { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
         { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
         { ends ? "schedule.warmup_steps, part of total_steps," : "schedule.warmup_steps",
@@ -7623,7 +7921,12 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
                                in[i].most);
     if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
-    if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
+    const hpml_optimizer *row = hpmli_optimizer_row(d->optimizer, d->custom_optimizer);
+    if (!row)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: optimizer %d is not a built-in one; set .optimizer to an "
+                           "HPML_OPT_ value, or .custom_optimizer", (int)d->optimizer);
+    if (!hpmli_optimizer_check(ctx, row)) return false;
+    if (d->nesterov && row->nesterov && hpmli_default_if_zero(d->momentum, row->momentum) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
     return true;
 }
@@ -7635,7 +7938,7 @@ HPMLI_FN void hpmli_trainer_destroy(void *object)
 }
 
 /* True when the loss depends on what the trainer feeds and trains. */
-HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
+HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 {
     const hpml_tensor *missing[2] = { t->d.input, t->target };
     for (int i = 0; i < 2 * t->graph->leaf_count; i++)
@@ -7654,22 +7957,24 @@ HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_graph_desc gd = HPMLI_ZEROED;
-    if (!hpmli_trainer_check(ctx, desc)) return NULL;
+    if (!hpmli_trainer_desc_check(ctx, desc)) return NULL;
     hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_destroy);
     if (!t) return NULL;
     t->ctx   = ctx;
-    t->ranks = 1, t->share = 1;
+    t->ranks = 1, t->accumulate_weight = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
+    t->optimizer = hpmli_optimizer_row(t->d.optimizer, t->d.custom_optimizer);
     bool dynamic   = desc->loss_scale == 0 && hpmli_activation_dtype(ctx) == HPML_DTYPE_F16;
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
-    t->scale_steps = dynamic ? 0 : -1, t->looks = dynamic || t->d.clip_norm > 0;
-    if (!hpmli_trainer_loss(t)) return NULL;
+    t->scale_age = dynamic ? 0 : -1, t->wants_norm = dynamic || t->d.clip_norm > 0;
+    if (!hpmli_trainer_record_loss(t)) return NULL;
     gd.output_count = 1, gd.outputs = &t->d.output, gd.loss = t->loss;
     t->graph = hpml_graph_create(ctx, &gd);
-    if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
+    if (!t->graph || !hpmli_trainer_check_inputs(t)) return NULL;
     t->graph->trainer = t, t->graph->hooks = &t->hooks;
-    int states                 = hpmli_opt_states(&t->d);
-    t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            t->graph->memory.optimizer += t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
     return t;
 }
@@ -7695,7 +8000,7 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
     return HPML_OK;
 }
 
-HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
+HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t)
 {
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
@@ -7712,24 +8017,35 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (!t) return NULL;
-    hpml_graph *g      = t->graph;
-    int         states = hpmli_opt_states(&t->d);
+    hpml_graph *g = t->graph;
     if (hpml_graph_alloc(g) == HPML_OK) {
-        if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, int32_t, ctx->param_count);
-        if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+                t->state[k] = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count);
+        t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
+        if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
+        t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
     }
-    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) { /* the arrays of state lie as the gradients */
+    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) {
         hpml_tensor *p = ctx->params[i];
         hpml_update *u = &t->updates[i];
-        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
-        u->eps = t->d.eps, u->nesterov = t->d.nesterov;
+        u->opt      = t->d.optimizer;
+        u->custom   = t->optimizer;
+        u->user     = t->d.optimizer_user;
+        u->param    = p;
+        u->momentum = t->d.momentum;
+        u->beta1    = t->d.beta1;
+        u->beta2    = t->d.beta2;
+        u->eps      = t->d.eps;
+        u->nesterov = t->d.nesterov;
         if (!p->grad) continue;
-        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
-        u->m = t->m ? t->m + (p->grad - g->grads) : NULL;
-        u->v = t->v ? t->v + (p->grad - g->grads) : NULL;
+        u->n = hpml_tensor_count(p);
+        u->w = p->data;
+        u->g = p->grad;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            u->state[k] = t->state[k] ? t->state[k] + (p->grad - g->grads) : NULL;
     }
     if (ctx->status == HPML_OK) return t;
     if (!g->arena) hpmli_graph_release_nodes(g);
@@ -7758,16 +8074,28 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
     return HPML_OK;
 }
 
+HPML_API float *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats)
+{
+    if (floats) *floats = t ? t->graph->grad_count : 0;
+    return t ? t->graph->grads : NULL;
+}
+
+HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param)
+{
+    if (!t || param < 0 || param >= t->graph->param_count || t->graph->param_last[param] < 0) return -1;
+    return t->ctx->params[param]->grad - t->graph->grads;
+}
+
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
-    hpmli_named **at, *s;
+    hpmli_named_array **at, *s;
     size_t        length = name ? strlen(name) + 1 : 0;
     if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
     s = *at;
     if (s) *at = s->next;
     hpmli_free(t->ctx, s); /* which was called so */
-    s = values ? (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
+    s = values ? (hpmli_named_array *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
     if (!s) return t->ctx->status;
     s->name = (const char *)memcpy(s + 1, name, length), s->values = values, s->count = count, s->next = t->states;
     t->states = s;
@@ -7775,14 +8103,14 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
 }
 
 /* Puts samples into an input. */
-HPMLI_FN void hpmli_put(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
+HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
 {
     int64_t n = hpml_tensor_count(to) / to->shape[0] * to->batch_rows * samples;
     t->ctx->backend->write(t->ctx->device, to->raw, from, (size_t)n * hpml_dtype_size(to->dtype));
 }
 
 /* Sets the batch and fills inputs. A graph that cannot run fewer rows gets the rest as labels that do not count. */
-HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const void *y, int64_t samples)
+HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const void *y, int64_t samples)
 {
     hpml_graph *g    = t->graph;
     int64_t     rows = samples;
@@ -7798,11 +8126,11 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
         rows = g->batch;
     }
     if (hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
-    hpmli_put(t, t->d.input, x, samples);
+    hpmli_write_samples(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
     for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; rows > samples && i < n; i++)
         t->host_y[i] = i < real ? ((const int32_t *)y)[i] : HPML_IGNORE;
-    hpmli_put(t, t->target, rows > samples ? t->host_y : y, rows);
+    hpmli_write_samples(t, t->target, rows > samples ? t->host_y : y, rows);
     return HPML_OK;
 }
 
@@ -7811,7 +8139,7 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
-HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
+HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
     const hpml_tensor  *out = t->d.output;
@@ -7819,43 +8147,47 @@ HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t
     bool                there = labels && b->correct && !confusion; /* where the outputs are */
     if (there)
         b->correct(t->ctx->device, t->ctx, out->dtype, out->raw, (const int32_t *)t->target->raw,
-                   n / classes, classes, t->at->counts);
-    b->read(t->ctx->device, &t->told, t->at, sizeof t->told);
-    t->seen = t->looked;
+                   n / classes, classes, t->device_scalars->counts);
+    b->read(t->ctx->device, &t->scalars, t->device_scalars, sizeof t->scalars);
+    t->norm_fetched = t->norm_ready;
     const float *y = labels && !there ? hpmli_trainer_host_out(t) : NULL;
     if (y && y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
-    if (y) t->told.counts[0] = t->told.counts[1] = 0;
+    if (y) t->scalars.counts[0] = t->scalars.counts[1] = 0;
     for (int64_t r = 0; y && r < n / classes; r++, y += classes) {
         if (labels[r] < 0 || labels[r] >= classes) continue;
         best = 0;
         for (int64_t c = 1; c < classes; c++)
             if (y[c] > y[best]) best = c;
-        t->told.counts[0] += best == labels[r], t->told.counts[1] += 1;
+        t->scalars.counts[0] += best == labels[r], t->scalars.counts[1] += 1;
         if (confusion) confusion[labels[r] * classes + best]++;
     }
 }
 
-/* Moves the inputs, and what is a reshape of an input, by `first` samples. */
-HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
+/* Adds `samples` (negative: subtracts) to the offset of every input, and of every reshape of an input, in its array. */
+HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
-    if (first == 0) return;
-    g->first_sample += first;
-    g->shift += first;
+    if (samples == 0) return;
+    g->first_sample += samples;
+    g->shift += samples;
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
         hpml_tensor *root = x->node ? x->node->state->out_root : x;
         if (root->node || !root->batch_rows) continue;
-        int64_t sample = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
-        hpmli_set_memory(x, (char *)x->raw + first * sample, x->raw_grad);
+        int64_t sample_bytes = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
+        hpmli_set_memory(x, (char *)x->raw + samples * sample_bytes, x->raw_grad);
     }
 }
 
-/* What the steps of all parameters have found; see hpml_update.bad. */
-HPMLI_FN int32_t hpmli_trainer_bad(const hpml_trainer *t)
+/* The next pass begins with sample `first` of the batch in the inputs, until hpmli_inputs_rewind by as many. */
+HPMLI_FN void hpmli_inputs_advance(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, first); }
+HPMLI_FN void hpmli_inputs_rewind(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, -first); }
+
+/* What the steps of all parameters have found; see hpml_update.found_nonfinite. */
+HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t)
 {
     int32_t bad = 0;
-    for (int i = 0; i < t->graph->param_count; i++) bad |= t->bad[i];
+    for (int i = 0; i < t->graph->param_count; i++) bad |= t->found_nonfinite[i];
     return bad;
 }
 
@@ -7871,15 +8203,15 @@ HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
 
 /* True when one of the numbers x of tensor y is not finite. Where the backend's sum of squares is not finite, which may
    be an overflow, each number is looked at. */
-HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const void *x)
+HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const void *x)
 {
     int64_t     count = hpml_tensor_count(y), c;
     size_t      size  = hpml_dtype_size(y->dtype);
     hpml_tensor piece = *y;
     float       host[HPMLI_PIECE];
-    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->at->sumsq);
-    hpmli_trainer_tell(t, NULL, NULL);
-    if (t->told.sumsq - t->told.sumsq == 0) return false;
+    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->device_scalars->sumsq);
+    hpmli_read_step_scalars(t, NULL, NULL);
+    if (t->scalars.sumsq - t->scalars.sumsq == 0) return false;
     for (int64_t i = 0; i < count; i += c) {
         c = hpmli_min(count - i, HPMLI_PIECE);
         piece.raw = (char *)(uintptr_t)x + (size_t)i * size;
@@ -7890,19 +8222,19 @@ HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const void 
 }
 
 /* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
-HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
-                          const void *x, bool known)
+HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double value, const char *where,
+                                     const hpml_tensor *y, const void *x, bool known)
 {
-    if (!known && (!x || !hpmli_nonfinite(t, y, x))) return false;
+    if (!known && (!x || !hpmli_has_nonfinite(t, y, x))) return false;
     hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
                "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what,
-               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_trainer_bad(t) ? ""
+               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_updates_found(t) ? ""
                : ". The rest of this step is in the parameters: go on from a checkpoint");
     return true;
 }
 
 /* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
-HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, double value)
+HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, double value)
 {
     hpml_ctx           *ctx = t->ctx;
     hpml_graph         *g   = t->graph;
@@ -7910,111 +8242,114 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     hpml_run            run = hpmli_run_of(g, true, g->step, 1);
     run.sum = NULL; /* the others are elsewhere */
     for (int i = 0; i < ctx->param_count; i++)
-        if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
+        if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
     for (int i = -g->leaf_count; i < g->count; i++) {
         const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
         const char *where = i < 0 ? "the data of" : "the result of";
-        if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->raw, false)) return ctx->status;
+        if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, where, y, y->raw, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
+        if (hpmli_report_nonfinite(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
                       hpmli_plain_nan(value));
 }
 
-HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* reports non-finite gradients and parameters */
+HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* reports non-finite gradients and parameters */
 {
-    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_trainer_bad(t) : 0;
-    bool    grad = bad & HPML_BAD_GRADIENT;
+    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_updates_found(t) : 0;
+    bool    grad = bad & HPML_NONFINITE_GRADIENT;
     for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_blame(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
+        if (hpmli_report_nonfinite(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
                         grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
-                        t->bad[i] & (grad ? HPML_BAD_GRADIENT : HPML_BAD_STEP)))
+                        t->found_nonfinite[i] & (grad ? HPML_NONFINITE_GRADIENT : HPML_NONFINITE_STEP)))
             break;
     return t->ctx->status;
 }
 
 /* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
-HPMLI_FN void hpmli_trainer_look(hpml_trainer *t)
+HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
 {
-    if (!t->looked && t->looks)
+    if (!t->norm_ready && t->wants_norm)
         t->ctx->backend->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
-                               &t->at->sumsq);
-    t->looked = t->looks;
+                               &t->device_scalars->sumsq);
+    t->norm_ready = t->wants_norm;
 }
 
 /* The host looks at it, too. */
-HPMLI_FN hpml_status hpmli_trainer_see(hpml_trainer *t)
+HPMLI_FN hpml_status hpmli_grad_norm_on_host(hpml_trainer *t)
 {
-    if (!t->seen) hpmli_trainer_tell(t, NULL, NULL);
-    double sum = t->told.sumsq;
-    t->overflowed = t->scale_steps >= 0 && sum - sum != 0 && t->loss_scale > 1;
+    if (!t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
+    double sum = t->scalars.sumsq;
+    t->overflowed = t->scale_age >= 0 && sum - sum != 0 && t->loss_scale > 1;
     if (t->d.no_finite_check || t->overflowed || sum - sum == 0) return t->ctx->status;
-    return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
+    return hpmli_find_nonfinite(t, "the gradient norm", sqrt(sum));
 }
 
-#define HPMLI_SCALE_MOST 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
+#define HPMLI_LOSS_SCALE_MAX 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
 
 /* Halves a dynamic loss scale after an overflow and doubles it after 2,000 updates without one. */
 HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
 {
-    if (t->scale_steps < 0) return;
-    t->scale_steps = t->overflowed ? 0 : t->scale_steps + 1;
+    if (t->scale_age < 0) return;
+    t->scale_age = t->overflowed ? 0 : t->scale_age + 1;
     if (t->overflowed) t->loss_scale /= 2;
-    if (t->scale_steps < 2000) return;
-    t->scale_steps = 0;
-    if (t->loss_scale < HPMLI_SCALE_MOST) t->loss_scale *= 2;
+    if (t->scale_age < 2000) return;
+    t->scale_age = 0;
+    if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                             bool accumulate, float *loss)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_graph *g = t->graph;
-    bool        part = samples > 0 && (first != 0 || samples != t->fed);
-    if (first < 0 || samples < 0 || first + samples > t->fed)
+    bool        part = samples > 0 && (first != 0 || samples != t->batch_samples);
+    if (first < 0 || samples < 0 || first + samples > t->batch_samples)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
-                          (long long)first, (long long)(first + samples), (long long)t->fed);
+                          (long long)first, (long long)(first + samples), (long long)t->batch_samples);
     if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
-    hpmli_trainer_shift(t, first);
-    g->idle = samples == 0, g->last = t->micro + 1 == t->d.accumulate;
-    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
+    hpmli_inputs_advance(t, first);
+    g->idle = samples == 0, g->last = t->micro_batch + 1 == t->d.accumulate;
+    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
     if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
-        hpmli_trainer_tell(t, NULL, NULL);
-        if (t->told.loss - t->told.loss != 0) status = hpmli_name_nonfinite(t, "the loss", (double)t->told.loss);
+        hpmli_read_step_scalars(t, NULL, NULL);
+        if (t->scalars.loss - t->scalars.loss != 0)
+            status = hpmli_find_nonfinite(t, "the loss", (double)t->scalars.loss);
     }
     if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
     g->idle = false;
-    if (status == HPML_OK && t->whole) hpmli_trainer_look(t); /* so that the host waits once */
+    if (status == HPML_OK && t->whole) hpmli_grad_norm_on_device(t); /* so that the host waits once */
     if (status == HPML_OK && samples > 0 && (loss || t->labels)) {
-        hpmli_trainer_tell(t, t->labels ? t->labels + first * hpml_tensor_count(t->target) / g->batch_now : NULL, NULL);
-        if (t->labels) t->correct += t->told.counts[0], t->counted += t->told.counts[1];
+        const int32_t *labels = t->labels;
+        if (labels) labels += first * hpml_tensor_count(t->target) / g->batch_now;
+        hpmli_read_step_scalars(t, labels, NULL);
+        if (t->labels) t->correct += t->scalars.counts[0], t->counted += t->scalars.counts[1];
     }
-    if (status == HPML_OK && loss) *loss = samples > 0 ? t->told.loss : 0;
-    hpmli_trainer_shift(t, -first);
+    if (status == HPML_OK && loss) *loss = samples > 0 ? t->scalars.loss : 0;
+    hpmli_inputs_rewind(t, first);
     return status;
 }
 
 /* The steps of parameters, ready to be taken. */
-HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_count)
+HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_count)
 {
-    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
+    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
     for (int i = first_param; i < first_param + param_count; i++) {
         const hpml_param *p = t->ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
         u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
-        u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
-        u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
-        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = 0;
-        u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
+        u->grad_scale = 1 / scale;
+        u->clip       = t->d.clip_norm * scale;
+        u->sumsq = t->d.clip_norm > 0 ? &t->device_scalars->sumsq : NULL;
+        u->found_nonfinite   = t->d.no_finite_check ? NULL : &t->found_nonfinite[i], t->found_nonfinite[i] = 0;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
     }
 }
 
-HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
+HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
@@ -8022,38 +8357,26 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     if (first_param < 0 || param_count < 0)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
                           "more of both", param_count, first_param);
-    hpmli_trainer_look(t);
-    bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
-    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
+    hpmli_grad_norm_on_device(t);
+    bool sees = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
+    if (sees && (hpmli_grad_norm_on_host(t) != HPML_OK || t->overflowed)) return ctx->status;
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
-    hpmli_trainer_updates(t, first_param, param_count);
+    hpmli_updates_prepare(t, first_param, param_count);
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
-    return hpmli_trainer_updated(t);
-}
-
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (t->looks || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
-        t->ctx->backend != hpml_backend_cpu())
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
-                          "a dynamic loss scale, LARS and LAMB");
-    t->more = more, t->more_scale = scale;
-    hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
-    return t->more = NULL, status;
+    return hpmli_updates_check(t);
 }
 
 /* What a batch's gradients are multiplied by, to add up to `share` times the mean over all samples of the update. */
-HPMLI_FN float hpmli_trainer_weigh(hpml_trainer *t, int64_t samples)
+HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
 {
-    if (t->hooks.run || t->d.accumulate == 1) return t->share = 1;
-    if (t->micro == 0) t->first = samples, t->gathered = 0;
-    t->gathered += samples;
-    t->share = (float)((double)t->gathered / ((double)t->first * t->d.accumulate));
-    return (float)((double)samples / (double)t->first) / (float)t->d.accumulate;
+    if (t->hooks.run || t->d.accumulate == 1) return t->accumulate_weight = 1;
+    if (t->micro_batch == 0) t->first_batch_samples = samples, t->samples_so_far = 0;
+    t->samples_so_far += samples;
+    t->accumulate_weight = (float)((double)t->samples_so_far / ((double)t->first_batch_samples * t->d.accumulate));
+    return (float)((double)samples / (double)t->first_batch_samples) / (float)t->d.accumulate;
 }
 
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
@@ -8064,33 +8387,34 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
     if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
-        hpml_status fed = hpmli_trainer_feed(t, x, y, samples);
+        hpml_status fed = hpmli_write_batch(t, x, y, samples);
         if (fed != HPML_OK) return fed;
     }
-    t->fed     = samples;
-    t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
-    t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
+    t->batch_samples     = samples;
+    t->correct = t->counted = 0, t->norm_ready = t->norm_fetched = t->overflowed = false;
+    t->labels  = NULL;
+    if (info && hpmli_is_classifier(t)) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     const int64_t number = t->step;
     const double  since  = hpmli_trace_time(t->ctx, start);
-    weight = hpmli_trainer_weigh(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
+    weight = hpmli_batch_weight(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
     /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
        the op that makes its gradient final: it is still in the cache. */
-    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
-    bool early = t->whole && !t->looks && !t->ctx->backend->sync && !t->ctx->backend->begin;
-    if (early) hpmli_trainer_updates(t, 0, t->graph->param_count), t->graph->updates = t->updates;
+    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro_batch + 1 == t->d.accumulate;
+    bool early = t->whole && !t->wants_norm && !t->ctx->backend->sync && !t->ctx->backend->begin;
+    if (early) hpmli_updates_prepare(t, 0, t->graph->param_count), t->graph->updates = t->updates;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                     : hpml_trainer_run_local(t, 0, samples, weight, t->micro > 0,
+                     : hpml_trainer_forward_backward(t, 0, samples, weight, t->micro_batch > 0,
                                               info || !t->d.no_finite_check ? &loss : NULL);
     t->graph->updates = NULL, t->whole = false;
     if (status != HPML_OK) return status;
-    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
-    if (++t->micro == t->d.accumulate) {
-        status = early             ? hpmli_trainer_updated(t)
+    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)loss);
+    if (++t->micro_batch == t->d.accumulate) {
+        status = early             ? hpmli_updates_check(t)
                  : t->hooks.update ? t->hooks.update(t->hooks.user, t)
-                                   : hpml_trainer_update_local(t, 0, t->graph->param_count);
-        t->micro = 0;
+                                   : hpml_trainer_apply(t, 0, t->graph->param_count);
+        t->micro_batch = 0;
         t->step += status == HPML_OK && !t->overflowed;
         hpmli_trainer_rescale(t);
     }
@@ -8100,8 +8424,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     memset(info, 0, sizeof *info);
     info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
     info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
-    if (t->looked && !t->seen) hpmli_trainer_tell(t, NULL, NULL);
-    info->grad_norm = t->looked ? (float)sqrt(t->told.sumsq) / scale : -1;
+    if (t->norm_ready && !t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
+    info->grad_norm = t->norm_ready ? (float)sqrt(t->scalars.sumsq) / scale : -1;
     info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
     return HPML_OK;
 }
@@ -8204,20 +8528,20 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
 }
 
 /* Names the sample whose loss is not finite, of a batch that begins with sample `first`, by running one at a time. */
-HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_t samples)
+HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64_t samples)
 {
     hpml_graph *g    = t->graph;
-    double      loss = (double)t->told.loss;
+    double      loss = (double)t->scalars.loss;
     bool        found = false;
     for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
         if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
-        hpmli_trainer_shift(t, i);
+        hpmli_inputs_advance(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
-        hpmli_trainer_shift(t, -i);
+        hpmli_inputs_rewind(t, i);
         if (status != HPML_OK) return status;
-        hpmli_trainer_tell(t, NULL, NULL);
-        found = t->told.loss - t->told.loss != 0;
-        if (found) loss = (double)t->told.loss, first += i, samples = 1;
+        hpmli_read_step_scalars(t, NULL, NULL);
+        found = t->scalars.loss - t->scalars.loss != 0;
+        if (found) loss = (double)t->scalars.loss, first += i, samples = 1;
     }
     return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "evaluate: the loss of sample %lld%s is %g: look at the data, and "
                       "whether training has left the parameters finite", (long long)first,
@@ -8237,17 +8561,17 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     out->confusion = confusion;
     while (hpml_loader_next(l, &b)) {
         if (!b.y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
-        if (hpmli_failed(t->ctx) || hpmli_trainer_feed(t, b.x, b.y, b.samples) != HPML_OK ||
+        if (hpmli_failed(t->ctx) || hpmli_write_batch(t, b.x, b.y, b.samples) != HPML_OK ||
             hpml_graph_forward(t->graph, false, 0) != HPML_OK)
             break;
-        hpmli_trainer_tell(t, hpmli_classifies(t) ? (const int32_t *)b.y : NULL, confusion);
-        if (!t->d.no_finite_check && t->told.loss - t->told.loss != 0) {
-            hpmli_evaluate_blame(t, out->samples, b.samples);
+        hpmli_read_step_scalars(t, hpmli_is_classifier(t) ? (const int32_t *)b.y : NULL, confusion);
+        if (!t->d.no_finite_check && t->scalars.loss - t->scalars.loss != 0) {
+            hpmli_evaluate_report(t, out->samples, b.samples);
             break;
         }
-        out->loss += (double)t->told.loss * (double)b.samples;
+        out->loss += (double)t->scalars.loss * (double)b.samples;
         out->samples += b.samples;
-        if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
+        if (hpmli_is_classifier(t)) correct += t->scalars.counts[0], counted += t->scalars.counts[1];
     }
     hpml_loader_free(l);
     hpmli_graph_restore_batch(t->graph);
@@ -8269,7 +8593,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
         if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
-        hpmli_put(t, t->d.input, (const char *)x + i * each, n);
+        hpmli_write_samples(t, t->d.input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
             hpml_run run = hpmli_run_of(g, false, 0, 1);
             if (g->nodes[p]->out == t->loss) continue;
@@ -10257,6 +10581,7 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
            hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
 }
 
+#define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes for "opt.<state>." and the name of a parameter */
 #define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
 
 /* Appends everything that stands before the data. The number of bytes depends neither on `length`, the header's length
@@ -10273,7 +10598,7 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
         hpmli_write_json(w, ":", c->meta[i].value);
     }
     for (int i = 0; i < c->count && c->sums; i++, before = ",") {
-        char key[sizeof HPMLI_SUM + HPMLI_NAME];
+        char key[sizeof HPMLI_SUM + HPMLI_ARRAY_NAME];
         snprintf(key, sizeof key, HPMLI_SUM "%s", c->t[i].name);
         snprintf(sum, sizeof sum, "%08x", (unsigned)c->sums[i]);
         hpmli_write_json(w, before, key);
@@ -10333,51 +10658,72 @@ typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: f32 on the device. Start of the block that holds the other arrays, too */
     float           *host;  /* host memory for the largest array */
     uint32_t        *sums;  /* (count) CRC-32C */
-    char            *names; /* (count, HPMLI_NAME) */
+    char            *names; /* (count, HPMLI_ARRAY_NAME) */
+    bool            *nonnegative; /* (count) holds sums or means of squares */
     int              count;
-    int              squares, after; /* [squares, after) are second moments */
     hpml_dtype       dtype; /* of the data in the file */
 } hpmli_arrays;
 
-/* One more array, with a name in two parts; device NULL: there is none. */
-HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *name, const float *device, int ndim,
-                               const int64_t *shape)
+/* Adds an array on the device (NULL: does nothing), and returns the memory for its name. */
+HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, const float *device, int ndim, const int64_t *shape)
 {
     hpml_safetensor *t = &a->t[a->count];
-    if (!device) return;
-    snprintf(a->names + a->count * HPMLI_NAME, HPMLI_NAME, "%s%s", kind, name);
-    t->name = a->names + a->count++ * HPMLI_NAME, t->dtype = a->dtype, t->ndim = ndim, t->data = device;
+    if (!device) return NULL;
+    char *name = a->names + a->count++ * HPMLI_ARRAY_NAME;
+    t->name  = name;
+    t->dtype = a->dtype;
+    t->ndim  = ndim;
+    t->data  = device;
     t->bytes = (size_t)hpmli_shape_count(ndim, shape) * hpml_dtype_size(a->dtype);
     memcpy(t->shape, shape, (size_t)ndim * sizeof *shape);
+    return name;
 }
 
-/* The parameters; with a trainer also what its optimizer keeps for them, and named values. False and an error: no
+/* Adds the optimizer's state k of each parameter as "opt.<state>.<parameter>". */
+HPMLI_FN void hpmli_arrays_add_state(hpmli_arrays *a, const hpml_trainer *t, int k)
+{
+    const hpml_optimizer_state *state = &t->optimizer->states[k];
+    for (int i = 0; i < t->graph->param_count; i++) { /* parameters recorded after the trainer have none */
+        const hpml_tensor *p = t->ctx->params[i];
+        a->nonnegative[a->count] = state->nonnegative;
+        char *name = hpmli_arrays_add(a, t->updates[i].state[k], p->ndim, p->shape);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", state->name, p->name);
+    }
+}
+
+/* Lists the parameters; with a trainer also the states of its optimizer, and its named states. False and an error: no
    memory. */
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
-    static const char *const kinds[] = { "", "opt.m.", "opt.v." };
-    hpmli_named *states = t ? t->states : NULL;
-    int64_t      room   = 3 * (int64_t)ctx->param_count, most = 1;
-    for (int i = 0; i < ctx->param_count; i++) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
-    for (hpmli_named *v = states; v; v = v->next, room++) most = hpmli_max(most, v->count);
+    int64_t room = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
+    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_tensor_count(ctx->params[i]));
+    for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
+        largest = hpmli_max(largest, v->count);
+        room++;
+    }
     memset(a, 0, sizeof *a);
     a->dtype = dtype;
+    size_t each = sizeof *a->t + sizeof *a->sums + HPMLI_ARRAY_NAME + sizeof *a->nonnegative;
     if (hpml_param_init(ctx) == HPML_OK)
-        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + 4 + HPMLI_NAME) + (size_t)most * 4);
+        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * each + (size_t)largest * sizeof *a->host);
     if (!a->t) return false;
     a->host  = (float *)(void *)(a->t + room);
-    a->sums  = (uint32_t *)(void *)(a->host + most);
+    a->sums  = (uint32_t *)(void *)(a->host + largest);
     a->names = (char *)(a->sums + room);
-    for (int kind = 0; kind < (t ? 3 : 1); kind++) {
-        if (kind == 2) a->squares = a->count;
-        for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
-            const hpml_tensor *p = ctx->params[i];
-            hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
-                             : t->updates[i].v, p->ndim, p->shape);
-        }
+    a->nonnegative = (bool *)(void *)(a->names + room * HPMLI_ARRAY_NAME);
+    memset(a->nonnegative, 0, (size_t)room * sizeof *a->nonnegative);
+    for (int i = 0; i < ctx->param_count; i++) {
+        const hpml_tensor *p = ctx->params[i];
+        char *name = hpmli_arrays_add(a, p->data, p->ndim, p->shape);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "%s", p->name);
     }
-    if (t) a->after = a->count;
-    for (hpmli_named *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
+    if (!t) return true;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (t->state[k]) hpmli_arrays_add_state(a, t, k);
+    for (const hpmli_named_array *v = t->states; v; v = v->next) {
+        char *name = hpmli_arrays_add(a, v->values, 1, &v->count);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "state.%s", v->name);
+    }
     return true;
 }
 
@@ -10427,7 +10773,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     const hpml_safetensor *t = &a->t[i];
     hpml_safetensor        e;
     int64_t                n = (int64_t)(t->bytes / sizeof(float));
-    float                  least = i >= a->squares && i < a->after ? 0 : -FLT_MAX;
+    float                  least = a->nonnegative[i] ? 0 : -FLT_MAX;
     if (!hpml_safetensors_find(f, t->name, &e))
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
                            "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
@@ -10439,7 +10785,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
         if (!(values[at] >= least && values[at] <= FLT_MAX))
             return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
                                "numbers%s", path, (long long)at, t->name, (double)values[at],
-                               least == 0 ? " from 0, as means of squares are" : "");
+                               least == 0 ? " from 0, as sums and means of squares are" : "");
     return true;
 }
 
@@ -10475,83 +10821,112 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
     return hpml_ctx_status(ctx);
 }
 
-/* Numbers of a training that are not arrays, as text in the metadata. */
-enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_STEPS,
-       HPMLI_NUMBERS };
-static const char *const hpmli_numbers[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
+/* What a checkpoint says of a training in its metadata: the optimizer's name, and whole numbers as text. */
+enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_AGE,
+       HPMLI_ENTRIES };
+static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
-#define HPMLI_NUMBERS_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
+#define HPMLI_ENTRIES_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
 #define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
 
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    char      text[HPMLI_NUMBERS][24], sum[9];
-    hpml_meta meta[HPMLI_NUMBERS + 1];
+    char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9];
+    hpml_meta meta[HPMLI_ENTRIES + 1];
     uint32_t  crc = 0;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (t->micro != 0)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
-                          "between updates", path, t->micro, t->d.accumulate);
-    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step,
-                          hpmli_opt_saved(t->d.optimizer), (int64_t)t->loss_scale, t->scale_steps };
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
-        meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
+    if (t->micro_batch != 0)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d micro-batches of an update are done; "
+                          "save between updates", path, t->micro_batch, t->d.accumulate);
+    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step, 0, (int64_t)t->loss_scale,
+                          t->scale_age };
+    for (int i = 0; i < HPMLI_ENTRIES; i++) {
+        if (i == HPMLI_OPTIMIZER) snprintf(text[i], sizeof text[i], "%s", t->optimizer->name);
+        else snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
+        meta[i].key   = hpmli_entries[i];
+        meta[i].value = text[i];
         crc = t->ctx->k->crc32c(crc, text[i], strlen(text[i]));
     }
     snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
-    meta[HPMLI_NUMBERS].key = HPMLI_NUMBERS_SUM, meta[HPMLI_NUMBERS].value = sum;
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS + 1);
+    meta[HPMLI_ENTRIES].key   = HPMLI_ENTRIES_SUM;
+    meta[HPMLI_ENTRIES].value = sum;
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1);
 }
 
-/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_NUMBERS] and checks them; false: an error. */
-HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n)
+/* Reads entry i of a checkpoint's metadata as a whole number and checks its range; false: an error. */
+HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const char *text, int64_t *number)
 {
-    const char *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
-    char        is[9];
+    char *end = NULL;
+    errno   = 0;
+    *number = strtoll(text, &end, 10);
+    if (end == text || *end != 0 || errno == ERANGE)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits", path,
+                           hpmli_entries[i], text);
+    int least = i == HPMLI_SCALE_AGE ? -1 : 0; /* -1: a loss scale that is fixed */
+    if (i != HPMLI_SEED && i != HPMLI_SCALE && (*number < least || *number > HPMLI_COUNT_END))
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path, hpmli_entries[i],
+                           (long long)*number, least);
+    return true;
+}
+
+/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_ENTRIES] (0 for the optimizer, whose name goes to
+   *optimizer) and checks them; false: an error. */
+HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
+                                 const char **optimizer)
+{
+    const char *sum = hpml_safetensors_meta(f, HPMLI_ENTRIES_SUM);
+    char        actual[9];
     uint32_t    crc = 0;
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
-        char       *end  = NULL;
-        errno = 0;
-        n[i]  = text ? strtoll(text, &end, 10) : 0;
+    for (int i = 0; i < HPMLI_ENTRIES; i++) {
+        const char *text = hpml_safetensors_meta(f, hpmli_entries[i]);
         if (!text)
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no state of a training; load "
                                "them with hpml_params_load", path);
-        if (end == text || *end != 0 || errno == ERANGE)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
-                               path, hpmli_numbers[i], text);
-        int least = i == HPMLI_SCALE_STEPS ? -1 : 0; /* -1: a loss scale that is fixed */
-        if (i != HPMLI_SEED && i != HPMLI_OPTIMIZER && i != HPMLI_SCALE && (n[i] < least || n[i] > HPMLI_COUNT_END))
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path,
-                               hpmli_numbers[i], (long long)n[i], least);
+        n[i] = 0;
+        if (i == HPMLI_OPTIMIZER) *optimizer = text;
+        else if (!hpmli_entry_number(ctx, path, i, text, &n[i])) return false;
         crc = ctx->k->crc32c(crc, text, strlen(text));
     }
-    snprintf(is, sizeof is, "%08x", (unsigned)crc);
-    if (sum && strcmp(sum, is) != 0)
+    snprintf(actual, sizeof actual, "%08x", (unsigned)crc);
+    if (sum && strcmp(sum, actual) != 0)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the state of the training is damaged: its CRC-32C is "
-                           "%s, the file says %s; take an older file", path, is, sum);
+                           "%s, the file says %s; take an older file", path, actual, sum);
     return true;
+}
+
+/* True if the file was written by this trainer's optimizer, else an error. */
+HPMLI_FN bool hpmli_optimizer_matches(const hpml_trainer *t, const char *path, const char *name)
+{
+    if (strcmp(name, t->optimizer->name) == 0) return true;
+    if (*name && strspn(name, "0123456789") == strlen(name))
+        return hpmli_false(t->ctx, HPML_ERR_FORMAT, "\"%s\": names its optimizer by a number (%.20s), as files of "
+                           "older versions do, expected a name like \"%s\"; load only the parameters with "
+                           "hpml_params_load", path, name, t->optimizer->name);
+    return hpmli_false(t->ctx, HPML_ERR_FORMAT, "\"%s\": was written by optimizer \"%.*s\"%s, this trainer's is "
+                       "\"%s\"; make a trainer with that optimizer, or load only the parameters with hpml_params_load",
+                       path, HPMLI_OPTIMIZER_NAME, name, hpml_optimizer_find(name) ? "" : " (not a built-in one)",
+                       t->optimizer->name);
 }
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
-    int64_t n[HPMLI_NUMBERS];
+    int64_t     n[HPMLI_ENTRIES];
+    const char *optimizer = "";
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx         *ctx = t->ctx;
     hpml_safetensors *f   = hpmli_safe_open(ctx, path, false);
     if (!f) return ctx->status;
-    bool good = hpmli_numbers_read(ctx, f, path, n);
-    if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
-        (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; "
-                   "a LARS of 5 lacks the rates in its momentum); load only the parameters with hpml_params_load", path,
-                   (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
-    if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
-        ctx->seed = (uint64_t)n[HPMLI_SEED];
-        t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
-        if (t->scale_steps >= 0 && n[HPMLI_SCALE_STEPS] >= 0 && n[HPMLI_SCALE] >= 1) /* both dynamic */
-            t->loss_scale = (float)n[HPMLI_SCALE], t->scale_steps = n[HPMLI_SCALE_STEPS];
+    bool good = hpmli_entries_read(ctx, f, path, n, &optimizer) && hpmli_optimizer_matches(t, path, optimizer);
+    if (good && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
+        ctx->seed      = (uint64_t)n[HPMLI_SEED];
+        t->step        = n[HPMLI_STEP];
+        t->epoch       = n[HPMLI_EPOCH];
+        t->epoch_step  = n[HPMLI_EPOCH_STEP];
+        t->micro_batch = 0;
+        if (t->scale_age >= 0 && n[HPMLI_SCALE_AGE] >= 0 && n[HPMLI_SCALE] >= 1) { /* both dynamic */
+            t->loss_scale = (float)n[HPMLI_SCALE];
+            t->scale_age  = n[HPMLI_SCALE_AGE];
+        }
     }
     hpml_safetensors_close(f);
     return ctx->status;
@@ -10878,23 +11253,20 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_ISA 0
 #include HPML_SELF
 #undef HPMLI_ISA
-#if defined(HPMLI_X86)
+#if defined(HPMLI_HAVE_X86)
 #define HPMLI_ISA 1
 #include HPML_SELF
 #undef HPMLI_ISA
 #define HPMLI_ISA 2
 #include HPML_SELF
 #undef HPMLI_ISA
-#elif defined(HPMLI_NEON)
+#elif defined(HPMLI_HAVE_NEON)
 #define HPMLI_ISA 3
 #include HPML_SELF
 #undef HPMLI_ISA
 #endif
-#undef hv
-#undef hu
-#undef hq
 #undef HV
-#undef HV_W
+#undef HV_LANES
 #undef HV_LOOP
 #undef HV_POLY5
 #undef HV_POLY_ON
@@ -10904,13 +11276,13 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
     const hpmli_kernels *runs[4];
     int                  count = 0;
-#if defined(HPMLI_X86)
+#if defined(HPMLI_HAVE_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))
         runs[count++] = &hpmli_kernels_avx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) runs[count++] = &hpmli_kernels_avx2;
-#elif defined(HPMLI_NEON)
+#elif defined(HPMLI_HAVE_NEON)
     runs[count++] = &hpmli_kernels_neon;
 #endif
     runs[count++] = &hpmli_kernels_scalar;
@@ -10925,10 +11297,10 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* All of PART VII below this line is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1 AVX2,
-   2 AVX-512, 3 NEON): see >>passes. Kernels are written once over these few operations; `hv` is a vector of HV_W
-   floats, `hu` one of as many uint32_t, `hq` one of half as many uint64_t. gcc and clang add, multiply, shift them and
+   2 AVX-512, 3 NEON): see >>passes. Kernels are written once over these few operations; `HV(f32)` is a vector of HV_LANES
+   floats, `HV(u32)` one of as many uint32_t, `HV(u64)` one of half as many uint64_t. gcc and clang add, multiply, shift them and
    so on as they do numbers. Each function carries its own target attribute, so a plain `cc -O2` builds all of them and
-   the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with HV(load_n) and
+   the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with HV(load_partial) and
    goes through the same instructions as the others: an element's result does not depend on where it stands.
 
    HV(name) is the name of an operation or a helper on this instruction set's vectors:
@@ -10950,104 +11322,101 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 #define HPMLI_CAT_(a, b)  a##b
 #define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
 #define HV(name)          HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX)
-#define HPMLI_KFN         static __attribute__((unused)) HPMLI_TARGET
-#define HPMLI_VFN         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
-#define HPMLI_V1(name, e) HPMLI_VFN hv name(hv a) { return e; }
-#define HPMLI_V2(name, e) HPMLI_VFN hv name(hv a, hv b) { return e; }
-#define HPMLI_V3(name, e) HPMLI_VFN hv name(hv a, hv b, hv c) { return e; }
-#define HPMLI_V4(name, e) HPMLI_VFN hv name(hv a, hv b, hv x, hv y) { return e; }
-#define hv                HV(floats)
-#define hu                HV(uints)
-#define hq                HV(quads)
-/* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
-#define HV_LOOP(n) for (int64_t i = 0, c; c = HV_W > 1 && (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
+#define HPMLI_KERNEL         static __attribute__((unused)) HPMLI_TARGET
+#define HPMLI_VEC_INLINE         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
+#define HPMLI_VEC_FN1(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a) { return e; }
+#define HPMLI_VEC_FN2(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a, HV(f32) b) { return e; }
+#define HPMLI_VEC_FN3(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a, HV(f32) b, HV(f32) c) { return e; }
+#define HPMLI_VEC_FN4(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a, HV(f32) b, HV(f32) x, HV(f32) y) { return e; }
+/* for (i = 0; i < n; i += HV_LANES) with c = the lanes that count. */
+#define HV_LOOP(n) for (int64_t i = 0, c; c = HV_LANES > 1 && (n) - i < HV_LANES ? (n) - i : HV_LANES, i < (n); i += HV_LANES)
 
 #undef HPMLI_SUFFIX
 #undef HPMLI_TARGET
 #undef HPMLI_ISA_NAME
-#undef HV_W
+#undef HV_LANES
 
 #if HPMLI_ISA == 0
 #define HPMLI_SUFFIX   _scalar
 #define HPMLI_TARGET
 #define HPMLI_ISA_NAME "scalar"
-#define HV_W           1
-typedef float    hv;
-typedef uint32_t hu;
+#define HV_LANES           1
+typedef float    HV(f32);
+typedef uint32_t HV(u32);
 #elif HPMLI_ISA == 1
 #define HPMLI_SUFFIX   _avx2
 #define HPMLI_TARGET   __attribute__((target("avx2,fma,f16c")))
 #define HPMLI_ISA_NAME "avx2"
-#define HV_W           8
-typedef __m256   hv;
-typedef uint32_t hu __attribute__((vector_size(32)));
-typedef uint64_t hq __attribute__((vector_size(32)));
+#define HV_LANES           8
+typedef __m256   HV(f32);
+typedef uint32_t HV(u32) __attribute__((vector_size(32)));
+typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #elif HPMLI_ISA == 2
 #define HPMLI_SUFFIX   _avx512
 #define HPMLI_TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define HPMLI_ISA_NAME "avx512"
-#define HV_W           16
-typedef __m512   hv;
-typedef uint32_t hu __attribute__((vector_size(64)));
-typedef uint64_t hq __attribute__((vector_size(64)));
+#define HV_LANES           16
+typedef __m512   HV(f32);
+typedef uint32_t HV(u32) __attribute__((vector_size(64)));
+typedef uint64_t HV(u64) __attribute__((vector_size(64)));
 #elif HPMLI_ISA == 3
 #define HPMLI_SUFFIX   _neon
 #define HPMLI_TARGET
 #define HPMLI_ISA_NAME "neon"
-#define HV_W           4
-typedef float32x4_t hv;
-typedef uint32x4_t  hu;
-typedef uint64x2_t  hq;
+#define HV_LANES           4
+typedef float32x4_t HV(f32);
+typedef uint32x4_t  HV(u32);
+typedef uint64x2_t  HV(u64);
 #endif
 
 /* What needs no instruction of its own. */
-HPMLI_VFN hv HV(as_floats)(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
-HPMLI_VFN hu HV(as_words)(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
-typedef hv HV(floats_anywhere) __attribute__((aligned(4)));
-typedef hu HV(words_anywhere) __attribute__((aligned(HV_W == 1 ? 4 : 1))); /* integers come from files as well */
-HPMLI_VFN hu HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
-HPMLI_VFN void HV(store_words)(uint32_t *p, hu a) { *(HV(words_anywhere) *)p = a; }
-HPMLI_VFN hv HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
-HPMLI_VFN void HV(store)(float *p, hv a) { *(HV(floats_anywhere) *)p = a; }
-HPMLI_V1(HV(abs), HV(as_floats)(HV(as_words)(a) & 0x7fffffffu))
-HPMLI_V1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f800000u))
+HPMLI_VEC_INLINE HV(f32) HV(as_floats)(HV(u32) u) { HV(f32) a; memcpy(&a, &u, sizeof a); return a; }
+HPMLI_VEC_INLINE HV(u32) HV(as_words)(HV(f32) a) { HV(u32) u; memcpy(&u, &a, sizeof u); return u; }
+typedef HV(f32) HV(floats_anywhere) __attribute__((aligned(4)));
+typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* integers come from files as well */
+HPMLI_VEC_INLINE HV(u32) HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
+HPMLI_VEC_INLINE void HV(store_words)(uint32_t *p, HV(u32) a) { *(HV(words_anywhere) *)p = a; }
+HPMLI_VEC_INLINE HV(f32) HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
+HPMLI_VEC_INLINE void HV(store)(float *p, HV(f32) a) { *(HV(floats_anywhere) *)p = a; }
+HPMLI_VEC_FN1(HV(abs), HV(as_floats)(HV(as_words)(a) & 0x7fffffffu))
+HPMLI_VEC_FN1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f800000u))
 
 #if HPMLI_ISA == 0
-HPMLI_VFN hv HV(set1)(float x) { return x; }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
+HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return x; }
+HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
+HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { if (n > 0) *p = a; }
 #ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
-HPMLI_V3(HV(fma), fmaf(a, b, c))
-HPMLI_V3(HV(fnma), fmaf(-a, b, c))
+HPMLI_VEC_FN3(HV(fma), fmaf(a, b, c))
+HPMLI_VEC_FN3(HV(fnma), fmaf(-a, b, c))
 #else
-HPMLI_V3(HV(fma), a * b + c)
-HPMLI_V3(HV(fnma), c - a * b)
+HPMLI_VEC_FN3(HV(fma), a * b + c)
+HPMLI_VEC_FN3(HV(fnma), c - a * b)
 #endif
-HPMLI_V1(HV(sqrt), sqrtf(a))
-HPMLI_V1(HV(round), rintf(a))
-HPMLI_V4(HV(ge), a >= b ? x : y)
-HPMLI_V4(HV(gt), a > b ? x : y)
-HPMLI_V4(HV(eq), a == b ? x : y)
-HPMLI_V2(HV(even), ((void)b, a))
-HPMLI_V2(HV(odd), ((void)a, b))
-HPMLI_V2(HV(low), ((void)b, a))
-HPMLI_V2(HV(high), ((void)a, b))
-HPMLI_VFN float HV(sum)(hv a) { return a; }
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
-HPMLI_VFN float HV(hmax)(hv a) { return a; }
-HPMLI_VFN uint32_t HV(signmask)(hv a) { return a >= 0; }
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
-HPMLI_VFN hv HV(of_i32)(hu u) { return (float)(int32_t)u; }
-HPMLI_VFN hu HV(widen)(const uint16_t *p) { return *p; }
-HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { *p = (uint16_t)u; }
-HPMLI_VFN hv HV(load_f16)(const uint16_t *p)
+HPMLI_VEC_FN1(HV(sqrt), sqrtf(a))
+HPMLI_VEC_FN1(HV(round), rintf(a))
+HPMLI_VEC_FN4(HV(if_ge), a >= b ? x : y)
+HPMLI_VEC_FN4(HV(if_gt), a > b ? x : y)
+HPMLI_VEC_FN4(HV(if_eq), a == b ? x : y)
+HPMLI_VEC_FN2(HV(even_lanes), ((void)b, a))
+HPMLI_VEC_FN2(HV(odd_lanes), ((void)a, b))
+HPMLI_VEC_FN2(HV(interleave_low), ((void)b, a))
+HPMLI_VEC_FN2(HV(interleave_high), ((void)a, b))
+HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a) { return a; }
+HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
+HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return a; }
+HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a) { return a >= 0; }
+HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b) { return m & 1 ? a : b; }
+HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return (float)(int32_t)u; }
+HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return *p; }
+HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { *p = (uint16_t)u; }
+HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p)
 {
     uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
     if (exponent == 31) return HV(as_floats)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
     return HV(as_floats)(sign | (exponent + 112) << 23 | fraction << 13);
 }
-HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
+HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
 {
     uint32_t u = HV(as_words)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
     if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
@@ -11056,8 +11425,8 @@ HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
     else h = (uint32_t)rintf(HV(as_floats)(x) * 16777216.0f); /* subnormal */
     *p = (uint16_t)(sign | h);
 }
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p) { return (float)*p; }
-HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p) { return (float)*p; }
+HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 {
     *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
 }
@@ -11080,48 +11449,48 @@ HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 #define HPMLI_MM_ALL                   __m256i
 #define HPMLI_MM_HALF                  __m128i /* 16 bits for each lane */
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op)) /* a op b ? x : y */
-HPMLI_VFN __m256i HV(lanes)(int64_t n)
+HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n)
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HV(lanes)(n)); }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HV(lanes)(n), a); }
-HPMLI_V1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HV(lane_mask)(n)); }
+HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { _mm256_maskstore_ps(p, HV(lane_mask)(n), a); }
+HPMLI_VEC_FN1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 #define HPMLI_QUARTERS(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* 0, 2, 1, 3 */
-HPMLI_V2(HV(even), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
-HPMLI_V2(HV(odd), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
-HPMLI_V2(HV(low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
-HPMLI_V2(HV(high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
+HPMLI_VEC_FN2(HV(even_lanes), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
+HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
+HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
+HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
 #undef HPMLI_QUARTERS
 #define HPMLI_FOLD(name, op)                                                                                           \
-    HPMLI_VFN float HV(name)(hv a)                                                                                     \
+    HPMLI_VEC_INLINE float HV(name)(HV(f32) a)                                                                                     \
     {                                                                                                                  \
         __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));                              \
         s = _mm_##op##_ps(s, _mm_movehl_ps(s, s));                                                                     \
         return _mm_cvtss_f32(_mm_##op##_ss(s, _mm_shuffle_ps(s, s, 1)));                                               \
     }
-HPMLI_FOLD(sum, add)
-HPMLI_FOLD(hmax, max)
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
+HPMLI_FOLD(sum_lanes, add)
+HPMLI_FOLD(max_lane, max)
+HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
-HPMLI_VFN uint32_t HV(signmask)(hv a)
+HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a)
 {
     return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
+HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
 {
     __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
 }
-HPMLI_VFN __m128i HV(low_half)(hu u)
+HPMLI_VEC_INLINE __m128i HV(low_half)(HV(u32) u)
 {
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
 }
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
@@ -11130,28 +11499,28 @@ HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
 #define HPMLI_MM_ALL                   __m512i
 #define HPMLI_MM_HALF                  __m256i
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
-HPMLI_VFN __mmask16 HV(lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HV(lanes)(n), p); }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HV(lanes)(n), a); }
-HPMLI_V1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_VEC_INLINE __mmask16 HV(lane_mask)(int64_t n) { return (__mmask16)((1u << n) - 1); }
+HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HV(lane_mask)(n), p); }
+HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { _mm512_mask_storeu_ps(p, HV(lane_mask)(n), a); }
+HPMLI_VEC_FN1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 /* Lane i is lane at[i] of a, 16 and more of b. */
 #define HPMLI_PICK(name, ...)                                                                                          \
-    HPMLI_V2(name, _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b))
-HPMLI_PICK(HV(even), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-HPMLI_PICK(HV(odd), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-HPMLI_PICK(HV(low), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-HPMLI_PICK(HV(high), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+    HPMLI_VEC_FN2(name, _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b))
+HPMLI_PICK(HV(even_lanes), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+HPMLI_PICK(HV(odd_lanes), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+HPMLI_PICK(HV(interleave_low), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+HPMLI_PICK(HV(interleave_high), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #undef HPMLI_PICK
 #define HPMLI_FOLD(name, op)                                                                                           \
-    HPMLI_VFN float HV(name)(hv a)                                                                                     \
+    HPMLI_VEC_INLINE float HV(name)(HV(f32) a)                                                                                     \
     {                                                                                                                  \
         float t[16]; /* through memory: gcc 12 warns about its own half-register casts */                              \
         HV(store)(t, a);                                                                                               \
         return hpmli_##name##_avx2(_mm256_##op##_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));                      \
     }
-HPMLI_FOLD(sum, add)
-HPMLI_FOLD(hmax, max)
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
+HPMLI_FOLD(sum_lanes, add)
+HPMLI_FOLD(max_lane, max)
+HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
@@ -11160,40 +11529,40 @@ HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
-HPMLI_VFN uint32_t HV(signmask)(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
-HPMLI_VFN __m256i HV(low_half)(hu u) { return _mm512_cvtepi32_epi16((__m512i)u); }
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
+HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
+HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
+HPMLI_VEC_INLINE __m256i HV(low_half)(HV(u32) u) { return _mm512_cvtepi32_epi16((__m512i)u); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
 #endif
 
 #if HPMLI_ISA == 1 || HPMLI_ISA == 2
-HPMLI_VFN hv HV(set1)(float x) { return HPMLI_MM(set1_ps)(x); }
-HPMLI_V3(HV(fma), HPMLI_MM(fmadd_ps)(a, b, c))
-HPMLI_V3(HV(fnma), HPMLI_MM(fnmadd_ps)(a, b, c))
-HPMLI_V2(HV(max), HPMLI_MM(max_ps)(a, b))
-HPMLI_V2(HV(min), HPMLI_MM(min_ps)(a, b))
-HPMLI_V1(HV(sqrt), HPMLI_MM(sqrt_ps)(a))
-HPMLI_V4(HV(ge), HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
-HPMLI_V4(HV(gt), HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
-HPMLI_V4(HV(eq), HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
-HPMLI_VFN hv HV(of_i32)(hu u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
-HPMLI_VFN HPMLI_MM_HALF HV(half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
-HPMLI_VFN void HV(put_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
-HPMLI_VFN hu HV(widen)(const uint16_t *p) { return (hu)HPMLI_MM(cvtepu16_epi32)(HV(half)(p)); }
-HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { HV(put_half)(p, HV(low_half)(u)); }
-HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HV(half)(p)); }
-HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
+HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return HPMLI_MM(set1_ps)(x); }
+HPMLI_VEC_FN3(HV(fma), HPMLI_MM(fmadd_ps)(a, b, c))
+HPMLI_VEC_FN3(HV(fnma), HPMLI_MM(fnmadd_ps)(a, b, c))
+HPMLI_VEC_FN2(HV(max), HPMLI_MM(max_ps)(a, b))
+HPMLI_VEC_FN2(HV(min), HPMLI_MM(min_ps)(a, b))
+HPMLI_VEC_FN1(HV(sqrt), HPMLI_MM(sqrt_ps)(a))
+HPMLI_VEC_FN4(HV(if_ge), HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
+HPMLI_VEC_FN4(HV(if_gt), HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
+HPMLI_VEC_FN4(HV(if_eq), HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
+HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
+HPMLI_VEC_INLINE HPMLI_MM_HALF HV(load_half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
+HPMLI_VEC_INLINE void HV(store_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
+HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return (HV(u32))HPMLI_MM(cvtepu16_epi32)(HV(load_half)(p)); }
+HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { HV(store_half)(p, HV(low_half)(u)); }
+HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HV(load_half)(p)); }
+HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
 {
-    HV(put_half)(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
+    HV(store_half)(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
 }
-HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
+HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 {
-    hv i = HV(as_floats)((hu)HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
-    i = HV(ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((hu)HPMLI_MM(set1_epi32)(INT32_MAX)), i);
-    i = HV(eq)(a, a, i, HV(set1)(0));
+    HV(f32) i = HV(as_floats)((HV(u32))HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
+    i = HV(if_ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((HV(u32))HPMLI_MM(set1_epi32)(INT32_MAX)), i);
+    i = HV(if_eq)(a, a, i, HV(set1)(0));
     memcpy(p, &i, sizeof i);
 }
 #endif
@@ -11205,104 +11574,104 @@ HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 // ---------------------------------------------------------------------------------------------------------------------
 
 #if HPMLI_ISA == 3
-HPMLI_VFN hv HV(set1)(float x) { return vdupq_n_f32(x); }
-HPMLI_VFN hv HV(load_n)(const float *p, int64_t n)
+HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return vdupq_n_f32(x); }
+HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n)
 {
     float t[4] = { 0, 0, 0, 0 };
     for (int64_t i = 0; i < n; i++) t[i] = p[i];
     return HV(load)(t);
 }
-HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n)
+HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n)
 {
     float t[4];
     HV(store)(t, a);
     for (int64_t i = 0; i < n; i++) p[i] = t[i];
 }
-HPMLI_V3(HV(fma), vfmaq_f32(c, a, b))
-HPMLI_V3(HV(fnma), vfmsq_f32(c, a, b))
-HPMLI_V1(HV(sqrt), vsqrtq_f32(a))
-HPMLI_V1(HV(round), vrndnq_f32(a))
-HPMLI_V4(HV(ge), vbslq_f32(vcgeq_f32(a, b), x, y))
-HPMLI_V4(HV(gt), vbslq_f32(vcgtq_f32(a, b), x, y))
-HPMLI_V4(HV(eq), vbslq_f32(vceqq_f32(a, b), x, y))
-HPMLI_V2(HV(even), vuzp1q_f32(a, b))
-HPMLI_V2(HV(odd), vuzp2q_f32(a, b))
-HPMLI_V2(HV(low), vzip1q_f32(a, b))
-HPMLI_V2(HV(high), vzip2q_f32(a, b))
-HPMLI_VFN float HV(sum)(hv a)
+HPMLI_VEC_FN3(HV(fma), vfmaq_f32(c, a, b))
+HPMLI_VEC_FN3(HV(fnma), vfmsq_f32(c, a, b))
+HPMLI_VEC_FN1(HV(sqrt), vsqrtq_f32(a))
+HPMLI_VEC_FN1(HV(round), vrndnq_f32(a))
+HPMLI_VEC_FN4(HV(if_ge), vbslq_f32(vcgeq_f32(a, b), x, y))
+HPMLI_VEC_FN4(HV(if_gt), vbslq_f32(vcgtq_f32(a, b), x, y))
+HPMLI_VEC_FN4(HV(if_eq), vbslq_f32(vceqq_f32(a, b), x, y))
+HPMLI_VEC_FN2(HV(even_lanes), vuzp1q_f32(a, b))
+HPMLI_VEC_FN2(HV(odd_lanes), vuzp2q_f32(a, b))
+HPMLI_VEC_FN2(HV(interleave_low), vzip1q_f32(a, b))
+HPMLI_VEC_FN2(HV(interleave_high), vzip2q_f32(a, b))
+HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a)
 {
     float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(s, 0) + vget_lane_f32(s, 1);
 }
-HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     HV(store)(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
-HPMLI_VFN float HV(hmax)(hv a) { return vmaxvq_f32(a); }
+HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return vmaxvq_f32(a); }
 static const uint32_t hpmli_lane_bit[4] = { 1, 2, 4, 8 };
-HPMLI_VFN uint32_t HV(signmask)(hv a)
+HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a)
 {
     return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(hpmli_lane_bit)));
 }
-HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
+HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
 {
     return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(hpmli_lane_bit)), a, b);
 }
-HPMLI_VFN hv HV(of_i32)(hu u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
-HPMLI_VFN hu HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
-HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { vst1_u16(p, vmovn_u32(u)); }
-HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
+HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
+HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
+HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { vst1_u16(p, vmovn_u32(u)); }
+HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
 {
     uint32_t t[4];
     for (int i = 0; i < 4; i++) t[i] = p[i];
     return vcvtq_f32_u32(vld1q_u32(t));
 }
-HPMLI_VFN void HV(store_i32)(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
+HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
 #endif
 
 #if HPMLI_ISA == 0 || HPMLI_ISA == 3 /* as x86 has it: a NaN in a gives b */
-HPMLI_V2(HV(max), HV(gt)(a, b, a, b))
-HPMLI_V2(HV(min), HV(gt)(b, a, a, b))
+HPMLI_VEC_FN2(HV(max), HV(if_gt)(a, b, a, b))
+HPMLI_VEC_FN2(HV(min), HV(if_gt)(b, a, a, b))
 #endif
-HPMLI_VFN hv HV(zero)(void) { return HV(set1)(0); }
-HPMLI_V1(HV(exponent), HV(of_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f)
-HPMLI_V1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
-HPMLI_VFN hv HV(load_i32)(const int32_t *p) { return HV(of_i32)(HV(load_words)((const uint32_t *)p)); }
-HPMLI_VFN hv HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
-HPMLI_VFN void HV(store_bf16)(uint16_t *p, hv a) /* to the nearest, ties to even; a NaN stays one */
+HPMLI_VEC_INLINE HV(f32) HV(zero)(void) { return HV(set1)(0); }
+HPMLI_VEC_FN1(HV(exponent), HV(from_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f)
+HPMLI_VEC_FN1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
+HPMLI_VEC_INLINE HV(f32) HV(load_i32)(const int32_t *p) { return HV(from_i32)(HV(load_words)((const uint32_t *)p)); }
+HPMLI_VEC_INLINE HV(f32) HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
+HPMLI_VEC_INLINE void HV(store_bf16)(uint16_t *p, HV(f32) a) /* to the nearest, ties to even; a NaN stays one */
 {
-    hu u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
-    HV(narrow)(p, HV(as_words)(HV(eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
+    HV(u32) u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
+    HV(narrow)(p, HV(as_words)(HV(if_eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
 }
-HPMLI_VFN void HV(store_u8)(uint8_t *p, hv a)
+HPMLI_VEC_INLINE void HV(store_u8)(uint8_t *p, HV(f32) a)
 {
-    int32_t t[HV_W];
+    int32_t t[HV_LANES];
     HV(store_i32)(t, HV(min)(HV(max)(a, HV(zero)()), HV(set1)(255)));
-    for (int i = 0; i < HV_W; i++) p[i] = (uint8_t)t[i];
+    for (int i = 0; i < HV_LANES; i++) p[i] = (uint8_t)t[i];
 }
 
 /* The first n lanes, almost always all of them. Without masked instructions a part goes through a buffer, so that the
    conversion is the same. */
-HPMLI_VFN hv HV(ld)(const float *p, int64_t n) { return n >= HV_W ? HV(load)(p) : HV(load_n)(p, n); }
-HPMLI_VFN void HV(st)(float *p, hv a, int64_t n)
+HPMLI_VEC_INLINE HV(f32) HV(load_upto)(const float *p, int64_t n) { return n >= HV_LANES ? HV(load)(p) : HV(load_partial)(p, n); }
+HPMLI_VEC_INLINE void HV(store_upto)(float *p, HV(f32) a, int64_t n)
 {
-    if (n >= HV_W) HV(store)(p, a);
-    else HV(store_n)(p, a, n);
+    if (n >= HV_LANES) HV(store)(p, a);
+    else HV(store_partial)(p, a, n);
 }
 #define HPMLI_PARTIAL(type, T)                                                                                         \
-    HPMLI_VFN hv HV(ld_##type)(const T *p, int64_t n)                                                                  \
+    HPMLI_VEC_INLINE HV(f32) HV(load_upto_##type)(const T *p, int64_t n)                                                                  \
     {                                                                                                                  \
-        T t[HV_W];                                                                                                     \
-        if (__builtin_expect(n >= HV_W, 1)) return HV(load_##type)(p);                                                 \
-        for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
+        T t[HV_LANES];                                                                                                     \
+        if (__builtin_expect(n >= HV_LANES, 1)) return HV(load_##type)(p);                                                 \
+        for (int64_t i = 0; i < HV_LANES; i++) t[i] = i < n ? p[i] : 0;                                                    \
         return HV(load_##type)(t);                                                                                     \
     }                                                                                                                  \
-    HPMLI_VFN void HV(st_##type)(T *p, hv a, int64_t n)                                                                \
+    HPMLI_VEC_INLINE void HV(store_upto_##type)(T *p, HV(f32) a, int64_t n)                                                                \
     {                                                                                                                  \
-        T t[HV_W];                                                                                                     \
-        if (__builtin_expect(n >= HV_W, 1)) HV(store_##type)(p, a);                                                    \
+        T t[HV_LANES];                                                                                                     \
+        if (__builtin_expect(n >= HV_LANES, 1)) HV(store_##type)(p, a);                                                    \
         else {                                                                                                         \
             HV(store_##type)(t, a);                                                                                    \
             for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                               \
@@ -11326,99 +11695,99 @@ HPMLI_PARTIAL(u8, uint8_t)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
     op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
 
-HPMLI_VFN hv HV(exp)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
 {
-    hv clamped = HV(max)(HV(min)(x, HV(set1)(88.9f)), HV(set1)(-104.0f));
-    hv n       = HV(round)(clamped * 1.44269504088896341f);
-    hv r       = HV(fnma)(n, HV(set1)(-2.12194440e-4f), HV(fnma)(n, HV(set1)(0.693359375f), clamped));
-    hv p       = HV_POLY5(HV(fma), r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+    HV(f32) clamped = HV(max)(HV(min)(x, HV(set1)(88.9f)), HV(set1)(-104.0f));
+    HV(f32) n       = HV(round)(clamped * 1.44269504088896341f);
+    HV(f32) r       = HV(fnma)(n, HV(set1)(-2.12194440e-4f), HV(fnma)(n, HV(set1)(0.693359375f), clamped));
+    HV(f32) p       = HV_POLY5(HV(fma), r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
                           1.6666665459e-1f);
     p = HV(fma)(p, r, HV(set1)(5.0000001201e-1f));
     p = HV(fma)(p, r * r, r) + 1.0f;
-    hv low = HV(round)(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
-    return HV(eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
+    HV(f32) low = HV(round)(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
+    return HV(if_eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
 }
 
 /* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
 #define HPMLI_LOG_POLY(op, f)                                                                                          \
     HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
                1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
-HPMLI_VFN hv HV(log)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(log)(HV(f32) x)
 {
-    hv tiny = HV(set1)(1.17549435e-38f);
-    hv s    = HV(gt)(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
-    hv e    = HV(exponent)(s) - HV(gt)(tiny, x, HV(set1)(23), HV(zero)());
-    hv m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
-    e = HV(gt)(m, big, e + 1.0f, e);
-    f = HV(gt)(m, big, m * 0.5f, m) - 1.0f;
+    HV(f32) tiny = HV(set1)(1.17549435e-38f);
+    HV(f32) s    = HV(if_gt)(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
+    HV(f32) e    = HV(exponent)(s) - HV(if_gt)(tiny, x, HV(set1)(23), HV(zero)());
+    HV(f32) m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
+    e = HV(if_gt)(m, big, e + 1.0f, e);
+    f = HV(if_gt)(m, big, m * 0.5f, m) - 1.0f;
     z = f * f;
     p = HPMLI_LOG_POLY(HV(fma), f);
     y = p * f * z;
     y = HV(fma)(e, HV(set1)(-2.12194440e-4f), y);
     y = HV(fma)(z, HV(set1)(-0.5f), y);
     y = HV(fma)(e, HV(set1)(0.693359375f), f + y);
-    y = HV(eq)(x, HV(set1)(INFINITY), x, y);
-    y = HV(eq)(x, HV(zero)(), HV(set1)(-INFINITY), y);
-    return HV(ge)(x, HV(zero)(), y, HV(set1)(NAN));
+    y = HV(if_eq)(x, HV(set1)(INFINITY), x, y);
+    y = HV(if_eq)(x, HV(zero)(), HV(set1)(-INFINITY), y);
+    return HV(if_ge)(x, HV(zero)(), y, HV(set1)(NAN));
 }
 
-HPMLI_VFN hv HV(sigmoid)(hv x) { return 1.0f / (1.0f + HV(exp)(-x)); }
+HPMLI_VEC_INLINE HV(f32) HV(sigmoid)(HV(f32) x) { return 1.0f / (1.0f + HV(exp)(-x)); }
 
 /* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
-HPMLI_VFN hv HV(tanh)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(tanh)(HV(f32) x)
 {
-    hv a = HV(abs)(x), z = x * x, far;
-    hv p = HV_POLY5(HV(fma), z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+    HV(f32) a = HV(abs)(x), z = x * x, far;
+    HV(f32) p = HV_POLY5(HV(fma), z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
                     -3.33332819422e-1f);
     p = HV(fma)(p * z, x, x);
     far = 1.0f - 2.0f / (HV(exp)(a + a) + 1.0f);
-    far = HV(ge)(x, HV(zero)(), far, -far);
-    return HV(ge)(a, HV(set1)(0.625f), far, p);
+    far = HV(if_ge)(x, HV(zero)(), far, -far);
+    return HV(if_ge)(a, HV(set1)(0.625f), far, p);
 }
 
 /* erf: the series near zero, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
-HPMLI_VFN hv HV(erf)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(erf)(HV(f32) x)
 {
-    hv a = HV(abs)(x), z = x * x, t, p, far, near_;
+    HV(f32) a = HV(abs)(x), z = x * x, t, p, far, near_;
     t = 1.0f / HV(fma)(a, HV(set1)(0.3275911f), HV(set1)(1));
     p = HV_POLY5(HV(fma), t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
     far = HV(fnma)(p * t, HV(exp)(-z), HV(set1)(1));
-    far = HV(ge)(x, HV(zero)(), far, -far);
+    far = HV(if_ge)(x, HV(zero)(), far, -far);
     p = HV_POLY5(HV(fma), z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
                  -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
     near_ = HV(fma)(p, z, HV(set1)(1.1283792f)) * x;
-    return HV(gt)(HV(set1)(0.5f), a, near_, far);
+    return HV(if_gt)(HV(set1)(0.5f), a, near_, far);
 }
 
 /* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
-HPMLI_VFN hv HV(gelu_t)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(gelu_tanh)(HV(f32) x)
 {
-    hv cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
+    HV(f32) cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
     return HV(tanh)(cubic * 0.79788456080286535588f);
 }
-HPMLI_VFN hv HV(gelu_slope)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(gelu_derivative)(HV(f32) x)
 {
-    hv t  = HV(gelu_t)(x);
-    hv du = HV(fma)(x * x, HV(set1)(0.79788456080286535588f * 3 * 0.044715f), HV(set1)(0.79788456080286535588f));
-    hv dt = HV(fnma)(t, t, HV(set1)(1)) * du;
+    HV(f32) t  = HV(gelu_tanh)(x);
+    HV(f32) du = HV(fma)(x * x, HV(set1)(0.79788456080286535588f * 3 * 0.044715f), HV(set1)(0.79788456080286535588f));
+    HV(f32) dt = HV(fnma)(t, t, HV(set1)(1)) * du;
     return 0.5f * (1.0f + t + x * dt);
 }
 /* The normal distribution: its integral, its density. */
-HPMLI_VFN hv HV(cdf)(hv x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
-HPMLI_VFN hv HV(pdf)(hv x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
-HPMLI_VFN hv HV(silu_slope)(hv x)
+HPMLI_VEC_INLINE HV(f32) HV(normal_cdf)(HV(f32) x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
+HPMLI_VEC_INLINE HV(f32) HV(normal_pdf)(HV(f32) x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
+HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
 {
-    hv s = HV(sigmoid)(x);
+    HV(f32) s = HV(sigmoid)(x);
     return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
 /* The activations: y = f(x), and dy/dx from x or y, whichever is cheaper. s is the slope of leaky relu. */
 #define HPMLI_ACTS(X)                                                                                                  \
     X(NONE, x, HV(set1)(1))                                                                                            \
-    X(RELU, HV(gt)(x, HV(zero)(), x, HV(eq)(x, x, HV(zero)(), x)), HV(gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))     \
-    X(LEAKY_RELU, HV(gt)(x, HV(zero)(), x, x * s), HV(gt)(y, HV(zero)(), HV(set1)(1), s))                              \
-    X(GELU, x * 0.5f * (1.0f + HV(gelu_t)(x)), HV(gelu_slope)(x))                                                      \
-    X(GELU_ERF, x * HV(cdf)(x), HV(fma)(x, HV(pdf)(x), HV(cdf)(x)))                                                    \
-    X(SILU, x * HV(sigmoid)(x), HV(silu_slope)(x))                                                                     \
+    X(RELU, HV(if_gt)(x, HV(zero)(), x, HV(if_eq)(x, x, HV(zero)(), x)), HV(if_gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))     \
+    X(LEAKY_RELU, HV(if_gt)(x, HV(zero)(), x, x * s), HV(if_gt)(y, HV(zero)(), HV(set1)(1), s))                              \
+    X(GELU, x * 0.5f * (1.0f + HV(gelu_tanh)(x)), HV(gelu_derivative)(x))                                                      \
+    X(GELU_ERF, x * HV(normal_cdf)(x), HV(fma)(x, HV(normal_pdf)(x), HV(normal_cdf)(x)))                                                    \
+    X(SILU, x * HV(sigmoid)(x), HV(silu_derivative)(x))                                                                     \
     X(SIGMOID, HV(sigmoid)(x), y * (1.0f - y))                                                                         \
     X(TANH, HV(tanh)(x), HV(fnma)(y, y, HV(set1)(1)))                                                                  \
     X(EXP, HV(exp)(x), y)                                                                                              \
@@ -11426,17 +11795,17 @@ HPMLI_VFN hv HV(silu_slope)(hv x)
     X(SQRT, HV(sqrt)(x), 0.5f / y)                                                                                     \
     X(SQUARE, x * x, x + x)                                                                                            \
     X(NEG, -x, HV(set1)(-1))                                                                                           \
-    X(ABS, HV(abs)(x), HV(gt)(x, HV(zero)(), HV(set1)(1), HV(gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
+    X(ABS, HV(abs)(x), HV(if_gt)(x, HV(zero)(), HV(set1)(1), HV(if_gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
 
-HPMLI_KFN void HV(act_forward)(hpml_act act, float slope, float *to, const float *from, int64_t n)
+HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const float *from, int64_t n)
 {
-    hv s = HV(set1)(slope);
+    HV(f32) s = HV(set1)(slope);
     switch (act) {
 #define HPMLI_X(name, f, df)                                                                                           \
     case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
-            hv x = HV(ld)(from + i, c);                                                                                \
-            HV(st)(to + i, f, c);                                                                                      \
+            HV(f32) x = HV(load_upto)(from + i, c);                                                                                \
+            HV(store_upto)(to + i, f, c);                                                                                      \
         }                                                                                                              \
         break;
         HPMLI_ACTS(HPMLI_X)
@@ -11445,19 +11814,19 @@ HPMLI_KFN void HV(act_forward)(hpml_act act, float slope, float *to, const float
 }
 
 /* xs or ys may be NULL where the slope does not read it: dy stands in. */
-HPMLI_KFN void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs, const float *ys,
+HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs, const float *ys,
                                 int64_t n, int accumulate)
 {
-    hv s = HV(set1)(slope);
+    HV(f32) s = HV(set1)(slope);
     if (!xs) xs = dy;
     if (!ys) ys = dy;
     switch (act) {
 #define HPMLI_X(name, f, df)                                                                                           \
     case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
-            hv x = HV(ld)(xs + i, c), y = HV(ld)(ys + i, c), d = HV(ld)(dy + i, c) * (df);                             \
-            if (accumulate) d += HV(ld)(dx + i, c);                                                                    \
-            HV(st)(dx + i, d, c);                                                                                      \
+            HV(f32) x = HV(load_upto)(xs + i, c), y = HV(load_upto)(ys + i, c), d = HV(load_upto)(dy + i, c) * (df);                             \
+            if (accumulate) d += HV(load_upto)(dx + i, c);                                                                    \
+            HV(store_upto)(dx + i, d, c);                                                                                      \
             (void)x, (void)y;                                                                                          \
         }                                                                                                              \
         break;
@@ -11467,9 +11836,9 @@ HPMLI_KFN void HV(act_backward)(hpml_act act, float slope, float *dx, const floa
 }
 
 #define HPMLI_MAP2(name, op)                                                                                           \
-    HPMLI_KFN void HV(v##name)(float *y, const float *a, const float *b, int64_t n)                                    \
+    HPMLI_KERNEL void HV(v##name)(float *y, const float *a, const float *b, int64_t n)                                    \
     {                                                                                                                  \
-        HV_LOOP(n) HV(st)(y + i, HV(ld)(a + i, c) op HV(ld)(b + i, c), c);                                             \
+        HV_LOOP(n) HV(store_upto)(y + i, HV(load_upto)(a + i, c) op HV(load_upto)(b + i, c), c);                                             \
     }
 HPMLI_MAP2(add, +)
 HPMLI_MAP2(sub, -)
@@ -11477,41 +11846,41 @@ HPMLI_MAP2(mul, *)
 HPMLI_MAP2(div, /)
 #undef HPMLI_MAP2
 
-HPMLI_KFN void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(st)(y + i, HV(set1)(value), c); }
+HPMLI_KERNEL void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(store_upto)(y + i, HV(set1)(value), c); }
 
 /* y = a x + b y; b == 0 does not read y. */
-HPMLI_KFN void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
+HPMLI_KERNEL void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b);
-    if (b == 0) HV_LOOP(n) HV(st)(y + i, va * HV(ld)(x + i, c), c);
-    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb * HV(ld)(y + i, c)), c);
+    HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
+    if (b == 0) HV_LOOP(n) HV(store_upto)(y + i, va * HV(load_upto)(x + i, c), c);
+    else HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb * HV(load_upto)(y + i, c)), c);
 }
 
 /* y = a x + b */
-HPMLI_KFN void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
+HPMLI_KERNEL void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b);
-    HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb), c);
+    HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
+    HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb), c);
 }
 
 /* y = a (x - centre) + b, or the larger of that and 0. The centre is subtracted first, because a x and a centre are
    both rounded at the size of the centre, and their difference would keep that error. */
-HPMLI_KFN void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
+HPMLI_KERNEL void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
-    if (relu) HV_LOOP(n) HV(st)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c) - vc, vb)), c);
-    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c) - vc, vb), c);
+    HV(f32) va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
+    if (relu) HV_LOOP(n) HV(store_upto)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb)), c);
+    else HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb), c);
 }
 
 /* y (+)= a x + b (z - centre) + constant */
-HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
+HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                             int64_t n, int accumulate)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b), vz = HV(set1)(centre), vc = HV(set1)(constant);
+    HV(f32) va = HV(set1)(a), vb = HV(set1)(b), vz = HV(set1)(centre), vc = HV(set1)(constant);
     HV_LOOP(n) {
-        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c) - vz, vc));
-        if (accumulate) r += HV(ld)(y + i, c);
-        HV(st)(y + i, r, c);
+        HV(f32) r = HV(fma)(va, HV(load_upto)(x + i, c), HV(fma)(vb, HV(load_upto)(z + i, c) - vz, vc));
+        if (accumulate) r += HV(load_upto)(y + i, c);
+        HV(store_upto)(y + i, r, c);
     }
 }
 
@@ -11525,35 +11894,35 @@ HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const fl
 #define HPMLI_BLOCK_SUM 1024
 
 #define HPMLI_REDUCE(name, params, term)                                                                               \
-    HPMLI_KFN float HV(name) params                                                                                    \
+    HPMLI_KERNEL float HV(name) params                                                                                    \
     {                                                                                                                  \
-        hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };                                             \
+        HV(f32)      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };                                             \
         int64_t i    = 0;                                                                                              \
-        for (; i + 4 * HV_W <= n; i += 4 * HV_W) {                                                                     \
+        for (; i + 4 * HV_LANES <= n; i += 4 * HV_LANES) {                                                                     \
             HPMLI_UNROLL                                                                                               \
             for (int u = 0; u < 4; u++) {                                                                              \
-                const int64_t c = HV_W, at = i + u * HV_W;                                                             \
-                const hv      sum = s[u];                                                                              \
+                const int64_t c = HV_LANES, at = i + u * HV_LANES;                                                             \
+                const HV(f32)      sum = s[u];                                                                              \
                 s[u] = term;                                                                                           \
             }                                                                                                          \
         }                                                                                                              \
-        for (; i < n; i += HV_W) {                                                                                     \
-            const int64_t c = n - i < HV_W ? n - i : HV_W, at = i;                                                     \
-            const hv      sum = s[0];                                                                                  \
+        for (; i < n; i += HV_LANES) {                                                                                     \
+            const int64_t c = n - i < HV_LANES ? n - i : HV_LANES, at = i;                                                     \
+            const HV(f32)      sum = s[0];                                                                                  \
             s[0] = term;                                                                                               \
         }                                                                                                              \
-        return HV(sum)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
+        return HV(sum_lanes)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
     }
-HPMLI_VFN hv HV(keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_n) */
+HPMLI_VEC_INLINE HV(f32) HV(zero_beyond)(HV(f32) v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_partial) */
 {
-    return n >= HV_W ? v : HV(bits)((1u << n) - 1, v, HV(zero)());
+    return n >= HV_LANES ? v : HV(select_bits)((1u << n) - 1, v, HV(zero)());
 }
-HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(ld)(x + at, c))
-HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(ld)(a + at, c), HV(ld)(b + at, c), sum))
+HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(load_upto)(x + at, c))
+HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(load_upto)(a + at, c), HV(load_upto)(b + at, c), sum))
 #undef HPMLI_REDUCE
 
 #define HPMLI_WIDE(name, params, piece)                                                                                \
-    HPMLI_KFN double HV(name) params                                                                                   \
+    HPMLI_KERNEL double HV(name) params                                                                                   \
     {                                                                                                                  \
         double sum = 0;                                                                                                \
         for (int64_t i = 0; i < n; i += HPMLI_BLOCK_SUM) {                                                             \
@@ -11568,86 +11937,86 @@ HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + 
 
 /* sums[0] += sum of w, sums[1] += sum of w d, with d = x - centre; w NULL: w = d, so that a centre near the mean gives
    the squares about it, and sums[0] how far the centre is from the mean. */
-HPMLI_VFN void HV(moments)(double *sums, const bool weighted, const float *w, const float *x, float centre, int64_t n)
+HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre, int64_t n)
 {
-    const hv vc = HV(set1)(centre);
+    const HV(f32) vc = HV(set1)(centre);
     for (int64_t i = 0, end; i < n; i = end) {
-        hv s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() }, t[4] = { s[0], s[0], s[0], s[0] };
+        HV(f32) s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() }, t[4] = { s[0], s[0], s[0], s[0] };
         end = n - i < HPMLI_BLOCK_SUM ? n : i + HPMLI_BLOCK_SUM;
-        for (; i + 4 * HV_W <= end; i += 4 * HV_W) {
+        for (; i + 4 * HV_LANES <= end; i += 4 * HV_LANES) {
             HPMLI_UNROLL
             for (int u = 0; u < 4; u++) {
-                hv d = HV(load)(x + i + u * HV_W) - vc, v = weighted ? HV(load)(w + i + u * HV_W) : d;
+                HV(f32) d = HV(load)(x + i + u * HV_LANES) - vc, v = weighted ? HV(load)(w + i + u * HV_LANES) : d;
                 s[u] = s[u] + v, t[u] = HV(fma)(v, d, t[u]);
             }
         }
-        for (; i < end; i += HV_W) {
-            int64_t c = end - i < HV_W ? end - i : HV_W;
-            hv      d = HV(keep)(HV(ld)(x + i, c) - vc, c), v = weighted ? HV(ld)(w + i, c) : d;
+        for (; i < end; i += HV_LANES) {
+            int64_t c = end - i < HV_LANES ? end - i : HV_LANES;
+            HV(f32)      d = HV(zero_beyond)(HV(load_upto)(x + i, c) - vc, c), v = weighted ? HV(load_upto)(w + i, c) : d;
             s[0] = s[0] + v, t[0] = HV(fma)(v, d, t[0]);
         }
-        sums[0] += (double)HV(sum)((s[0] + s[1]) + (s[2] + s[3]));
-        sums[1] += (double)HV(sum)((t[0] + t[1]) + (t[2] + t[3]));
+        sums[0] += (double)HV(sum_lanes)((s[0] + s[1]) + (s[2] + s[3]));
+        sums[1] += (double)HV(sum_lanes)((t[0] + t[1]) + (t[2] + t[3]));
     }
 }
 
-HPMLI_KFN void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
+HPMLI_KERNEL void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
 {
-    if (w) HV(moments)(sums, true, w, x, centre, n);
-    else HV(moments)(sums, false, NULL, x, centre, n);
+    if (w) HV(add_moments)(sums, true, w, x, centre, n);
+    else HV(add_moments)(sums, false, NULL, x, centre, n);
 }
 
-HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
+HPMLI_KERNEL float HV(vmax)(const float *x, int64_t n)
 {
-    hv      m = HV(set1)(-INFINITY);
+    HV(f32)      m = HV(set1)(-INFINITY);
     int64_t i = 0;
-    for (; i + HV_W <= n; i += HV_W) m = HV(max)(HV(load)(x + i), m);
-    float best = HV(hmax)(m);
+    for (; i + HV_LANES <= n; i += HV_LANES) m = HV(max)(HV(load)(x + i), m);
+    float best = HV(max_lane)(m);
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
 }
 
 /* The largest |x|, 0 for none; NaN where x has one. */
-HPMLI_KFN float HV(vamax)(const float *x, int64_t n)
+HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n)
 {
-    hv m = HV(zero)(), nan = HV(zero)();
+    HV(f32) m = HV(zero)(), nan = HV(zero)();
     HV_LOOP(n) {
-        hv v = HV(abs)(HV(ld)(x + i, c));
+        HV(f32) v = HV(abs)(HV(load_upto)(x + i, c));
         m   = HV(max)(v, m);
-        nan = HV(eq)(v, v, nan, v);
+        nan = HV(if_eq)(v, v, nan, v);
     }
-    return HV(sum)(nan) == 0 ? HV(hmax)(m) : NAN;
+    return HV(sum_lanes)(nan) == 0 ? HV(max_lane)(m) : NAN;
 }
 
 /* y = exp(x - shift); returns the sum. The heart of a softmax. */
-HPMLI_KFN float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
+HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
 {
-    hv s = HV(zero)(), vs = HV(set1)(shift);
+    HV(f32) s = HV(zero)(), vs = HV(set1)(shift);
     HV_LOOP(n) {
-        hv e = HV(exp)(HV(ld)(x + i, c) - vs);
-        HV(st)(y + i, e, c);
-        s += HV(keep)(e, c);
+        HV(f32) e = HV(exp)(HV(load_upto)(x + i, c) - vs);
+        HV(store_upto)(y + i, e, c);
+        s += HV(zero_beyond)(e, c);
     }
-    return HV(sum)(s);
+    return HV(sum_lanes)(s);
 }
 
 /* out[j] (+)= sum over rows of x[r][j]. Blocks of rows keep the chain of additions short. */
-HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
+HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
-        hv total = HV(zero)();
+        HV(f32) total = HV(zero)();
         for (int64_t r0 = 0; r0 < rows; r0 += 64) {
             int64_t r = r0, end = r0 + 64 < rows ? r0 + 64 : rows;
-            hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };
+            HV(f32)      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };
             for (; r + 4 <= end; r += 4) {
                 HPMLI_UNROLL
-                for (int u = 0; u < 4; u++) s[u] += HV(ld)(x + (r + u) * cols + i, c);
+                for (int u = 0; u < 4; u++) s[u] += HV(load_upto)(x + (r + u) * cols + i, c);
             }
-            for (; r < end; r++) s[0] += HV(ld)(x + r * cols + i, c);
+            for (; r < end; r++) s[0] += HV(load_upto)(x + r * cols + i, c);
             total += (s[0] + s[1]) + (s[2] + s[3]);
         }
-        if (accumulate) total += HV(ld)(out + i, c);
-        HV(st)(out + i, total, c);
+        if (accumulate) total += HV(load_upto)(out + i, c);
+        HV(store_upto)(out + i, total, c);
     }
 }
 
@@ -11658,96 +12027,96 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 /* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
    same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
+   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.found_nonfinite gets. */
 
 /* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
-typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
+typedef struct HV(update_check) { HV(f32) weight, square, gradient, instead; } HV(update_check);
 
 /* Stores an updated weight x at w; a non-finite x is replaced by `was` + instead, where `instead` is 0 or NaN. Only x
    is checked, because a non-finite gradient makes x non-finite as well. */
-HPMLI_VFN void HV(stepped)(float *w, hv x, hv was, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) was, HV(update_check) *f, int64_t c)
 {
-    hv off = x * HV(zero)();
+    HV(f32) off = x * HV(zero)();
     f->weight = f->weight + off;
-    HV(st)(w, HV(eq)(off, off, x, was + f->instead), c);
+    HV(store_upto)(w, HV(if_eq)(off, off, x, was + f->instead), c);
 }
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
    would stay for ever. A NaN stays one. */
-HPMLI_VFN hv HV(decayed)(float *state, hv x, int64_t c)
+HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
 {
-    x = HV(gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
-    HV(st)(state, x, c);
+    x = HV(if_gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
+    HV(store_upto)(state, x, c);
     return x;
 }
 
-HPMLI_VFN hv HV(moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
+HPMLI_VEC_INLINE HV(f32) HV(update_mean)(float *state, HV(f32) g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
 {
-    return HV(decayed)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(ld)(state, c)), c);
+    return HV(store_state)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(load_upto)(state, c)), c);
 }
 
-HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(sgd)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, HV(update_check) *f, int64_t c)
 {
-    hv x = HV(ld)(w, c), step;
+    HV(f32) x = HV(load_upto)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     step = g;
     if (m) {
-        hv v = HV(decayed)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), g), c);
+        HV(f32) v = HV(store_state)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), g), c);
         step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
     }
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
+    HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
-HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(adagrad)(const hpmli_opt_args *o, float *w, HV(f32) g, float *v, HV(update_check) *f, int64_t c)
 {
-    hv x = HV(ld)(w, c), s;
+    HV(f32) x = HV(load_upto)(w, c), s;
     g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
-    s = HV(fma)(g, g, HV(ld)(v, c));
-    HV(st)(v, s, c);
+    s = HV(fma)(g, g, HV(load_upto)(v, c));
+    HV(store_upto)(v, s, c);
     f->square = HV(fma)(s, HV(zero)(), f->square);
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
+    HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
 }
 
-HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f, int64_t c)
 {
-    hv x = HV(ld)(w, c), step;
+    HV(f32) x = HV(load_upto)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
-    step = HV(moment)(v, g * g, o->u.beta2, c);
+    step = HV(update_mean)(v, g * g, o->u.beta2, c);
     f->square = HV(fma)(step, HV(zero)(), f->square);
     step = g / (HV(sqrt)(step) + HV(set1)(o->u.eps));
-    if (m) step = HV(decayed)(m, HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), step), c);
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
+    if (m) step = HV(store_state)(m, HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), step), c);
+    HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
-HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, float *m, float *v, HV(update_check) *f, int64_t c)
 {
-    hv mean   = HV(moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
-    hv square = HV(moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
+    HV(f32) mean   = HV(update_mean)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
+    HV(f32) square = HV(update_mean)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
     f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite sum would silently freeze its weight */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
-HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f, int64_t c)
 {
-    hv was = HV(ld)(w, c), x = was, lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
+    HV(f32) was = HV(load_upto)(w, c), x = was, lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
     else x = HV(fnma)(lr * decay, x, x);
-    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
+    HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
 }
 
-/* After an update with a non-finite result: HPML_BAD_GRADIENT if the gradient was not finite (LAMB has overwritten the
-   gradient), else HPML_BAD_STEP. Resets the state of these elements, because no later gradient would make it finite. */
-HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
-                              int64_t n)
+/* After an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if the gradient was not finite (LAMB has
+   overwritten the gradient), else HPML_NONFINITE_STEP. Resets the state of these elements, because no later gradient
+   would make it finite. */
+HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
-    int found = HPML_BAD_STEP;
+    int found = HPML_NONFINITE_STEP;
     for (int64_t i = 0; i < n; i++) {
-        float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
+        float g = dw[i] * o->u.grad_scale;
         bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
-        if (g - g != 0) found = HPML_BAD_GRADIENT;
-        if (lost && m && o->u.bad) m[i] = 0;
-        if (lost && v && o->u.bad) v[i] = 0;
+        if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
+        if (lost && m && o->u.found_nonfinite) m[i] = 0;
+        if (lost && v && o->u.found_nonfinite) v[i] = 0;
     }
     return found;
 }
@@ -11757,41 +12126,40 @@ HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const fl
    the length of the whole direction would not be finite either. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
-        hv g = HV(ld)(dw + i, c);                                                                                      \
-        if (more) g = g + HV(ld)(more + i, c);                                                                         \
+        HV(f32) g = HV(load_upto)(dw + i, c);                                                                                      \
         g = g * HV(set1)(o->u.grad_scale);                                                                             \
         step;                                                                                                          \
     }
 #define HPMLI_STEPS(step)                                                                                              \
-    for (const int64_t c = HV_W; i + c <= n; i += c) HPMLI_STEP(step)                                                  \
+    for (const int64_t c = HV_LANES; i + c <= n; i += c) HPMLI_STEP(step)                                                  \
     for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
     break;
-HPMLI_VFN void HV(lamb)(const hpmli_opt_args *o, const float *w, hv g, float *r, float *m, float *v, HV(found) *f,
+HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) g, float *r, float *m, float *v, HV(update_check) *f,
                         int64_t c)
 {
-    hv off = g * HV(zero)();
+    HV(f32) off = g * HV(zero)();
     f->gradient = f->gradient + off;
-    g = HV(eq)(off, off, g, f->instead);
-    HV(st)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(ld)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
+    g = HV(if_eq)(off, off, g, f->instead);
+    HV(store_upto)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(load_upto)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
 }
 
-HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
+HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
-    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
-    float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
-    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.bad ? 0 : NAN) }, *f = &all;
+    HV(update_check)     all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
+    HV(update_check)    *f = &all;
     int64_t              i = 0;
     switch (o->u.opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, f, c))
     case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, f, c))
     case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
     case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
-    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, r + i, m + i, v + i, f, c))
+    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, dw + i, m + i, v + i, f, c))
+    case HPML_OPT_CUSTOM: break; /* see hpmli_optimizer_piece */
     }
-    if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
-    int found = HV(opt_restart)(o, dw, more, m, v, n);
-    return HV(sum)(all.gradient) == 0 ? found : HPML_BAD_GRADIENT;
+    if (HV(sum_lanes)(all.weight + all.square + all.gradient) == 0) return 0;
+    int found = HV(opt_restart)(o, dw, m, v, n);
+    return HV(sum_lanes)(all.gradient) == 0 ? found : HPML_NONFINITE_GRADIENT;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -11801,23 +12169,23 @@ HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw
 /* All but f32, which is copied. */
 #define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
 
-HPMLI_KFN void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
+HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
 {
     switch (dtype) {
     case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *y); break;
 #define HPMLI_X(type, name, T) \
-    case HPML_DTYPE_##type: HV_LOOP(n) HV(st)(y + i, HV(ld_##name)((const T *)x + i, c), c); break;
+    case HPML_DTYPE_##type: HV_LOOP(n) HV(store_upto)(y + i, HV(load_upto_##name)((const T *)x + i, c), c); break;
     HPMLI_STORED(HPMLI_X)
 #undef HPMLI_X
     }
 }
 
-HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
+HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
 {
     switch (dtype) {
     case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *x); break;
 #define HPMLI_X(type, name, T) \
-    case HPML_DTYPE_##type: HV_LOOP(n) HV(st_##name)((T *)y + i, HV(ld)(x + i, c), c); break;
+    case HPML_DTYPE_##type: HV_LOOP(n) HV(store_upto_##name)((T *)y + i, HV(load_upto)(x + i, c), c); break;
     HPMLI_STORED(HPMLI_X)
 #undef HPMLI_X
     }
@@ -11825,7 +12193,7 @@ HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n
 
 /* CRC-32C (Castagnoli's polynomial, as in iSCSI) of n bytes more; the one of no bytes is 0. Portably eight bytes at a
    time by tables (Kounavis and Berry 2005), which are made on the stack where there is enough to do. */
-HPMLI_KFN uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
+HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 {
     const unsigned char *p = (const unsigned char *)bytes;
     crc = ~crc;
@@ -11874,7 +12242,7 @@ HPMLI_KFN uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 #undef HPMLI_ROWS
 #undef HPMLI_DOTS
 #undef HPMLI_DOT_MR
-#define HPMLI_NR (2 * HV_W)
+#define HPMLI_NR (2 * HV_LANES)
 #if HPMLI_ISA == 2
 #define HPMLI_MR     14
 #define HPMLI_ROWS   HPMLI_TIMES_14
@@ -11930,21 +12298,21 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
 /* What happens to row r of a tile; `mr`, `nv` are constants once inlined: rows and vectors that are not there vanish.
    Every third row has a pointer, the others are at one or two strides from it. */
-#define HPMLI_TILE_ZERO(nv, r) hv s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
+#define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
 #define HPMLI_TILE_ROW(nv, r)                                                                                          \
     if (mr > r) {                                                                                                      \
-        hv x = HV(set1)(HPMLI_TILE_AT(r));                                                                             \
+        HV(f32) x = HV(set1)(HPMLI_TILE_AT(r));                                                                             \
         s##r = HV(fma)(x, b0, s##r);                                                                                   \
         if (nv > 1) t##r = HV(fma)(x, b1, t##r);                                                                       \
         if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
         if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
     }
 /* Where vector i lies: the last one ends with the last column, and may share some with the one before. */
-#define HPMLI_TILE_V(i)       (nv == i + 1 ? last : i * HV_W)
-#define HPMLI_TILE_LOAD(i, p) (nv <= i ? HV(zero)() : nv == 1 ? HV(load_n)(p, lanes) : HV(load)((p) + HPMLI_TILE_V(i)))
+#define HPMLI_TILE_V(i)       (nv == i + 1 ? last : i * HV_LANES)
+#define HPMLI_TILE_LOAD(i, p) (nv <= i ? HV(zero)() : nv == 1 ? HV(load_partial)(p, lanes) : HV(load)((p) + HPMLI_TILE_V(i)))
 #define HPMLI_TILE_PUT(i, p, x)                                                                                        \
-    if (nv == 1 && i == 0) HV(store_n)(p, x, lanes);                                                                   \
+    if (nv == 1 && i == 0) HV(store_partial)(p, x, lanes);                                                                   \
     else if (nv > i) HV(store)((p) + HPMLI_TILE_V(i), x);
 #define HPMLI_TILE_STORE(nv, r)                                                                                        \
     if (mr > r) {                                                                                                      \
@@ -11962,7 +12330,7 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
 /* One k: the vectors of B, then row after row. */
 #define HPMLI_TILE_B                                                                                                   \
-    hv b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
+    HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
 #define HPMLI_TILE_STEP                                                                                                \
     {                                                                                                                  \
         HPMLI_TILE_B                                                                                                   \
@@ -11971,10 +12339,10 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
     }
 
 /* nv: vectors across. */
-HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
+HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 {
     float  *c = o->c, *packed = o->packed;
-    int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_W, fetch = o->fetch < kc ? o->fetch : kc;
+    int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_LANES, fetch = o->fetch < kc ? o->fetch : kc;
     for (int64_t t = 0, left = o->tiles * o->panels; left > 0; left--, b -= kc * ldb) {
         const float *a0 = a + t * o->next_a, *next = c;
         const float *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
@@ -11983,14 +12351,14 @@ HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         for (; p < head; p++) { /* more to do than to multiply */
             if (packed) {
                 HPMLI_TILE_B
-                const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_W); /* or the next panel */
+                const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_LANES); /* or the next panel */
                 HPMLI_TILE_PUT(0, packed, b0) HPMLI_TILE_PUT(1, packed, b1)
                 HPMLI_TILE_PUT(2, packed, b2) HPMLI_TILE_PUT(3, packed, b3)
-                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_W);
-                packed += nv * HV_W;
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_LANES);
+                packed += nv * HV_LANES;
             }
             if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
-                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_LANES);
                 HPMLI_PREFETCH(next + lanes - 1);
                 next += ldc;
             }
@@ -12009,9 +12377,9 @@ HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 }
 
 #define HPMLI_TILE(nv, r)                                                                                              \
-    HPMLI_KFN void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                                \
+    HPMLI_KERNEL void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                                \
     { HV(tile)(r + 1, nv, kc, a, ars, acs, b, ldb, o); }
-#define HPMLI_TILE_FN(nv, r) HV(tile_##nv##_##r),
+#define HPMLI_TILE_NAME(nv, r) HV(tile_##nv##_##r),
 HPMLI_ROWS(HPMLI_TILE, 1)
 HPMLI_ROWS(HPMLI_TILE, 2)
 #if HPMLI_ISA == 2
@@ -12020,11 +12388,11 @@ HPMLI_TIMES_6(HPMLI_TILE, 4)
 #endif
 
 static const int HV(tile_rows)[4] = { HPMLI_MR, HPMLI_MR, 8, 6 }; /* at most, by vectors */
-static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_FN, 1) },
-                                                              { HPMLI_ROWS(HPMLI_TILE_FN, 2) },
+static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_NAME, 1) },
+                                                              { HPMLI_ROWS(HPMLI_TILE_NAME, 2) },
 #if HPMLI_ISA == 2
-                                                              { HPMLI_TIMES_8(HPMLI_TILE_FN, 3) },
-                                                              { HPMLI_TIMES_6(HPMLI_TILE_FN, 4) }
+                                                              { HPMLI_TIMES_8(HPMLI_TILE_NAME, 3) },
+                                                              { HPMLI_TIMES_6(HPMLI_TILE_NAME, 4) }
 #endif
 };
 
@@ -12032,10 +12400,10 @@ static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI
 // >>gemm-pack   matrix product: packing and turning
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A matrix that lies the wrong way round is turned in registers, a square of HV_W x HV_W at a time. */
+/* A matrix that lies the wrong way round is turned in registers, a square of HV_LANES x HV_LANES at a time. */
 
-/* HV_W rows of HV_W floats, transposed in registers: out[p * ld + j] = in[j * ldx + p]; zero for j >= rows. */
-HPMLI_VFN void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
+/* HV_LANES rows of HV_LANES floats, transposed in registers: out[p * ld + j] = in[j * ldx + p]; zero for j >= rows. */
+HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
 {
 #if HPMLI_ISA == 2
     __m512 r[16], t[16];
@@ -12091,54 +12459,54 @@ HPMLI_VFN void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *
     HPMLI_UNROLL
     for (int i = 0; i < 8; i++) _mm256_storeu_ps(out + i * ld, t[i]);
 #else
-    for (int64_t j = 0; j < HV_W; j++)
-        for (int64_t p = 0; p < HV_W; p++) out[p * ld + j] = j < rows ? in[j * ldx + p] : 0;
+    for (int64_t j = 0; j < HV_LANES; j++)
+        for (int64_t p = 0; p < HV_LANES; p++) out[p * ld + j] = j < rows ? in[j * ldx + p] : 0;
 #endif
 }
 
 /* Packs a panel dst[p * width + j] = x[p * ps + j * js], p < pc, j < jn, zero up to width, which is whole vectors. */
-HPMLI_KFN void HV(pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t width, float *dst)
+HPMLI_KERNEL void HV(pack_columns)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t width, float *dst)
 {
-    for (int64_t j = 0; j < width; j += HV_W) {
-        int64_t rows = jn - j < HV_W ? jn - j : HV_W, p = 0;
+    for (int64_t j = 0; j < width; j += HV_LANES) {
+        int64_t rows = jn - j < HV_LANES ? jn - j : HV_LANES, p = 0;
         if (ps == 1)
-            for (; p + HV_W <= pc; p += HV_W) HV(transpose)(x + j * js + p, js, rows, dst + p * width + j, width);
+            for (; p + HV_LANES <= pc; p += HV_LANES) HV(transpose)(x + j * js + p, js, rows, dst + p * width + j, width);
         for (; p < pc; p++)
-            for (int64_t q = 0; q < HV_W; q++) dst[p * width + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
+            for (int64_t q = 0; q < HV_LANES; q++) dst[p * width + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
     }
 }
 
 /* n lanes of row r, from column j of the tile on, go into C. */
-HPMLI_VFN void HV(tile_save)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
+HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, HV(f32) v, int64_t n)
 {
     v *= HV(set1)(e->alpha);
-    if (e->beta != 0) v = HV(fma)(HV(set1)(e->beta), HV(ld)(c, n), v);
-    if (e->bias_col) v += HV(ld)(e->bias_col + j, n);
+    if (e->beta != 0) v = HV(fma)(HV(set1)(e->beta), HV(load_upto)(c, n), v);
+    if (e->bias_col) v += HV(load_upto)(e->bias_col + j, n);
     if (e->bias_row) v += HV(set1)(e->bias_row[r]);
     if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays */
-    HV(st)(c, v, n);
+    HV(store_upto)(c, v, n);
 }
 
 /* The same for mr rows of a tile. */
-HPMLI_KFN void HV(save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c, int64_t ldc)
+HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c, int64_t ldc)
 {
-    for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_W)
-        for (int64_t j = 0; j < n; j += HV_W) HV(tile_save)(e, c + j, r, j, HV(load)(tile + j), n - j);
+    for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_LANES)
+        for (int64_t j = 0; j < n; j += HV_LANES) HV(finish_vector)(e, c + j, r, j, HV(load)(tile + j), n - j);
 }
 
 /* A tile of C^T, mr rows of NV vectors, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
-HPMLI_KFN void HV(turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
+HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
                                    float *c, int64_t ldc)
 {
-    float square[HV_W * HV_W];
-    for (int64_t r = 0; r < mr; r += HV_W)
-        for (int64_t q = 0; q < n; q += HV_W) {
-            int64_t lanes = mr - r < HV_W ? mr - r : HV_W, rows = n - q < HV_W ? n - q : HV_W;
+    float square[HV_LANES * HV_LANES];
+    for (int64_t r = 0; r < mr; r += HV_LANES)
+        for (int64_t q = 0; q < n; q += HV_LANES) {
+            int64_t lanes = mr - r < HV_LANES ? mr - r : HV_LANES, rows = n - q < HV_LANES ? n - q : HV_LANES;
             float  *to    = c + q * ldc + r;
-            HV(transpose)(tile + r * HPMLI_NV * HV_W + q, HPMLI_NV * HV_W, lanes, square, HV_W);
+            HV(transpose)(tile + r * HPMLI_NV * HV_LANES + q, HPMLI_NV * HV_LANES, lanes, square, HV_LANES);
             for (int64_t i = 0; i < rows; i++)
-                if (plain) HV(st)(to + i * ldc, HV(load)(square + i * HV_W), lanes);
-                else HV(tile_save)(e, to + i * ldc, q + i, r, HV(load)(square + i * HV_W), lanes);
+                if (plain) HV(store_upto)(to + i * ldc, HV(load)(square + i * HV_LANES), lanes);
+                else HV(finish_vector)(e, to + i * ldc, q + i, r, HV(load)(square + i * HV_LANES), lanes);
         }
 }
 
@@ -12149,7 +12517,7 @@ HPMLI_KFN void HV(turn)(const float *tile, int64_t mr, int64_t n, const hpmli_ti
 /* A product seen from the tile: `rows` of P are broadcast, columns of Q are vectors. Mostly P is A and Q is B.
    Swapped, P is B^T and Q is A^T and tiles of C^T are turned on the way out: for products where turning B would cost
    more. */
-typedef struct HV(view) {
+typedef struct HV(gemm_view) {
     const hpmli_gemm_part *part;
     const float *p;
     int64_t      p_rs, p_ks; /* row and k strides of P */
@@ -12164,19 +12532,19 @@ typedef struct HV(view) {
     bool         plain;        /* tiles are only stored or added, ... */
     bool         fetch;        /* ... C is worth a prefetch, */
     hpmli_tile_end end;        /* or this is done; for the block of k */
-} HV(view);
+} HV(gemm_view);
 
 /* Columns of P, ks apart, that lie far from each other: each is in another page, and a few sets of the cache take them
    all. They are worth packing for so many columns of Q. */
-HPMLI_VFN bool HV(far)(int64_t rs, int64_t ks, int64_t k, int64_t cols)
+HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t rs, int64_t ks, int64_t k, int64_t cols)
 {
     return rs == 1 && ks * k >= 262144 && cols >= 4 * HPMLI_NR;
 }
 
-HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
+HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
-    HV(view)    v;
+    HV(gemm_view)    v;
     int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
     memset(&v, 0, sizeof v);
     v.part = part;
@@ -12186,11 +12554,11 @@ HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
     v.p = v.q = part->ws; /* nothing is read when k is 0 */
     v.rows = m, v.cols = n;
     if (v.k == 0) return v;
-    v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_rs, v.p_rs = d->a_rs, v.p_ks = d->a_cs;
-    v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_cs, v.q_ks = d->b_rs, v.q_cs = d->b_cs;
+    v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_row, v.p_rs = d->a_row, v.p_ks = d->a_k;
+    v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_col, v.q_ks = d->b_k, v.q_cs = d->b_col;
     /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C, into far rows. */
-    int64_t keep = (v.q_cs != 1) * n + HV(far)(v.p_rs, v.p_ks, v.k, n) * m;
-    int64_t swap = (v.p_rs != 1) * m + HV(far)(v.q_cs, v.q_ks, v.k, m) * n;
+    int64_t keep = (v.q_cs != 1) * n + HV(columns_alias_cache)(v.p_rs, v.p_ks, v.k, n) * m;
+    int64_t swap = (v.p_rs != 1) * m + HV(columns_alias_cache)(v.q_cs, v.q_ks, v.k, m) * n;
     if (keep * v.k > swap * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
         const float *p = v.p;
         int64_t      rs = v.p_rs, ks = v.p_ks;
@@ -12199,17 +12567,17 @@ HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
         v.rows = n, v.cols = m, v.swapped = true;
     }
     v.pack_q = v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) >= 262144));
-    if (HV(far)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
+    if (HV(columns_alias_cache)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
 
 /* From one packed tile of P to the next: not a power of two apart, with room for what spills over. */
-HPMLI_VFN int64_t HV(packed_size)(const HV(view) *v, int64_t kc) { return v->height * kc + 16; }
+HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const HV(gemm_view) *v, int64_t kc) { return v->height * kc + 16; }
 
 /* Packs the block of P at p, tile after tile; eight k for all of them, so that lines are read from the nearest cache,
    which those of the next eight are on their way to. Eight rows at a time: the last may spill over, into what comes
    later. */
-HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int64_t kc)
+HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const float *p, int64_t mc, int64_t kc)
 {
     int64_t tiles = v->tiles, rows = mc / tiles, more = mc % tiles, height = v->height, ks = v->p_ks;
     for (int64_t k0 = 0, n; k0 < kc; k0 += n, p += n * ks) {
@@ -12218,7 +12586,7 @@ HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int
             for (int64_t i = 0; i < mc; i += 16) __builtin_prefetch(p + k * ks + i);
         for (int64_t t = 0, i = 0; t < tiles; i += rows + (t < more), t++)
             for (int64_t j = (height - 1) / 8 * 8; j >= 0; j -= 8) {
-                float       *to   = v->packed_p + t * HV(packed_size)(v, kc) + k0 * height + j;
+                float       *to   = v->packed_p + t * HV(packed_tile_floats)(v, kc) + k0 * height + j;
                 const float *from = p + i + j;
                 int64_t      left = mc - i - j;
                 for (int64_t k = 0; k < n; k++, to += height, from += ks)
@@ -12229,22 +12597,22 @@ HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int
 }
 
 /* Rows [i0, i0 + mc) x `count` panels of n columns from j on, over k [p0, p0 + kc). pb: room for the packed panel. */
-HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
+HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
                                     int64_t p0, int64_t kc, float *pb, bool ready, int64_t count)
 {
     bool         packed = v->packed_p != NULL;
     const float *a = packed ? v->packed_p : v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
-    int64_t      ldb = v->q_ks, vectors = (n + HV_W - 1) / HV_W, width = vectors * HV_W;
+    int64_t      ldb = v->q_ks, vectors = (n + HV_LANES - 1) / HV_LANES, width = vectors * HV_LANES;
     int64_t      more = mc % v->tiles, mr = mc / v->tiles + (more > 0); /* so many tiles are one row higher */
     bool         direct = v->plain && !v->swapped;
-    float          tile[HPMLI_MR * HPMLI_NV * HV_W];
+    float          tile[HPMLI_MR * HPMLI_NV * HV_LANES];
     hpmli_tile_end e = v->end;
     hpmli_tile_out o;
-    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_W, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
+    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_LANES, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
     if (v->pack_q) {
         if (!ready && v->q_cs == 1) o.packed = pb;
         else {
-            if (!ready) HV(pack)(v->q + p0 * ldb + j * v->q_cs, ldb, v->q_cs, kc, n, width, pb);
+            if (!ready) HV(pack_columns)(v->q + p0 * ldb + j * v->q_cs, ldb, v->q_cs, kc, n, width, pb);
             b = pb, ldb = width;
         }
     }
@@ -12253,7 +12621,7 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
         float  *c  = v->c + ci * v->ldc + cj;
         if (t == more && more > 0) mr--;
         o.tiles = !direct || o.packed ? 1 : (t < more ? more : v->tiles) - t;
-        o.next_a = packed ? HV(packed_size)(v, kc) : mr * v->p_rs;
+        o.next_a = packed ? HV(packed_tile_floats)(v, kc) : mr * v->p_rs;
         o.panels = count, o.next_b = n, o.next_c = n - o.tiles * mr * v->ldc;
         o.fetch = direct && v->fetch ? mr : 0;
         if (direct) o.c = c;
@@ -12261,8 +12629,8 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
         if (!direct) {
             e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
             e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
-            if (v->swapped) HV(turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
-            else HV(save)(tile, mr, n, &e, c, v->ldc);
+            if (v->swapped) HV(finish_tile_transposed)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
+            else HV(finish_tile)(tile, mr, n, &e, c, v->ldc);
         }
         if (o.packed) o.packed = NULL, b = pb, ldb = width;
         a += o.next_a * o.tiles;
@@ -12270,7 +12638,7 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
 }
 
 /* What is done to tiles of the block of k from p0 on. */
-HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
+HPMLI_KERNEL void HV(gemm_block_epilogue)(HV(gemm_view) *v, int64_t p0, int64_t kc)
 {
     const hpmli_gemm_desc *d    = v->part->d;
     bool                   last = p0 + kc == v->k;
@@ -12286,29 +12654,29 @@ HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
 }
 
 /* Block after block of k, of columns, of rows. For the first block of rows the panels of Q are packed, as they come. */
-HPMLI_KFN void HV(blocks)(HV(view) *v)
+HPMLI_KERNEL void HV(gemm_block_loop)(HV(gemm_view) *v)
 {
     float  *pb = v->part->ws;
     int64_t k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1, row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1; /* 0: one */
     for (int64_t kb = 0; kb < k_blocks; kb++) {
         int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
-        HV(block_end)(v, p0, kc);
+        HV(gemm_block_epilogue)(v, p0, kc);
         for (int64_t j0 = 0, nc; j0 < v->cols; j0 += nc) {
             nc = !v->pack_q || v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
-            int64_t vectors = (nc + HV_W - 1) / HV_W;
+            int64_t vectors = (nc + HV_LANES - 1) / HV_LANES;
             int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
             v->height = HV(tile_rows)[(vectors - 1) / panels];
             for (int64_t rb = 0; rb < row_blocks; rb++) {
                 int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
                 v->tiles = (mc + v->height - 1) / v->height;
-                if (v->packed_p) HV(pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
+                if (v->packed_p) HV(pack_rows)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
                 /* panels of full width in one go: a single row of tiles, or k so short that calls would cost more */
                 bool    row   = v->plain && !v->swapped && !v->pack_q && v->height == HV(tile_rows)[most - 1];
-                int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !v->packed_p)) ? nc / (most * HV_W) : 0;
+                int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !v->packed_p)) ? nc / (most * HV_LANES) : 0;
                 for (int64_t t = 0, j = 0, end, count; j < nc; t += count, j = end) {
                     count = t < whole ? whole : 1;
-                    end   = t < whole ? whole * most * HV_W : vectors * (t + 1) / panels * HV_W;
-                    HV(panel)(v, i0, mc, j0 + j, ((end < nc ? end : nc) - j) / count, p0, kc,
+                    end   = t < whole ? whole * most * HV_LANES : vectors * (t + 1) / panels * HV_LANES;
+                    HV(gemm_panel)(v, i0, mc, j0 + j, ((end < nc ? end : nc) - j) / count, p0, kc,
                               row_blocks > 1 ? pb + j * kc : pb, rb > 0, count);
                 }
             }
@@ -12325,45 +12693,45 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
    idle. */
 
 #ifndef HPMLI_DOT_ROW
-#define HPMLI_DOT_ZERO(L, r) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
+#define HPMLI_DOT_ZERO(L, r) HV(f32) s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
 #define HPMLI_DOT_ROW(LOAD, r)                                                                                         \
     if (mr > r) {                                                                                                      \
-        hv x = LOAD(p + r * p_rs);                                                                                     \
+        HV(f32) x = LOAD(p + r * p_rs);                                                                                     \
         s##r = HV(fma)(x, b0, s##r), t##r = HV(fma)(x, b1, t##r);                                                      \
         u##r = HV(fma)(x, b2, u##r), v##r = HV(fma)(x, b3, v##r);                                                      \
     }
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
-    hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                     \
+    HV(f32) b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                     \
     HPMLI_DOTS(HPMLI_DOT_ROW, LOAD)
-#define HPMLI_DOT_REST(p) HV(load_n)(p, k - i)
+#define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i)
 #define HPMLI_DOT_SAVE(L, r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
 #define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
 #define HPMLI_DOT(L, r)                                                                                                \
-    HPMLI_KFN void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_rs, q, q_rs, n, out); }
-#define HPMLI_DOT_FN(L, r) HV(dot_##r),
+    HPMLI_KERNEL void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_rs, q, q_rs, n, out); }
+#define HPMLI_DOT_NAME(L, r) HV(dot_##r),
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
 /* Dot products of mr rows of P with 4 of Q, along k: out[r * 4 + j]. With n < 4 rows of Q the last stands in for the
    rest. */
-HPMLI_VFN void HV(dot)(const int mr, HPMLI_DOT_ARGS)
+HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 {
     const float *q0 = q, *q1 = n > 1 ? q0 + q_rs : q0, *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
     int64_t      i  = 0;
     HPMLI_DOTS(HPMLI_DOT_ZERO, 0)
-    for (; i + HV_W <= k; i += HV_W) {
+    for (; i + HV_LANES <= k; i += HV_LANES) {
         HPMLI_DOT_STEP(HV(load))
-        p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W;
+        p += HV_LANES, q0 += HV_LANES, q1 += HV_LANES, q2 += HV_LANES, q3 += HV_LANES;
     }
     if (i < k) { HPMLI_DOT_STEP(HPMLI_DOT_REST) }
     HPMLI_DOTS(HPMLI_DOT_SAVE, 0)
 }
 
 HPMLI_DOTS(HPMLI_DOT, 0)
-static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOTS(HPMLI_DOT_FN, 0) };
+static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOTS(HPMLI_DOT_NAME, 0) };
 
 /* Element (i, j) of one product, finished. */
-HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
+HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
 {
     x *= d->alpha;
     if (d->beta != 0) x += d->beta * *c;
@@ -12372,17 +12740,17 @@ HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64
     *c = d->act == 1 && !(x > 0) ? 0 : x;
 }
 
-HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
+HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
     int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
-    const float *a = d->a + part->batch * d->a_batch + part->i0 * d->a_rs;
-    const float *b = d->b + part->batch * d->b_batch + part->j0 * d->b_cs;
+    const float *a = d->a + part->batch * d->a_batch + part->i0 * d->a_row;
+    const float *b = d->b + part->batch * d->b_batch + part->j0 * d->b_col;
     float       *c = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
     int     turned = n * ((m + 3) / 4) < m * ((n + 3) / 4); /* which dimension goes better in fours */
     bool    plain  = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1;
     int64_t rows = turned ? n : m, cols = turned ? m : n;
-    int64_t p_rs = turned ? d->b_cs : d->a_rs, q_rs = turned ? d->a_rs : d->b_cs;
+    int64_t p_rs = turned ? d->b_col : d->a_row, q_rs = turned ? d->a_row : d->b_col;
     const float *p = turned ? b : a, *q = turned ? a : b;
     int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
     for (int64_t j = 0; j < cols; j += 4)
@@ -12399,19 +12767,19 @@ HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
                 }
                 for (int64_t s = 0; s < nr; s++) {
                     int64_t ci = turned ? j + s : i + r, cj = turned ? i + r : j + s;
-                    HV(save_one)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
+                    HV(finish_element)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
                 }
             }
         }
 }
 
-#define HPMLI_ROW_ZERO(nv, i) hv s##i = HV(zero)();
+#define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
 #define HPMLI_ROW_ADD(nv, i)                                                                                           \
-    if (nv > i) s##i = HV(fma)(x, nv > i + 1 ? HV(load)(b + i * HV_W) : HV(ld)(b + i * HV_W, n - i * HV_W), s##i);
+    if (nv > i) s##i = HV(fma)(x, nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES), s##i);
 #define HPMLI_ROW_SAVE(nv, i)                                                                                          \
-    if (nv > i) HV(tile_save)(&e, c + i * HV_W, 0, j + i * HV_W, s##i, nv > i + 1 ? HV_W : n - i * HV_W);
+    if (nv > i) HV(finish_vector)(&e, c + i * HV_LANES, 0, j + i * HV_LANES, s##i, nv > i + 1 ? HV_LANES : n - i * HV_LANES);
 /* One row times `nv` vectors of columns of a matrix whose rows are contiguous; the last may be partial. */
-HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
+HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
 {
     const hpmli_gemm_desc *d = part->d;
     const float *a = d->a + part->batch * d->a_batch, *b = d->b + part->batch * d->b_batch + j;
@@ -12420,8 +12788,8 @@ HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int
     e.alpha = d->alpha, e.beta = d->beta, e.relu = d->act == 1;
     e.bias_row = d->bias_m, e.bias_col = d->bias_n;
     HPMLI_TIMES_16(HPMLI_ROW_ZERO, nv)
-    for (int64_t p = 0; p < d->k; p++, b += d->b_rs) {
-        hv x = HV(set1)(a[p * d->a_cs]);
+    for (int64_t p = 0; p < d->k; p++, b += d->b_k) {
+        HV(f32) x = HV(set1)(a[p * d->a_k]);
         HPMLI_TIMES_16(HPMLI_ROW_ADD, nv)
     }
     HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
@@ -12429,12 +12797,12 @@ HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int
 
 /* As many vectors of C at a time as there are registers for, so that B is read in long stretches; nine rather than one
    left over. */
-HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
+HPMLI_KERNEL void HV(gemm_row)(const hpmli_gemm_part *part)
 {
     for (int64_t j = part->j0, v, n; j < part->j1; j += n) {
-        v = (part->j1 - j + HV_W - 1) / HV_W;
+        v = (part->j1 - j + HV_LANES - 1) / HV_LANES;
         v = HPMLI_ISA == 2 && (v == 16 || v >= 24) ? 16 : v == 9 ? 9 : v >= 8 ? 8 : v >= 4 ? 4 : 1;
-        n = part->j1 - j < v * HV_W ? part->j1 - j : v * HV_W;
+        n = part->j1 - j < v * HV_LANES ? part->j1 - j : v * HV_LANES;
         if (HPMLI_ISA == 2 && v == 16) HV(gemm_row_piece)(16, part, j, n);
         else if (v == 9) HV(gemm_row_piece)(9, part, j, n);
         else if (v == 8) HV(gemm_row_piece)(8, part, j, n);
@@ -12443,22 +12811,22 @@ HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
     }
 }
 
-HPMLI_KFN void HV(gemm_part)(const hpmli_gemm_part *part)
+HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
     bool plain = d->alpha != 0 && d->k > 0;
-    if (plain && d->m == 1 && d->b_cs == 1 && d->n > 1) HV(gemm_row)(part);
-    else if (plain && d->a_cs == 1 && d->b_rs == 1 && (d->m == 1 || d->n == 1 ||
+    if (plain && d->m == 1 && d->b_col == 1 && d->n > 1) HV(gemm_row)(part);
+    else if (plain && d->a_k == 1 && d->b_k == 1 && (d->m == 1 || d->n == 1 ||
              (d->k >= 128 && (d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024))))
         HV(gemm_dots)(part);
     else {
-        HV(view) v = HV(view_of)(part);
-        HV(blocks)(&v);
+        HV(gemm_view) v = HV(gemm_view_of)(part);
+        HV(gemm_block_loop)(&v);
     }
 }
 
 /* Row i of C from `count` parts of the sum over k, `apart` floats from one to the next; added up in order. */
-HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
+HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
 {
     hpmli_tile_end e;
     float *c = d->c + i * d->ldc;
@@ -12467,11 +12835,11 @@ HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *su
     e.relu     = d->act == 1;
     e.bias_row = d->bias_m ? d->bias_m + i : NULL;
     e.bias_col = d->bias_n;
-    for (int64_t j = 0; j < d->n; j += HV_W) {
-        int64_t n = d->n - j < HV_W ? d->n - j : HV_W;
-        hv      s = HV(ld)(sums + i * d->n + j, n);
-        for (int64_t t = 1; t < count; t++) s += HV(ld)(sums + t * apart + i * d->n + j, n);
-        HV(tile_save)(&e, c + j, 0, j, s, n);
+    for (int64_t j = 0; j < d->n; j += HV_LANES) {
+        int64_t n = d->n - j < HV_LANES ? d->n - j : HV_LANES;
+        HV(f32)      s = HV(load_upto)(sums + i * d->n + j, n);
+        for (int64_t t = 1; t < count; t++) s += HV(load_upto)(sums + t * apart + i * d->n + j, n);
+        HV(finish_vector)(&e, c + j, 0, j, s, n);
     }
 }
 
@@ -12491,10 +12859,10 @@ HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *su
    chunk computes all of it and keeps its part. Where a product is added to something it is a fused multiply-add, in the
    scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
 
-/* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. HV(pairs): the 64-bit words (a, b) for
-   each; HV(products): the line above without its last two terms; HV(words): words as floats, rounded. */
+/* What this chapter needs of an instruction set; `HV(u32)` holds HV_LANES / 4 blocks. HV(set_u64_pairs): the 64-bit words (a, b) for
+   each; HV(philox_products): the line above without its last two terms; HV(load_u32): words as floats, rounded. */
 #if HPMLI_ISA == 0
-HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
+HPMLI_VEC_INLINE void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
 {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
@@ -12510,140 +12878,140 @@ HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t bloc
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 static HPMLI_UNUSED const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
-HPMLI_VFN hv HV(words)(const uint32_t *p) { return (float)*p; }
-HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return fmaf(a, b, c); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return (float)*p; }
+HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return fmaf(a, b, c); }
 #else
 #if HPMLI_ISA == 1
-HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm256_set_epi64x(b, a, b, a); }
-HPMLI_VFN hv HV(words)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
+HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm256_set_epi64x(b, a, b, a); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
 {
-    hu words = HV(load_words)(p);
-    return HV(fma)(HV(of_i32)(words >> 8), HV(set1)(256), HV(of_i32)(words & 255u));
+    HV(u32) words = HV(load_words)(p);
+    return HV(fma)(HV(from_i32)(words >> 8), HV(set1)(256), HV(from_i32)(words & 255u));
 }
 #elif HPMLI_ISA == 2
-HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm512_set4_epi64(b, a, b, a); }
-HPMLI_VFN hv HV(words)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
+HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm512_set4_epi64(b, a, b, a); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
 #else
-HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b)
+HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b)
 {
-    return (hu)vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
+    return (HV(u32))vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
 }
-HPMLI_VFN hu HV(products)(hu c, hu m)
+HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
 {
-    hu products = vrev64q_u32((hu)vmull_u32(vmovn_u64((hq)c), vmovn_u64((hq)m)));
+    HV(u32) products = vrev64q_u32((HV(u32))vmull_u32(vmovn_u64((HV(u64))c), vmovn_u64((HV(u64))m)));
     return vextq_u32(products, products, 2);
 }
-HPMLI_VFN hv HV(words)(const uint32_t *p) { return vcvtq_f32_u32(HV(load_words)(p)); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return vcvtq_f32_u32(HV(load_words)(p)); }
 #endif
 #if HPMLI_ISA != 3
-HPMLI_VFN hu HV(products)(hu c, hu m)
+HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
 {
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
-    return (hu)HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
+    return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
 #endif
-HPMLI_VFN hu HV(philox_round)(hu c, hu key, hu m) { return HV(products)(c, m) ^ key ^ (hu)((hq)c >> 32); }
-HPMLI_VFN hu HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
+HPMLI_VEC_INLINE HV(u32) HV(philox_round)(HV(u32) c, HV(u32) key, HV(u32) m) { return HV(philox_products)(c, m) ^ key ^ (HV(u32))((HV(u64))c >> 32); }
+HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
 {
-    return (hu)((hq)HV(pairs)((int64_t)block, (int64_t)stream) + (hq)HV(load_words)(hpmli_block_numbers));
+    return (HV(u32))((HV(u64))HV(set_u64_pairs)((int64_t)block, (int64_t)stream) + (HV(u64))HV(load_words)(hpmli_block_numbers));
 }
-HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return HV(fma)(a, b, c); }
+HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return HV(fma)(a, b, c); }
 #endif
 
 /* Chunk number `chunk` of a stream. Four vectors at a time hide the latency of the multiplication. */
-HPMLI_VFN void HV(chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
+HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
 {
-    uint64_t block = chunk * (HPMLI_CHUNK / 4);
+    uint64_t block = chunk * (HPMLI_PHILOX_CHUNK / 4);
 #if HPMLI_ISA == 0
-    for (int b = 0; b < HPMLI_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
+    for (int b = 0; b < HPMLI_PHILOX_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
 #else
-    hu m = HV(pairs)(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = HV(pairs)(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
-    for (int i = 0; i < HPMLI_CHUNK; i += 4 * HV_W, block += HV_W) {
-        hu key = HV(pairs)((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
+    HV(u32) m = HV(set_u64_pairs)(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = HV(set_u64_pairs)(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
+    for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += 4 * HV_LANES, block += HV_LANES) {
+        HV(u32) key = HV(set_u64_pairs)((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
         HPMLI_UNROLL
-        for (int u = 0; u < 4; u++) c[u] = HV(philox_count)(block + (uint64_t)u * (HV_W / 4), stream);
+        for (int u = 0; u < 4; u++) c[u] = HV(philox_count)(block + (uint64_t)u * (HV_LANES / 4), stream);
         for (int round = 0; round < 10; round++, key += bump) {
             HPMLI_UNROLL
             for (int u = 0; u < 4; u++) c[u] = HV(philox_round)(c[u], key, m);
         }
         HPMLI_UNROLL
-        for (int u = 0; u < 4; u++) HV(store_words)(w + i + u * HV_W, c[u]);
+        for (int u = 0; u < 4; u++) HV(store_words)(w + i + u * HV_LANES, c[u]);
     }
 #endif
 }
 
 /* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, for log m the
    polynomial of hpmli_log; log 2 is split in two so that e times the larger part is exact. */
-HPMLI_VFN hv HV(radius)(hv u)
+HPMLI_VEC_INLINE HV(f32) HV(normal_radius)(HV(f32) u)
 {
-    hv m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
-    e = HV(gt)(m, root2, e + 1.0f, e);
-    f = HV(gt)(m, root2, m * 0.5f, m) - 1.0f;
+    HV(f32) m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
+    e = HV(if_gt)(m, root2, e + 1.0f, e);
+    f = HV(if_gt)(m, root2, m * 0.5f, m) - 1.0f;
     z = f * f;
-    y = HPMLI_LOG_POLY(HV(fused), f);
-    y = HV(fused)(f * z, y, e * -2.12194440e-4f);
-    y = HV(fused)(z, HV(set1)(-0.5f), y) + f;
-    y = HV(fused)(e, HV(set1)(0.693359375f), y);
+    y = HPMLI_LOG_POLY(HV(exact_fma), f);
+    y = HV(exact_fma)(f * z, y, e * -2.12194440e-4f);
+    y = HV(exact_fma)(z, HV(set1)(-0.5f), y) + f;
+    y = HV(exact_fma)(e, HV(set1)(0.693359375f), y);
     return HV(sqrt)(HV(max)(y * -2.0f, HV(zero)()));
 }
 
 /* cos and sin of 2 pi t for t in [-1/2, 1/2]: exact reduction to an eighth of a turn, then polynomials (Cephes). */
-HPMLI_VFN void HV(cos_sin)(hv t, hv *cosine, hv *sine)
+HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
 {
-    hv q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
-    hv x = HV(fused)(q, HV(set1)(-0.25f), t) * 6.28318531f, z = x * x;
-    hv s    = HV(fused)(HV(set1)(-1.9515295891e-4f), z, HV(set1)(8.3321608736e-3f));
-    hv c    = HV(fused)(HV(set1)(2.443315711809948e-5f), z, HV(set1)(-1.388731625493765e-3f));
-    s = HV(fused)(x * z, HV(fused)(s, z, HV(set1)(-1.6666654611e-1f)), x);
-    c = HV(fused)(z, HV(fused)(z, HV(fused)(c, z, HV(set1)(4.166664568298827e-2f)), HV(set1)(-0.5f)), one);
-    hv u    = HV(eq)(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
-    hv v    = HV(eq)(aq, one, c, s);
-    u = HV(gt)(aq, one, -u, u);
-    v = HV(gt)(aq, one, -v, v);
-    *cosine = HV(eq)(q, one, -u, u);
-    *sine   = HV(eq)(q, HV(set1)(-1), -v, v);
+    HV(f32) q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
+    HV(f32) x = HV(exact_fma)(q, HV(set1)(-0.25f), t) * 6.28318531f, z = x * x;
+    HV(f32) s    = HV(exact_fma)(HV(set1)(-1.9515295891e-4f), z, HV(set1)(8.3321608736e-3f));
+    HV(f32) c    = HV(exact_fma)(HV(set1)(2.443315711809948e-5f), z, HV(set1)(-1.388731625493765e-3f));
+    s = HV(exact_fma)(x * z, HV(exact_fma)(s, z, HV(set1)(-1.6666654611e-1f)), x);
+    c = HV(exact_fma)(z, HV(exact_fma)(z, HV(exact_fma)(c, z, HV(set1)(4.166664568298827e-2f)), HV(set1)(-0.5f)), one);
+    HV(f32) u    = HV(if_eq)(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    HV(f32) v    = HV(if_eq)(aq, one, c, s);
+    u = HV(if_gt)(aq, one, -u, u);
+    v = HV(if_gt)(aq, one, -v, v);
+    *cosine = HV(if_eq)(q, one, -u, u);
+    *sine   = HV(if_eq)(q, HV(set1)(-1), -v, v);
 }
 
 /* Two words to two independent normals: radius from the first, angle from the second (Box & Muller). */
-HPMLI_VFN void HV(box_muller)(const uint32_t *a, const uint32_t *b, hv *x, hv *y)
+HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f32) *x, HV(f32) *y)
 {
     const float scale = 1.0f / 4294967296.0f;
-    hv          u = HV(fused)(HV(words)(a), HV(set1)(scale), HV(set1)(scale / 2)), r = HV(radius)(u), c, s;
-    HV(cos_sin)(HV(of_i32)(HV(load_words)(b)) * scale, &c, &s);
+    HV(f32)          u = HV(exact_fma)(HV(load_u32)(a), HV(set1)(scale), HV(set1)(scale / 2)), r = HV(normal_radius)(u), c, s;
+    HV(cos_sin)(HV(from_i32)(HV(load_words)(b)) * scale, &c, &s);
     *x = r * c;
     *y = r * s;
 }
 
-HPMLI_VFN void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
+HPMLI_VEC_INLINE void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
-    for (int i = 0; i < HPMLI_CHUNK; i += HV_W)
-        HV(store)(x + i, HV(of_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
+    for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += HV_LANES)
+        HV(store)(x + i, HV(from_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
 }
 
 /* Words j and j + 32 of a chunk make normals j and j + 32. */
-HPMLI_VFN void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
+HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
 {
-    for (int i = 0; i < HPMLI_CHUNK / 2; i += HV_W) {
-        hv a, b;
-        HV(box_muller)(w + i, w + i + HPMLI_CHUNK / 2, &a, &b);
+    for (int i = 0; i < HPMLI_PHILOX_CHUNK / 2; i += HV_LANES) {
+        HV(f32) a, b;
+        HV(box_muller)(w + i, w + i + HPMLI_PHILOX_CHUNK / 2, &a, &b);
         HV(store)(x + i, a);
-        HV(store)(x + i + HPMLI_CHUNK / 2, b);
+        HV(store)(x + i + HPMLI_PHILOX_CHUNK / 2, b);
     }
 }
 
 /* Numbers first .. first + n - 1 of a stream: a walk over chunks. out: (n), of floats or of words. */
-HPMLI_KFN void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
+HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
 {
-    uint32_t w[HPMLI_CHUNK];
-    float    x[HPMLI_CHUNK], *to = (float *)out;
+    uint32_t w[HPMLI_PHILOX_CHUNK];
+    float    x[HPMLI_PHILOX_CHUNK], *to = (float *)out;
     for (int64_t c; n > 0; to += c, first += (uint64_t)c, n -= c) {
-        int64_t skip = (int64_t)(first % HPMLI_CHUNK);
-        c = HPMLI_CHUNK - skip < n ? HPMLI_CHUNK - skip : n;
-        HV(chunk)(w, seed, stream, first / HPMLI_CHUNK);
-        if (kind == HPMLI_UNIFORM) HV(chunk_uniform)(c == HPMLI_CHUNK ? to : x, w);
-        else if (kind == HPMLI_NORMAL) HV(chunk_normal)(c == HPMLI_CHUNK ? to : x, w);
+        int64_t skip = (int64_t)(first % HPMLI_PHILOX_CHUNK);
+        c = HPMLI_PHILOX_CHUNK - skip < n ? HPMLI_PHILOX_CHUNK - skip : n;
+        HV(philox_chunk)(w, seed, stream, first / HPMLI_PHILOX_CHUNK);
+        if (kind == HPMLI_UNIFORM) HV(chunk_uniform)(c == HPMLI_PHILOX_CHUNK ? to : x, w);
+        else if (kind == HPMLI_NORMAL) HV(chunk_normal)(c == HPMLI_PHILOX_CHUNK ? to : x, w);
         else memcpy(to, w + skip, (size_t)c * sizeof *w);
-        if (kind != HPMLI_WORDS && c < HPMLI_CHUNK) memcpy(to, x + skip, (size_t)c * sizeof *x);
+        if (kind != HPMLI_WORDS && c < HPMLI_PHILOX_CHUNK) memcpy(to, x + skip, (size_t)c * sizeof *x);
     }
 }
 
@@ -12661,42 +13029,42 @@ HPMLI_KFN void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t st
    double. A mean is kept within the least and greatest element of its side, so that a side whose elements are all equal
    is exact: what was quantized once is quantized again without loss. */
 
-#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_W) /* registers that make up the lanes */
+#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the lanes */
 
 typedef struct HV(onebit_acc) {
-    hv sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
+    HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 
 /* c elements, at most 16; returns their bits. e NULL: no feedback. */
-HPMLI_VFN uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
+HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
 {
-    hv       zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
+    HV(f32)       zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
     uint32_t bits = 0, valid = (1u << c) - 1;
-#if HV_W > 1 /* sixteen numbers are a loop */
+#if HV_LANES > 1 /* sixteen numbers are a loop */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
-        int64_t at = u * HV_W, left = c > at ? c - at : 0;
-        hv      v  = HV(ld)(g + at, left), least; /* 0 in lanes behind the end */
+        int64_t at = u * HV_LANES, left = c > at ? c - at : 0;
+        HV(f32)      v  = HV(load_upto)(g + at, left), least; /* 0 in lanes behind the end */
         if (e) {
-            v += HV(ld)(e + at, left);
-            HV(st)(e + at, v, left);
+            v += HV(load_upto)(e + at, left);
+            HV(store_upto)(e + at, v, left);
         }
-        bits |= HV(signmask)(v) << at;
-        a->sum[0][u] += HV(ge)(v, zero, zero, v);
-        a->sum[1][u] += HV(ge)(v, zero, v, zero);
+        bits |= HV(sign_bits)(v) << at;
+        a->sum[0][u] += HV(if_ge)(v, zero, zero, v);
+        a->sum[1][u] += HV(if_ge)(v, zero, v, zero);
         /* 0 does no harm to the extremes of either side, which only count when it has elements, but for one */
-        least = HV(min)(HV(ge)(v, zero, v, inf), a->least[1][u]);
+        least = HV(min)(HV(if_ge)(v, zero, v, inf), a->least[1][u]);
         a->least[0][u] = HV(min)(v, a->least[0][u]);
-        a->most[0][u]  = HV(max)(HV(ge)(v, zero, minf, v), a->most[0][u]);
-        a->least[1][u] = left < HV_W ? HV(bits)(valid >> at, least, a->least[1][u]) : least;
+        a->most[0][u]  = HV(max)(HV(if_ge)(v, zero, minf, v), a->most[0][u]);
+        a->least[1][u] = left < HV_LANES ? HV(select_bits)(valid >> at, least, a->least[1][u]) : least;
         a->most[1][u]  = HV(max)(v, a->most[1][u]);
     }
     return bits & valid;
 }
 
 /* Pass 1. bits: ceil(n / 32) * 4 bytes. e: in e, out v. A NaN or infinity shows in the sums. */
-HPMLI_KFN void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
+HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HV(onebit_acc) a;
     int64_t                   ones = 0;
@@ -12722,7 +13090,7 @@ HPMLI_KFN void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, c
             HPMLI_UNROLL
             for (int h = HPMLI_ONEBIT_V / 2; h > 0; h /= 2)
                 for (int u = 0; u < h; u++) a.sum[side][u] += a.sum[side][u + h];
-            row->sum[side] += (double)HV(sum)(a.sum[side][0]);
+            row->sum[side] += (double)HV(sum_lanes)(a.sum[side][0]);
         }
     }
     if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* to whole words */
@@ -12732,62 +13100,62 @@ HPMLI_KFN void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, c
             a.least[side][0] = HV(min)(a.least[side][0], a.least[side][u]);
             a.most[side][0]  = HV(max)(a.most[side][0], a.most[side][u]);
         }
-        row->least[side] = -HV(hmax)(-a.least[side][0]);
-        row->most[side]  = HV(hmax)(a.most[side][0]);
+        row->least[side] = -HV(max_lane)(-a.least[side][0]);
+        row->most[side]  = HV(max_lane)(a.most[side][0]);
     }
     row->count[1] = ones;
     row->count[0] = n - ones;
 }
 
 /* Pass 2: e holds v, gets v - level. */
-HPMLI_KFN void HV(onebit_carry)(float *e, float low, float high, int64_t n)
+HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 {
-    hv l = HV(set1)(low), h = HV(set1)(high);
+    HV(f32) l = HV(set1)(low), h = HV(set1)(high);
     HV_LOOP(n) {
-        hv v = HV(ld)(e + i, c);
-        HV(st)(e + i, v - HV(ge)(v, HV(zero)(), h, l), c);
+        HV(f32) v = HV(load_upto)(e + i, c);
+        HV(store_upto)(e + i, v - HV(if_ge)(v, HV(zero)(), h, l), c);
     }
 }
 
 #define HPMLI_ONEBIT_DECODE(name, result)                                                                              \
-    HPMLI_KFN void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)                         \
+    HPMLI_KERNEL void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)                         \
     {                                                                                                                  \
-        hv l = HV(set1)(low), h = HV(set1)(high);                                                                      \
+        HV(f32) l = HV(set1)(low), h = HV(set1)(high);                                                                      \
         for (int64_t i = 0; i < n; i += HPMLI_ONEBIT_LANES) {                                                          \
             uint32_t m = bits[i / 8] | (uint32_t)bits[i / 8 + 1] << 8;                                                 \
             HPMLI_UNROLL                                                                                               \
-            for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_W) {                                                       \
+            for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_LANES) {                                                       \
                 int64_t c = n - i > u ? n - i - u : 0;                                                                 \
                 float  *y = out + i + u;                                                                               \
-                hv      v = HV(bits)(m >> u, h, l);                                                                    \
-                HV(st)(y, result, c);                                                                                  \
+                HV(f32)      v = HV(select_bits)(m >> u, h, l);                                                                    \
+                HV(store_upto)(y, result, c);                                                                                  \
             }                                                                                                          \
         }                                                                                                              \
     }
 HPMLI_ONEBIT_DECODE(onebit_decode, v)
-HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(ld)(y, c) + v)
+HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(load_upto)(y, c) + v)
 #undef HPMLI_ONEBIT_DECODE
 #undef HPMLI_ONEBIT_V
 
 /* packed = bf16(g + e), e = what was lost; e NULL: no feedback. False when something does not fit: NaN, infinity, or a
    float that rounds to infinity; 0 * lost is NaN then, and stays so in the sum. */
-HPMLI_KFN bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
+HPMLI_KERNEL bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
 {
-    hv nan = HV(zero)();
+    HV(f32) nan = HV(zero)();
     HV_LOOP(n) {
-        hv v = HV(ld)(g + i, c), lost;
-        if (e) v += HV(ld)(e + i, c);
-        HV(st_bf16)(packed + i, v, c);
-        lost = v - HV(ld_bf16)(packed + i, c);
-        if (e) HV(st)(e + i, lost, c);
+        HV(f32) v = HV(load_upto)(g + i, c), lost;
+        if (e) v += HV(load_upto)(e + i, c);
+        HV(store_upto_bf16)(packed + i, v, c);
+        lost = v - HV(load_upto_bf16)(packed + i, c);
+        if (e) HV(store_upto)(e + i, lost, c);
         nan = HV(fma)(lost, HV(zero)(), nan);
     }
-    return HV(sum)(nan) == 0;
+    return HV(sum_lanes)(nan) == 0;
 }
 
-HPMLI_KFN void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
+HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
 {
-    HV_LOOP(n) HV(st)(out + i, HV(ld)(out + i, c) + HV(ld_bf16)((const uint16_t *)packed + i, c), c);
+    HV_LOOP(n) HV(store_upto)(out + i, HV(load_upto)(out + i, c) + HV(load_upto_bf16)((const uint16_t *)packed + i, c), c);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -12806,10 +13174,10 @@ HPMLI_KFN void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
    read. */
 
 /* The rows of a tile are those of >>gemm. */
-HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
+HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_ARGS)
 {
     const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc;
-    const int64_t lanes = HV_W, last = (nv - 1) * HV_W; /* tiles are whole: the result has room for them */
+    const int64_t lanes = HV_LANES, last = (nv - 1) * HV_LANES; /* tiles are whole: the result has room for them */
     HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
     for (int64_t u = s->runs[0]; u > 0; u--, a += s->a_at[0], b += s->b_at[0]) {
         const float *from = a, *with = b;
@@ -12817,7 +13185,7 @@ HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
             const float *a0 = from, *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
             const float *q = with;
             for (int64_t p = s->length; p > 0; p--) {
-                hv b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_W), b2 = b1, b3 = b1;
+                HV(f32) b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_LANES), b2 = b1, b3 = b1;
                 HPMLI_ROWS(HPMLI_TILE_ROW, nv)
                 a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
             }
@@ -12828,71 +13196,71 @@ HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
     else { HPMLI_ROWS(HPMLI_TILE_STORE, nv) }
 }
 
-#define HPMLI_STRIP(nv, r)                                                                                             \
-    HPMLI_KFN void HV(strip_##nv##_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, nv, s, a, b, c); }
-#define HPMLI_STRIP_FN(nv, r) HV(strip_##nv##_##r),
-HPMLI_ROWS(HPMLI_STRIP, 1)
-HPMLI_ROWS(HPMLI_STRIP, 2)
-static hpmli_strip_fn *const HV(strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_FN, 1) },
-                                                         { HPMLI_ROWS(HPMLI_STRIP_FN, 2) } };
+#define HPMLI_CONV_TILE(nv, r)                                                                                             \
+    HPMLI_KERNEL void HV(conv_tile_##nv##_##r)(HPMLI_CONV_TILE_ARGS) { HV(conv_tile)(r + 1, nv, s, a, b, c); }
+#define HPMLI_CONV_TILE_NAME(nv, r) HV(conv_tile_##nv##_##r),
+HPMLI_ROWS(HPMLI_CONV_TILE, 1)
+HPMLI_ROWS(HPMLI_CONV_TILE, 2)
+static hpmli_conv_tile_fn *const HV(conv_tiles)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 1) },
+                                                         { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 2) } };
 
 /* All rows of a strip, dealt out evenly to tiles; n columns count. */
-HPMLI_VFN void HV(strip)(const hpmli_conv_strip *s, int64_t n, const float *a, const float *b, float *c)
+HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t n, const float *a, const float *b, float *c)
 {
     int64_t tiles = (s->rows + HPMLI_MR - 1) / HPMLI_MR;
     for (int64_t t = 0; t < tiles; t++) {
         int64_t i = t * s->rows / tiles, mr = (t + 1) * s->rows / tiles - i;
-        HV(strips)[n > HV_W][mr - 1](s, a + i * s->ars, b, c + i * s->ldc);
+        HV(conv_tiles)[n > HV_LANES][mr - 1](s, a + i * s->ars, b, c + i * s->ldc);
     }
 }
 
-/* out[j * HV_W + i] = x[i * ldx + j], i < rows, j < cols, both at most HV_W; rows that are not there are zero. */
-HPMLI_KFN void HV(square)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
+/* out[j * HV_LANES + i] = x[i * ldx + j], i < rows, j < cols, both at most HV_LANES; rows that are not there are zero. */
+HPMLI_KERNEL void HV(transpose_block)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
 {
-    float part[HV_W * HV_W];
-    if (cols < HV_W) {
-        for (int64_t i = 0; i < rows; i++) HV(store)(part + i * HV_W, HV(load_n)(x + i * ldx, cols));
-        x = part, ldx = HV_W;
+    float part[HV_LANES * HV_LANES];
+    if (cols < HV_LANES) {
+        for (int64_t i = 0; i < rows; i++) HV(store)(part + i * HV_LANES, HV(load_partial)(x + i * ldx, cols));
+        x = part, ldx = HV_LANES;
     }
-    HV(transpose)(x, ldx, rows, out, HV_W);
+    HV(transpose)(x, ldx, rows, out, HV_LANES);
 }
 
 /* y[j * ldy + i] (+)= x[i * ldx + j] + bias[j], i < rows, j < cols. spare: a vector may be read behind each row. */
-HPMLI_VFN void HV(conv_flip)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool spare, float *y, int64_t ldy,
+HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool spare, float *y, int64_t ldy,
                              const float *bias, int relu, int accumulate)
 {
-    float square[HV_W * HV_W];
-    for (int64_t i = 0; i < rows; i += HV_W) {
-        int64_t lanes = rows - i < HV_W ? rows - i : HV_W;
-        for (int64_t j = 0; j < cols; j += HV_W) {
-            int64_t n = cols - j < HV_W ? cols - j : HV_W;
-            HV(square)(x + i * ldx + j, ldx, lanes, spare ? HV_W : n, square);
+    float square[HV_LANES * HV_LANES];
+    for (int64_t i = 0; i < rows; i += HV_LANES) {
+        int64_t lanes = rows - i < HV_LANES ? rows - i : HV_LANES;
+        for (int64_t j = 0; j < cols; j += HV_LANES) {
+            int64_t n = cols - j < HV_LANES ? cols - j : HV_LANES;
+            HV(transpose_block)(x + i * ldx + j, ldx, lanes, spare ? HV_LANES : n, square);
             for (int64_t q = 0; q < n; q++) {
                 float *to = y + (j + q) * ldy + i;
-                hv     v  = HV(load)(square + q * HV_W);
+                HV(f32)     v  = HV(load)(square + q * HV_LANES);
                 if (bias) v += HV(set1)(bias[j + q]);
-                if (accumulate) v = HV(ld)(to, lanes) + v;
+                if (accumulate) v = HV(load_upto)(to, lanes) + v;
                 if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
-                HV(st)(to, v, lanes);
+                HV(store_upto)(to, v, lanes);
             }
         }
     }
 }
 
 /* The weights (out, in, taps) of channels [o, o + panel) as tiles read them: dst[(tap * in + c) * panel + lane]. */
-HPMLI_KFN void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
+HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC, each = d->C * d->taps;
     if (end % HPMLI_NR) memset(dst + end / HPMLI_NR * HPMLI_NR * each, 0, (size_t)(each * HPMLI_NR) * sizeof *dst);
-    for (; o < end; o += HV_W)
+    for (; o < end; o += HV_LANES)
         for (int64_t c = 0; c < d->C; c++)
-            HV(conv_flip)(w + o * each + c * d->taps, each, end - o < HV_W ? end - o : HV_W, d->taps, false,
+            HV(conv_store_transposed)(w + o * each + c * d->taps, each, end - o < HV_LANES ? end - o : HV_LANES, d->taps, false,
                           dst + o / HPMLI_NR * HPMLI_NR * each + c * HPMLI_NR + o % HPMLI_NR, d->C * HPMLI_NR, NULL, 0,
                           0);
 }
 
 /* The same weights for the gradient of the input, output channel o of them: a panel is some lanes of a block. */
-HPMLI_KFN void HV(conv_pack_back)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
+HPMLI_KERNEL void HV(conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
     int64_t blocks = d->blocks[0] * d->blocks[1], each = d->block / d->C;
     int64_t width = (d->block + HPMLI_NR - 1) / HPMLI_NR * HPMLI_NR;
@@ -12905,10 +13273,10 @@ HPMLI_KFN void HV(conv_pack_back)(const hpmli_conv *d, float *dst, const float *
 }
 
 /* An image (channels, height, width) into NHWC order; rows of the result are `pitch` floats apart. */
-HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
+HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
                                         int64_t pitch)
 {
-    float   square[HV_W * HV_W];
+    float   square[HV_LANES * HV_LANES];
     int64_t plane = height * width, row = 0, col = 0;
     if (channels == 1) {
         for (; row < height; row++) memcpy(image + row * pitch, x + row * width, (size_t)width * sizeof *x);
@@ -12921,23 +13289,23 @@ HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int
                     image[row * pitch + col * channels + c] = x[c * plane + row * width + col];
         return;
     }
-    for (int64_t p = 0; p < plane; p += HV_W) {
-        float  *to[HV_W];
-        int64_t n = plane - p < HV_W ? plane - p : HV_W;
+    for (int64_t p = 0; p < plane; p += HV_LANES) {
+        float  *to[HV_LANES];
+        int64_t n = plane - p < HV_LANES ? plane - p : HV_LANES;
         for (int64_t i = 0; i < n; i++) {
             to[i] = image + row * pitch + col * channels;
             if (++col == width) col = 0, row++;
         }
-        for (int64_t c = 0; c < channels; c += HV_W) {
-            int64_t rows = channels - c < HV_W ? channels - c : HV_W;
-            HV(square)(x + c * plane + p, plane, rows, n, square);
-            for (int64_t i = 0; i < n; i++) HV(st)(to[i] + c, HV(load)(square + i * HV_W), rows);
+        for (int64_t c = 0; c < channels; c += HV_LANES) {
+            int64_t rows = channels - c < HV_LANES ? channels - c : HV_LANES;
+            HV(transpose_block)(x + c * plane + p, plane, rows, n, square);
+            for (int64_t i = 0; i < n; i++) HV(store_upto)(to[i] + c, HV(load)(square + i * HV_LANES), rows);
         }
     }
 }
 
 /* Some channels of rows of pixels from one NHWC image to another: to (+)= from + bias. */
-HPMLI_KFN void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
+HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                              int accumulate)
 {
     bool    joint = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels; /* a row is contiguous */
@@ -12947,17 +13315,17 @@ HPMLI_KFN void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *f
             const float *x = from + r * d->from_row + p * d->from_pixel;
             float       *y = to + r * d->to_row + p * d->to_pixel;
             HV_LOOP(n) {
-                hv v = HV(ld)(x + i, c);
-                if (bias) v += HV(ld)(bias + i, c);
-                if (accumulate) v += HV(ld)(y + i, c);
+                HV(f32) v = HV(load_upto)(x + i, c);
+                if (bias) v += HV(load_upto)(bias + i, c);
+                if (accumulate) v += HV(load_upto)(y + i, c);
                 if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
-                HV(st)(y + i, v, c);
+                HV(store_upto)(y + i, v, c);
             }
         }
 }
 
 /* Back from NHWC order: dx (C, H, W), or its channels in NHWC order too, (+)= its image. */
-HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
+HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
     hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_ld, d->x_ld, d->x_pitch, d->C };
     if (d->nhwc) {
@@ -12967,27 +13335,27 @@ HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *imag
     bool    whole = d->x_pitch == d->W * d->C;
     int64_t rows = whole ? 1 : d->H, n = whole ? d->H * d->W : d->W;
     for (int64_t r = 0; r < rows; r++)
-        HV(conv_flip)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
+        HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
 }
 
 /* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. y: the
    group's first channel. */
-HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
+HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
                               const float *bias, int relu, float *y, float *band)
 {
     const int64_t    size = d->block * HPMLI_NR; /* of a run of weights */
-    hpmli_conv_strip s = { d->OW, d->col_at, 1, HPMLI_NR, HPMLI_NR, d->block, { d->blocks[0], d->blocks[1] },
+    hpmli_conv_product s = { d->OW, d->col_at, 1, HPMLI_NR, HPMLI_NR, d->block, { d->blocks[0], d->blocks[1] },
                            { d->block_at[0], d->block_at[1] }, { d->blocks[1] * size, size }, 0 };
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
         int64_t n = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
         for (int64_t row = 0; row < d->OH; row += d->band) {
             int64_t rows = d->OH - row < d->band ? d->OH - row : d->band;
             for (int64_t r = 0; r < rows; r++)
-                HV(strip)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
+                HV(conv_product)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
             hpmli_conv_copy copy = { 1, rows * d->OW, n, 0, d->y_ld, 0, HPMLI_NR };
             const float    *add  = bias ? bias + o : NULL;
             if (d->nhwc) HV(conv_copy)(&copy, y + row * d->OW * d->y_ld + o, band, add, relu, 0);
-            else HV(conv_flip)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW,
+            else HV(conv_store_transposed)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW,
                                d->OH * d->OW, add, relu, 0);
         }
     }
@@ -12995,90 +13363,90 @@ HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *
 
 /* dx, in NHWC order, += for each block of taps, dy times its weights: the numbers that the pixels of a row of dy were
    made of overlap, and are added one pixel after the other. */
-HPMLI_KFN void HV(conv_inputs)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
+HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
-    hpmli_conv_strip s = { d->OW, d->OC, 1, HPMLI_NR, d->col_at, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
+    hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->col_at, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
     for (int64_t u = 0; u < d->blocks[0]; u++)
         for (int64_t v = 0; v < d->blocks[1]; v++)
             for (int64_t lane = 0; lane < d->block; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
                 for (int64_t i = 0; i < images; i++)
                     for (int64_t row = 0; row < d->OH; row++)
-                        HV(strip)(&s, d->block - lane, dy + i * d->y_size + row * d->OW * d->OC, w,
+                        HV(conv_product)(&s, d->block - lane, dy + i * d->y_size + row * d->OW * d->OC, w,
                                   dx + i * d->x_size + row * d->row_at +
                                   u * d->block_at[0] + v * d->block_at[1] + lane);
 }
 
 /* dw (panels of out, taps, in, panel) (+)= sum over the pixels of some images. */
-HPMLI_KFN void HV(conv_weights)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
+HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
                                 int add)
 {
-    hpmli_conv_strip s = { d->block, 1, d->col_at, d->OC, HPMLI_NR, d->OW, { images, d->OH }, { d->x_size, d->row_at },
+    hpmli_conv_product s = { d->block, 1, d->col_at, d->OC, HPMLI_NR, d->OW, { images, d->OH }, { d->x_size, d->row_at },
                            { d->y_size, d->OW * d->OC }, add };
     for (int64_t o = 0; o < d->OC; o += HPMLI_NR)
         for (int64_t u = 0; u < d->blocks[0]; u++)
             for (int64_t v = 0; v < d->blocks[1]; v++, dw += d->block * HPMLI_NR)
-                HV(strip)(&s, d->OC - o, x + u * d->block_at[0] + v * d->block_at[1], dy + o, dw);
+                HV(conv_product)(&s, d->OC - o, x + u * d->block_at[0] + v * d->block_at[1], dy + o, dw);
 }
 
 /* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
-HPMLI_KFN void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate)
+HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate)
 {
-    float   sum[HV_W * HV_W];
+    float   sum[HV_LANES * HV_LANES];
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC;
-    for (; o < end; o += HV_W) {
+    for (; o < end; o += HV_LANES) {
         const float *from = parts + o / HPMLI_NR * HPMLI_NR * d->taps * d->C + o % HPMLI_NR;
         for (int64_t c = 0; c < d->C; c++)
-            for (int64_t t = 0; t < d->taps; t += HV_W) {
-                int64_t n = d->taps - t < HV_W ? d->taps - t : HV_W;
+            for (int64_t t = 0; t < d->taps; t += HV_LANES) {
+                int64_t n = d->taps - t < HV_LANES ? d->taps - t : HV_LANES;
                 for (int64_t i = 0; i < n; i++) {
                     const float *p = from + ((t + i) * d->C + c) * HPMLI_NR;
-                    hv           s = HV(load)(p);
+                    HV(f32)           s = HV(load)(p);
                     for (int64_t k = 1; k < d->parts; k++) s += HV(load)(p + k * d->part_size);
-                    HV(store)(sum + i * HV_W, s);
+                    HV(store)(sum + i * HV_LANES, s);
                 }
-                HV(conv_flip)(sum, HV_W, n, end - o < HV_W ? end - o : HV_W, true, dw + (o * d->C + c) * d->taps + t,
+                HV(conv_store_transposed)(sum, HV_LANES, n, end - o < HV_LANES ? end - o : HV_LANES, true, dw + (o * d->C + c) * d->taps + t,
                               d->C * d->taps, NULL, 0, accumulate);
             }
     }
 }
 
 /* Corner q of n windows of 2 x 2 side by side, in the rows at x and x + width: upper left, right, lower left, right. */
-HPMLI_VFN hv HV(corner)(const float *x, int64_t width, int q, int64_t n)
+HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
-    hv a = HV(ld)(p, 2 * n), b = 2 * n > HV_W ? HV(ld)(p + HV_W, 2 * n - HV_W) : HV(zero)();
-    return q % 2 ? HV(odd)(a, b) : HV(even)(a, b);
+    HV(f32) a = HV(load_upto)(p, 2 * n), b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
+    return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
 
 /* A row of n maxima; at: which corner each was, 0 to 3. */
-HPMLI_KFN void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
+HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
-        hv best = HV(corner)(x + 2 * i, width, 0, c), from = HV(zero)();
+        HV(f32) best = HV(pool_corner)(x + 2 * i, width, 0, c), from = HV(zero)();
         for (int q = 1; q < 4; q++) { /* the first of equals wins, and the first NaN */
-            hv v = HV(corner)(x + 2 * i, width, q, c);
-            from = HV(eq)(best, best, HV(ge)(best, v, from, HV(set1)((float)q)), from);
-            best = HV(eq)(best, best, HV(ge)(best, v, best, v), best);
+            HV(f32) v = HV(pool_corner)(x + 2 * i, width, q, c);
+            from = HV(if_eq)(best, best, HV(if_ge)(best, v, from, HV(set1)((float)q)), from);
+            best = HV(if_eq)(best, best, HV(if_ge)(best, v, best, v), best);
         }
-        HV(st)(y + i, best, c);
-        HV(st)(at + i, from, c);
+        HV(store_upto)(y + i, best, c);
+        HV(store_upto)(at + i, from, c);
     }
 }
 
 /* Back: the gradient goes to the winner, 0 to the others. */
-HPMLI_KFN void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
+HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
                                                 bool accumulate)
 {
     HV_LOOP(n) {
-        hv from = HV(ld)(at + i, c), v = HV(ld)(dy + i, c);
+        HV(f32) from = HV(load_upto)(at + i, c), v = HV(load_upto)(dy + i, c);
         for (int q = 0; q < 4; q += 2) {
-            hv a = HV(eq)(from, HV(set1)((float)q), v, HV(zero)());
-            hv b = HV(eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
-            for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_W) {
-                float *p = dx + 2 * i + q / 2 * width + h * HV_W;
-                hv     d = h ? HV(high)(a, b) : HV(low)(a, b);
-                if (accumulate) d += HV(ld)(p, lanes);
-                HV(st)(p, d, lanes);
+            HV(f32) a = HV(if_eq)(from, HV(set1)((float)q), v, HV(zero)());
+            HV(f32) b = HV(if_eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
+            for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_LANES) {
+                float *p = dx + 2 * i + q / 2 * width + h * HV_LANES;
+                HV(f32)     d = h ? HV(interleave_high)(a, b) : HV(interleave_low)(a, b);
+                if (accumulate) d += HV(load_upto)(p, lanes);
+                HV(store_upto)(p, d, lanes);
             }
         }
     }
@@ -13093,8 +13461,8 @@ static const hpmli_kernels HV(kernels) = {
     HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide), HV(vdot_wide), HV(vmoments),
     HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(opt_step), HV(to_f32), HV(from_f32), HV(gemm_part),
     HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode), HV(onebit_decode_add),
-    HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_back), HV(conv_turn), HV(conv_copy),
-    HV(conv_return), HV(conv_image), HV(conv_inputs), HV(conv_weights), HV(conv_unpack), HV(max_pool_row),
+    HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_for_dx), HV(conv_to_nhwc), HV(conv_copy),
+    HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad), HV(conv_unpack), HV(max_pool_row),
     HV(max_pool_row_back), HV(crc32c),
 };
 #endif /* HPMLI_ISA */

@@ -601,7 +601,7 @@ TEST(a_token_out_of_range_is_an_error)
 }
 
 /* Some steps of an optimizer over parameters of many sizes, one of them where no eight numbers begin at 16 bytes. With
-   u.bad the second step's gradients are not all finite, and an error says so. */
+   u.found_nonfinite the second step's gradients are not all finite, and an error says so. */
 #define PARAMS 6
 static void optimizer_case(hpml_update u, bool m, bool v, results *r, bool gpu)
 {
@@ -617,8 +617,8 @@ static void optimizer_case(hpml_update u, bool m, bool v, results *r, bool gpu)
             for (int k = step == 1 ? 0 : 1; k < (step == 1 ? 4 : 2); k++) { /* w, g, m, v; then a new gradient */
                 float *x = numbers((uint64_t)(100 * step + 10 * p + k), n, 0);
                 for (int64_t i = 0; k > 1 && i < n; i++) x[i] = 0;
-                if (u.bad && step == 2 && n > 4096) x[9] = NAN, x[4000] = -INFINITY;
-                if (u.bad && step == 2 && n > 4096 && v) x[20] = 1e30f; /* its square is infinite, the step is 0 */
+                if (u.found_nonfinite && step == 2 && n > 4096) x[9] = NAN, x[4000] = -INFINITY;
+                if (u.found_nonfinite && step == 2 && n > 4096 && v) x[20] = 1e30f; /* its square is infinite: step 0 */
                 if (step == 1) at[p][k] = (float *)place(ctx, HPML_DTYPE_F32, x, n);
                 else b->write(hpml_ctx_device(ctx), at[p][k], x, (size_t)n * sizeof(float));
                 free(x);
@@ -626,13 +626,14 @@ static void optimizer_case(hpml_update u, bool m, bool v, results *r, bool gpu)
             int64_t skip = p == PARAMS - 1;
             all[p] = u, all[p].n = sizes[p], all[p].step = (uint64_t)step;
             all[p].w = at[p][0] + skip, all[p].g = at[p][1] + skip;
-            all[p].m = m ? at[p][2] + skip : NULL, all[p].v = v ? at[p][3] + skip : NULL;
+            all[p].state[0] = m ? at[p][2] + skip : NULL, all[p].state[1] = v ? at[p][3] + skip : NULL;
             if (p == 1) all[p].weight_decay = 0;
         }
         if (b->update(hpml_ctx_device(ctx), ctx, all, PARAMS) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx));
-        if (u.bad && gpu) *u.bad = b->sync(hpml_ctx_device(ctx)) == HPML_ERR_NONFINITE;
-        if (u.bad && *u.bad != (step == 2)) printf("    step %d: found: %d\n", step, *u.bad), test_failed = 1;
-        if (u.bad) *u.bad = false;
+        if (u.found_nonfinite && gpu) *u.found_nonfinite = b->sync(hpml_ctx_device(ctx)) == HPML_ERR_NONFINITE;
+        int32_t *found = u.found_nonfinite;
+        if (found && *found != (step == 2)) printf("    step %d: found: %d\n", step, *found), test_failed = 1;
+        if (found) *found = false;
         hpml_ctx_clear_error(ctx);
     }
     for (int p = 0; p < PARAMS; p++)
@@ -655,7 +656,8 @@ TEST(optimizers)
             int32_t     bad = 0;
             hpml_update u = { .opt = (hpml_opt)opt, .lr = 0.02f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.99f,
                               .eps = 1e-6f, .weight_decay = variant == 1 ? 0 : 0.03f, .trust = variant == 2 ? 0 : 0.01f,
-                              .grad_scale = 0.7f, .nesterov = variant == 2, .bad = variant == 3 ? &bad : NULL };
+                              .grad_scale = 0.7f, .nesterov = variant == 2,
+                              .found_nonfinite = variant == 3 ? &bad : NULL };
             bool    moments = opt == HPML_OPT_ADAM || opt == HPML_OPT_ADAMW || opt == HPML_OPT_LAMB;
             bool    m = moments || (variant > 0 && opt != HPML_OPT_ADAGRAD);
             bool    v = moments || opt == HPML_OPT_ADAGRAD || opt == HPML_OPT_RMSPROP;
@@ -666,6 +668,26 @@ TEST(optimizers)
             drop(&cpu);
             drop(&gpu);
         }
+}
+
+static void no_step(const hpml_update *u, float *w, float *g, float *const *state, int64_t n)
+{
+    (void)u, (void)w, (void)g, (void)state, (void)n;
+}
+
+/* A step of the user's own is a function of the host: a trainer on a device refuses it, and takes built-in rows. */
+TEST(optimizers_of_the_user_are_refused)
+{
+    static const hpml_optimizer own = { .name = "own", .step = no_step };
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx         *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor      *in = hpml_input_2d(ctx, 4, 3), *out = hpml_linear(in, 2, NULL);
+    hpml_trainer_desc d = { .input = in, .output = out, .custom_optimizer = &own };
+    ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &d), HPML_ERR_UNSUPPORTED,
+                 "custom_optimizer \"own\" runs on the CPU backend only, this context's is \"cuda\"");
+    d.custom_optimizer = hpml_optimizer_find("lamb");
+    ENSURE(hpml_trainer_create(ctx, &d) && hpml_ctx_status(ctx) == HPML_OK);
+    hpml_ctx_free(ctx);
 }
 
 /* Three steps of a codec on the device and on the CPU: the same bytes, residuals and decoded numbers. */
@@ -934,7 +956,7 @@ static hpml_status one_by_one(void *user, hpml_trainer *t, int64_t samples, floa
     float       part;
     (void)user;
     for (int64_t i = 0; i < samples && status == HPML_OK; i++) {
-        status = hpml_trainer_run_local(t, i, 1, 1 / (float)samples, i > 0, &part);
+        status = hpml_trainer_forward_backward(t, i, 1, 1 / (float)samples, i > 0, &part);
         if (loss) *loss = (i > 0 ? *loss : 0) + part / (float)samples;
     }
     return status;

@@ -24,8 +24,8 @@ static double reference(const hpmli_gemm_desc *d, const float *c, int64_t t, int
 {
     double sum = 0, size = 1e-3;
     for (int64_t p = 0; d->alpha != 0 && p < d->k; p++) {
-        double x = (double)d->a[t * d->a_batch + i * d->a_rs + p * d->a_cs];
-        x *= (double)d->b[t * d->b_batch + p * d->b_rs + j * d->b_cs];
+        double x = (double)d->a[t * d->a_batch + i * d->a_row + p * d->a_k];
+        x *= (double)d->b[t * d->b_batch + p * d->b_k + j * d->b_col];
         sum += x, size += fabs(x);
     }
     sum *= (double)d->alpha;
@@ -48,8 +48,8 @@ static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
     size_t  bytes = sizeof(float) * (size_t)(nc * s->batch + GUARD);
     memset(&d, 0, sizeof d);
     d.m = s->m, d.n = s->n, d.k = s->k, d.batch = s->batch, d.alpha = s->alpha, d.beta = s->beta, d.act = s->act;
-    d.a = a, d.a_rs = s->ta ? 1 : lda, d.a_cs = s->ta ? lda : 1, d.a_batch = na;
-    d.b = b, d.b_rs = s->tb ? 1 : ldb, d.b_cs = s->tb ? ldb : 1, d.b_batch = nb;
+    d.a = a, d.a_row = s->ta ? 1 : lda, d.a_k = s->ta ? lda : 1, d.a_batch = na;
+    d.b = b, d.b_k = s->tb ? 1 : ldb, d.b_col = s->tb ? ldb : 1, d.b_batch = nb;
     d.c = got, d.ldc = ldc, d.c_batch = nc;
     d.bias_n = s->bias_n ? bias_n : NULL, d.bias_m = s->bias_m ? bias_m : NULL;
     for (int64_t i = 0; s->beta == 0 && i < nc * s->batch; i++) /* C must not be read: NaN all over */
@@ -198,7 +198,7 @@ static int64_t check_serial(hpml_ctx *const *ctx, int contexts)
         float a[6] = { 1, 2, 3, 4, 5, 6 }, b[6] = { 1, 0, 0, 1, 1, 1 }, c[4] = { NAN, NAN, NAN, NAN };
         memset(&d, 0, sizeof d);
         d.m = 2, d.n = 2, d.k = 3, d.batch = 1, d.alpha = 1;
-        d.a = a, d.a_rs = 3, d.a_cs = 1, d.b = b, d.b_rs = 2, d.b_cs = 1, d.c = c, d.ldc = 2;
+        d.a = a, d.a_row = 3, d.a_k = 1, d.b = b, d.b_k = 2, d.b_col = 1, d.c = c, d.ldc = 2;
         hpmli_gemm_serial(ctx[x], x, &d); /* context x has x + 1 threads */
         bad += c[0] != 4 || c[1] != 5 || c[2] != 10 || c[3] != 11;
     }

@@ -520,7 +520,7 @@ TEST(nccl_errors)
     job old = { .steps = 2, .link.library = "build/old_nccl.so" }, none = { .steps = 2, .link.library = "libm.so.6" };
     ENSURE(failing(&old, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED);
     ENSURE(strstr(old.text, "build/old_nccl.so is NCCL 2.8.4; hpml needs 2.14 or later"));
-    ENSURE(failing(&none, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED && strstr(none.text, "libm.so.6 is no NCCL"));
+    ENSURE(failing(&none, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED && strstr(none.text, "libm.so.6 is not NCCL"));
     job crowd = { .steps = 2, .crowd = true };
     ENSURE(failing(&crowd, 2, &s) < 10 && s == HPML_ERR_ARGUMENT);
     ENSURE(strstr(crowd.text, "ranks 0 and 1 are both on GPU 0 of host "));

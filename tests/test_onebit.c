@@ -171,7 +171,7 @@ static hpml_status exchange_and_step(void *user, hpml_trainer *t)
         hpml_tensor *p = hpml_param_at(hpml_comm_ctx(w->c), i);
         if (p->ndim == 1) in_stripe(w, i, 0, 1, p->grad);
     }
-    return status == HPML_OK ? hpml_trainer_update_local(t, 0, 4) : status;
+    return status == HPML_OK ? hpml_trainer_apply(t, 0, 4) : status;
 }
 
 static bool exchange_in_stripe(worker *w, hpml_trainer *t)
@@ -621,8 +621,8 @@ static hpml_status keep_book(hpml_comm *c, void *user)
     hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 3, .max_steps = 40 });
     if (b->save) hpml_distribute_save(e.d, b->save);
     for (int i = 0; i < 4; at += hpml_tensor_count(hpml_param_at(ctx, i)), i++)
-        for (int k = 0; k < e.d->buckets * 4; k++) {
-            hpml_exchange *ex = e.d->bucket[k / 4].x;
+        for (int k = 0; k < e.d->buckets.count * 4; k++) {
+            hpml_exchange *ex = e.d->buckets.item[k / 4].x;
             if (k % 4 >= ex->d.count || ex->item[k % 4].g.data != hpml_param_at(ctx, i)->grad) continue;
             int64_t      cols = ex->item[k % 4].g.cols, count = 0;
             const float *mine = hpml_exchange_residual(ex, k % 4, &count),

@@ -359,7 +359,7 @@ static hpml_status watched_wait(hpml_comm *c, void *user)
         return status;
     }
     while (before && !__atomic_load_n(&watched.sent, __ATOMIC_ACQUIRE)) hpmlc_nap(1e-4);
-    c->t = &watched.transport, c->spin = HPMLC_ROOMY; /* as where every rank has a core */
+    c->t = &watched.transport, c->spin_limit = HPMLC_SPIN_OWN_CORE; /* as where every rank has a core */
     __atomic_store_n(&yields_counted, true, __ATOMIC_RELAXED);
     hpml_status status = hpml_recv(c, 1, 1, &byte, 1);
     __atomic_store_n(&yields_counted, false, __ATOMIC_RELAXED);
@@ -384,7 +384,7 @@ TEST(a_wait_leaves_the_core_to_other_programs)
     ENSURE(watch_wait(true));
     ENSURE(watched.slept && watched.tests <= 2 && yields == 0);
     ENSURE(watch_wait(false));
-    ENSURE(watched.slept && watched.tests <= HPMLC_ROOMY + 3 && yields == 1);
+    ENSURE(watched.slept && watched.tests <= HPMLC_SPIN_OWN_CORE + 3 && yields == 1);
 }
 
 /* AUTO takes the best, or one that is nearly as good, at any size, however ranks lie on nodes. Sizes are no powers of
