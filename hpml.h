@@ -1904,9 +1904,10 @@ HPMLI_PRINTF(2, 3)
 HPMLI_FN void hpmli_text_add(hpmli_text_buffer *t, const char *format, ...)
 {
     va_list args;
-    bool    room = t->buffer && (size_t)t->used < t->size;
+    bool    open = t->buffer && (size_t)t->used < t->size; /* not full yet */
     va_start(args, format);
-    int n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
+    char *to = open ? t->buffer + t->used : NULL;
+    int   n  = vsnprintf(to, open ? t->size - (size_t)t->used : 0, format, args);
     va_end(args);
     if (n > 0) t->used += n;
 }
@@ -3842,7 +3843,7 @@ HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void
 /* Bytes of the slot of each scalar. One of these scalars is the loss, or the root of the loss, and the struct of a
    step's scalars (>>trainer) begins with the loss: the host reads the loss, hits and gradient norm of a step in one
    copy. The slot lives from time 0 on, because the trainer writes to it before the loss is computed. */
-#define HPMLI_STEP_SCALARS 64
+#define HPMLI_SCALAR_SLOT 64
 
 HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
 {
@@ -3852,7 +3853,7 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
         hpmli_use *u    = &uses[n->index];
         bool       back = g->loss && n->out->needs_grad;
         bool       scalar = hpml_tensor_count(n->out) == 1;
-        size_t     bytes  = scalar ? HPMLI_STEP_SCALARS : hpmli_tensor_bytes(n->out);
+        size_t     bytes  = scalar ? HPMLI_SCALAR_SLOT : hpmli_tensor_bytes(n->out);
         if (n->state->out_root == n->out)
             hpmli_slot_add(g, bytes, scalar ? 0 : i, u->last, &n->out->raw);
         if (back && n->state->grad_root == n->out && (n->out == g->loss || u->grad_written))
@@ -4932,12 +4933,20 @@ HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bo
 {
     hpmli_gemm_desc d = HPMLI_ZEROED;
     if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
-    d.m = c.rows, d.n = c.cols, d.k = a.cols;
+    d.m     = c.rows;
+    d.n     = c.cols;
+    d.k     = a.cols;
     d.alpha = 1;
     d.beta  = accumulate ? 1.0f : 0.0f;
     d.batch = c.count;
-    d.a = a.p, d.a_row = a.trans ? 1 : a.ld, d.a_k = a.trans ? a.ld : 1, d.a_batch = a.apart;
-    d.b = b.p, d.b_k = b.trans ? 1 : b.ld, d.b_col = b.trans ? b.ld : 1, d.b_batch = b.apart;
+    d.a       = a.p;
+    d.a_row   = a.trans ? 1 : a.ld;
+    d.a_k     = a.trans ? a.ld : 1;
+    d.a_batch = a.apart;
+    d.b       = b.p;
+    d.b_k     = b.trans ? 1 : b.ld;
+    d.b_col   = b.trans ? b.ld : 1;
+    d.b_batch = b.apart;
     d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
     return d;
 }
@@ -7819,6 +7828,7 @@ typedef struct hpmli_named_array { /* an array that checkpoints hold */
 
 /* What a step tells: the loss, hits and rows that count, the gradients' sum of squares. */
 typedef struct hpmli_step_scalars { float loss, none; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
+typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= HPMLI_SCALAR_SLOT ? 1 : -1]; /* in the loss's slot */
 
 struct hpml_trainer {
     hpml_ctx           *ctx;
