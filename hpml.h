@@ -51,7 +51,7 @@
 // SAME BITS: same seed, same build, same kind of CPU give the same bits, at any number of threads.
 //
 // GLOSSARY: one noun for each concept
-//     context        owns memory, threads, errors, the device and everything created from it; one thread at a time
+//     context        owns memory, threads, errors, the device and all objects created from it
 //     status         the first error stays in the context; later calls do nothing
 //     tensor         an array with a type, a shape and, if needed, a gradient; view: a tensor in another one's memory
 //     parameter      a tensor that is trained; buffer: one that is only saved; frozen: one that is not updated
@@ -63,7 +63,8 @@
 //     sample         one example; batch: the samples of a run; micro-batch: one of the batches whose gradients are
 //                    added up for an update; global batch: the samples of all ranks
 //     step           one update of the parameters; epoch: one pass over a data set
-//     row, column    of a matrix, or all but the last dimension of a tensor, and the last one
+//     row            the elements along the last dimension; column: the elements of one index of the last dimension;
+//                    batch_rows: indices of dimension 0 that belong to one sample
 //     task           a unit of work of the thread pool; chunk: a fixed number of elements, mostly HPMLI_GRAIN
 //     kernel         a function compiled once for each instruction set (scalar, AVX2, AVX-512, NEON)
 //     half           bf16 or f16; halves are stored types, all arithmetic is f32
@@ -71,12 +72,12 @@
 //     backend        a table of functions that holds tensors and runs ops on a device
 //     hook           a callback around a training step, by which strategies of data parallelism work
 //     rank           one of the workers that train together; shard: a rank's part of data or state
-//     codec          packs a gradient in fewer bytes; residual: the error of packing, added to the next gradient
+//     codec          packs a gradient into fewer bytes; residual: the error of packing, added to the next gradient
 //     dataset        samples in memory or in a file; loader: makes shuffled, sharded batches of it ahead of their use
 //     checkpoint     a file from which a training continues with the same bits
 //     stream         one of the sequences of random numbers of a seed; counter: a position in a stream
 //     desc           a struct of options whose zero fields mean documented defaults
-//     hpml_ ... is public, hpmli_ ... private
+//     hpml_, hpmli_  prefixes of public and of private names of this header
 //
 // INDEX (grep -E '^// (>>|PART)' hpml.h)
 // PART I    INTERFACE: what a program calls
