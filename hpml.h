@@ -79,12 +79,13 @@
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
 // PART IV   OPS: forward and backward of each, and the products under them
-//     gemm-threads   dealing a matrix product out to threads
+//     gemm-threads   cutting a matrix product into tasks for threads
 //     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
-//     conv   two-dimensional convolution
+//     conv   two-dimensional convolution: recording, sizes
+//     conv-run   convolution: its forward and backward pass
 //     pool   max, average and global pooling
 //     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
@@ -109,15 +110,16 @@
 //     trace   the timeline; where the time goes, and what a model is
 // PART VII  KERNELS: one text, compiled once for each instruction set
 //     passes   the header includes itself, once for each instruction set; which set runs
-//     simd   vectors: one kernel text for all instruction sets
+//     isa   instruction sets: for each one block of constants
+//     simd   vectors: one kernel text for all instruction sets; the scalar set
 //     simd-x86   vectors: AVX2, AVX-512
-//     simd-neon   vectors: NEON; what all have in common
+//     simd-neon   vectors: NEON; operations made of others, for all instruction sets
 //     vmath   exp, log, tanh, erf and the activations
 //     vreduce   sums, maxima, norms
 //     vupdate   optimizer steps, one pass over the data
 //     vconvert   storage types, checksums
 //     gemm   matrix product: tiles
-//     gemm-pack   matrix product: packing and turning
+//     gemm-pack   matrix product: packing, transposing, storing
 //     gemm-part   matrix product: one rectangle of C
 //     gemm-thin   matrix product: small and thin shapes
 //     random   Philox: random numbers by number
@@ -1287,8 +1289,8 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
-/* Between these macros stands all code but the kernels. Turning off six passes of gcc there cuts compile time by a third
-   and makes nothing slower. */
+/* Between these macros stands all code but the kernels. Six passes of gcc are off there: that cuts compile time by a
+   third and makes nothing slower. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define HPMLI_COMPILE_FAST_BEGIN                                                                                       \
     _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-tree-pre,no-tree-vrp,no-tree-dominator-opts\")")            \
@@ -2800,7 +2802,7 @@ HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli
 
 /* Such functions go through a long row piece by piece: c elements from i on. */
 #define HPMLI_PIECE 512
-#define HPMLI_PIECES(i, c, n)                                                                                          \
+#define HPMLI_PIECES(i, c, n) \
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
 
 /* What results of ops are kept in. */
@@ -3847,7 +3849,7 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gemm-threads   dealing a matrix product out to threads
+// >>gemm-threads   cutting a matrix product into tasks for threads
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* C is cut into rectangles. One thread computes a rectangle with its own packing space, so that threads share nothing
@@ -5037,63 +5039,99 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
 HPMLI_OP(sum, 0, hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true))
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>conv   two-dimensional convolution
+// >>conv   two-dimensional convolution: recording, sizes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions side by side.
+/* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions of some channels
+   each, which are computed one after another. With kernel K x K, stride S, padding P and dilation D, as plain C for one
+   image and group in the order NCHW:
 
-   The gradient of the weights is summed image by image into a number of partial sums that depends on the shape alone,
-   added up in order: the same bits at any number of threads. */
+       for (int64_t oc = 0; oc < OC; oc++)
+           for (int64_t oh = 0; oh < OH; oh++)
+               for (int64_t ow = 0; ow < OW; ow++) {
+                   float sum = bias[oc];
+                   for (int64_t c = 0; c < C; c++)
+                       for (int64_t kh = 0; kh < K; kh++)
+                           for (int64_t kw = 0; kw < K; kw++) {
+                               int64_t h = oh * S - P + kh * D, w = ow * S - P + kw * D;
+                               if (h >= 0 && h < H && w >= 0 && w < W) sum += x[c][h][w] * weight[oc][c][kh][kw];
+                           }
+                   y[oc][oh][ow] = act(sum);
+               }
+
+   DIRECT computes this by the kernels of >>conv-kernels, IM2COL by a matrix product with copies of x, in less memory.
+
+   The gradient of the weights is summed image by image into a number of partial sums that depends on the shape alone
+   and that are added up in order, so that the bits do not depend on the number of threads. */
 
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
-/* The same for both passes, so that what is recorded has scratch for either. */
+/* Sets the sizes and places of the scratch memory, which serves the forward and the backward pass alike. */
+HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
+{
+    int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
+    int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
+    int64_t forward, backward; /* floats of a thread */
+    c->band_rows      = hpmli_max(64 / c->OW, 1);
+    c->sums           = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
+    c->images_at_once = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->sums + 1), 1);
+    forward           = c->x_floats + hpmli_round_up(c->band_rows * c->OW, 16) * HPMLI_CONV_PANEL;
+    backward          = c->images_at_once * (2 * c->x_floats + c->y_floats);
+    c->sum_floats     = c->groups * weights + hpmli_round_up(c->groups * c->OC, 16);
+    c->packed_floats  = hpmli_max(weights, for_dx);
+    c->thread_floats  = hpmli_max(forward, backward);
+    c->scratch_floats = c->sums * c->sum_floats + c->groups * c->packed_floats + c->ctx->threads * c->thread_floats;
+    if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
+    c->sum_space    = (float *)n->scratch;
+    c->packed       = c->sum_space + c->sums * c->sum_floats;
+    c->thread_space = c->packed + c->groups * c->packed_floats;
+}
+
+/* Returns the sizes of a convolution. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     const hpml_attr   *a = &n->attr;
     hpmli_conv         c = HPMLI_ZEROED;
-    c.ctx = ctx, c.n = n, c.groups = a->conv.groups;
-    c.B = x->shape[0], c.C = hpmli_image(x, 0) / c.groups, c.H = hpmli_image(x, 1), c.W = hpmli_image(x, 2);
-    c.OC = hpmli_image(y, 0) / c.groups, c.OH = hpmli_image(y, 1), c.OW = hpmli_image(y, 2);
-    c.nhwc = x->layout == HPML_NHWC;
-    c.x_pixel = c.nhwc ? c.groups * c.C : 1, c.y_pixel = c.nhwc ? c.groups * c.OC : 1;
-    c.taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
-    c.x_pitch   = (c.W + 2 * a->conv.padding[1]) * c.C;
-    c.x_first   = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
-    c.x_floats    = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
-    c.y_floats    = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16); /* both: tiles are whole */
-    c.x_row_step    = a->conv.stride[0] * c.x_pitch, c.x_pixel_step = a->conv.stride[1] * c.C;
-    c.runs[0] = a->conv.kernel[0];
-    c.runs[1] = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is one run */
-    c.run_floats     = c.taps * c.C / (c.runs[0] * c.runs[1]);
-    c.run_step[0] = a->conv.dilation[0] * c.x_pitch, c.run_step[1] = a->conv.dilation[1] * c.C;
-    int64_t weights = c.taps * c.C * hpmli_round_up(c.OC, HPMLI_CONV_PANEL);
-    int64_t back    = c.runs[0] * c.runs[1] * hpmli_round_up(c.run_floats, HPMLI_CONV_PANEL) * c.OC;
-    c.band_rows        = hpmli_max(64 / c.OW, 1);
-    c.sums       = hpmli_min(c.groups * weights > 65536 ? 8 : 16, c.B);
-    c.images_at_once       = hpmli_max(hpmli_min(128 / (c.OH * c.OW), (c.B - 1) / c.sums + 1), 1);
-    c.sum_floats   = c.groups * weights + hpmli_round_up(c.groups * c.OC, 16);
-    c.packed_floats = hpmli_max(weights, back);
-    c.thread_floats    = hpmli_max(c.x_floats + hpmli_round_up(c.band_rows * c.OW, 16) * HPMLI_CONV_PANEL,
-                              c.images_at_once * (2 * c.x_floats + c.y_floats));
-    c.scratch_floats     = c.sums * c.sum_floats + c.groups * c.packed_floats + ctx->threads * c.thread_floats;
-    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return c; /* no memory yet, or not used */
-    HPML_ASSERT((size_t)c.scratch_floats * sizeof(float) <= n->scratch_bytes);
-    c.sum_space   = (float *)n->scratch;
-    c.packed = c.sum_space + c.sums * c.sum_floats;
-    c.thread_space    = c.packed + c.groups * c.packed_floats;
+    c.ctx     = ctx;
+    c.n       = n;
+    c.groups  = a->conv.groups;
+    c.B       = x->shape[0];
+    c.C       = hpmli_image(x, 0) / c.groups;
+    c.H       = hpmli_image(x, 1);
+    c.W       = hpmli_image(x, 2);
+    c.OC      = hpmli_image(y, 0) / c.groups;
+    c.OH      = hpmli_image(y, 1);
+    c.OW      = hpmli_image(y, 2);
+    c.nhwc    = x->layout == HPML_NHWC;
+    c.x_pixel = c.nhwc ? c.groups * c.C : 1;
+    c.y_pixel = c.nhwc ? c.groups * c.OC : 1;
+    c.taps    = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
+    c.x_pitch = (c.W + 2 * a->conv.padding[1]) * c.C;
+    c.x_first = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
+    /* Kernels read and write whole tiles: there is memory behind both images. */
+    c.x_floats     = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
+    c.y_floats     = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16);
+    c.x_row_step   = a->conv.stride[0] * c.x_pitch;
+    c.x_pixel_step = a->conv.stride[1] * c.C;
+    c.runs[0]      = a->conv.kernel[0];
+    c.runs[1]      = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is contiguous in x */
+    c.run_floats   = c.taps * c.C / (c.runs[0] * c.runs[1]);
+    c.run_step[0]  = a->conv.dilation[0] * c.x_pitch;
+    c.run_step[1]  = a->conv.dilation[1] * c.C;
+    hpmli_conv_scratch(&c, n);
     return c;
 }
 
-/* A product without columns: 1 x 1, as it stands. */
+/* Returns true for a convolution of 1 x 1 without stride and padding: a matrix product of x as it stands. */
 HPMLI_FN bool hpmli_conv_is_1x1(const hpmli_conv *c)
 {
     return c->taps == 1 && c->x_row_step == c->x_pitch && c->x_pixel_step == c->C && c->x_first == 0;
 }
 
-/* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
+/* Returns the height (i 0) or width (i 1) of the result, or 0 when the kernel is larger than the padded image. */
 HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
 {
     int64_t span = hpmli_image(x, 1 + i) + 2 * (int64_t)a->conv.padding[i] - 1;
@@ -5101,6 +5139,7 @@ HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i
     return span < 0 ? 0 : span / a->conv.stride[i] + 1;
 }
 
+/* Returns what is wrong with the options of a convolution, or NULL. */
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
 {
     if (x->ndim != 4) return "the input must be (B, C, H, W) or, in NHWC, (B, H, W, C)";
@@ -5121,9 +5160,10 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
     return NULL;
 }
 
-HPMLI_FN int32_t hpmli_conv_default(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
+HPMLI_FN int32_t hpmli_conv_default(int32_t value, int32_t if_zero) { return value == 0 ? if_zero : value; }
 
-/* Chooses the algorithm for y, of this shape, within the workspace that d allows; *bytes: the workspace needed. */
+/* Chooses the algorithm for a result of this shape within the workspace that d allows, and sets *bytes to the workspace
+   that the algorithm needs. */
 HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
                                 size_t *bytes)
 {
@@ -5140,7 +5180,7 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
     if (d->algorithm == HPML_CONV_DIRECT || row > most)
         return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
                            "at least %zu: raise it", d->name ? d->name : "", d->workspace, *bytes, row);
-    if (d->workspace == 0) most = (size_t)4 << 20; /* bytes: about a cache */
+    if (d->workspace == 0) most = (size_t)4 << 20; /* bytes: about the size of a cache */
     a->conv.algorithm = HPML_CONV_IM2COL;
     a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);
     *bytes            = (size_t)a->conv.rows * row;
@@ -5153,7 +5193,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpml_tensor *src[3];
     int64_t      shape[4];
     size_t       bytes = 0;
-    hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
+    hpml_conv2d_desc d; /* all zero is an error, because kernel_h is required */
     if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
     if (hpmli_image_foreign(x))
         return hpml_to_layout(hpml_conv2d(hpml_to_layout(x, HPML_NCHW), out, desc), HPML_NHWC);
@@ -5195,7 +5235,11 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     return n->out;
 }
 
-/* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv-run   convolution: its forward and backward pass
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Packs the weights of output channels [o, o + HPMLI_CONV_PANEL) of one group. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -5207,18 +5251,19 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_for_dx(c, packed, w, o);
 }
 
-/* Rows [row, row + rows) of one image and group of x (C, pixels), y (OC, pixels) or their gradients, as a matrix. */
-HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool y, int64_t b, int64_t g, int64_t row,
+/* Returns rows [row, row + rows) of image b and group g of the array p as a matrix. p is y (OC, pixels) or its gradient
+   if is_y, else x (C, pixels) or its gradient. */
+HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool is_y, int64_t b, int64_t g, int64_t row,
                                   int64_t rows)
 {
-    int64_t channels = y ? c->OC : c->C, width = y ? c->OW : c->W, pixels = width * (y ? c->OH : c->H);
+    int64_t channels = is_y ? c->OC : c->C, width = is_y ? c->OW : c->W, pixels = width * (is_y ? c->OH : c->H);
     int64_t ld = c->nhwc ? c->groups * channels : pixels;
     p += (b * c->groups * pixels + g * (c->nhwc ? 1 : pixels)) * channels + row * width * (c->nhwc ? ld : 1);
     hpmli_mat m = { p, channels, rows * width, ld, 1, c->groups * channels * pixels, c->nhwc };
     return m;
 }
 
-/* One image and group of x, in NHWC order with its padding. */
+/* Copies one image and group of x to NHWC order with its padding. */
 HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
@@ -5228,7 +5273,7 @@ HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, fl
     else c->ctx->k->conv_to_nhwc(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
 }
 
-/* The same of dy, without padding. */
+/* Copies one image and group of dy to NHWC order, without padding. */
 HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
@@ -5237,6 +5282,7 @@ HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, f
     else c->ctx->k->conv_to_nhwc(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
 }
 
+/* Computes some output channels of one image. */
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -5253,7 +5299,8 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     }
 }
 
-/* 1 x 1: for each image, y (OC, pixels) = w (OC, C) x (C, pixels); or dx = w^T dy. In NHWC all images are one. */
+/* Computes y (OC, pixels) = w (OC, C) x (C, pixels) of a 1 x 1 convolution for each image, or, back, dx = w^T dy. In
+   NHWC all images are one matrix. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
@@ -5283,23 +5330,24 @@ HPMLI_FN void hpmli_conv_dz_and_db(const hpmli_conv *c, int64_t b, float *db, bo
         db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
 }
 
-/* im2col: the numbers of x that some rows of y read, as a matrix with a row for each tap of each channel. */
+/* im2col: a matrix of the numbers of x that some rows of y read, with a row for each tap of each channel. */
 typedef struct hpmli_columns {
     const hpmli_conv *c;
     float            *p;         /* (C x taps, rows x OW) */
     int64_t           b, g;      /* image and group */
     int64_t           row, rows; /* of y */
-    bool              back;      /* added to dx; else filled from x */
+    bool              back;      /* the matrix is added to dx, else filled from x */
 } hpmli_columns;
 
-/* A task fills one tap of one channel; backward it adds all taps of a channel, because they share elements of dx. */
+/* Fills the row of one tap of one channel; or, back, adds the rows of all taps of a channel to dx, because these share
+   elements of dx. */
 HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_columns *m = (const hpmli_columns *)arg;
     const hpmli_conv    *c = m->c;
     const hpml_attr     *a = &c->n->attr;
     int64_t first = m->back ? task * c->taps : task, end = m->back ? first + c->taps : first + 1;
-    int64_t at = c->nhwc ? c->x_pixel : 1, stride = a->conv.stride[1];
+    int64_t pixel = c->nhwc ? c->x_pixel : 1, stride = a->conv.stride[1];
     float  *x = m->back ? c->n->src[0]->grad : c->n->src[0]->data;
     x = hpmli_conv_mat(c, x, false, m->b, m->g, 0, 1).p + first / c->taps * (c->nhwc ? 1 : c->H * c->W);
     for (int64_t k = first; k < end; k++) {
@@ -5310,16 +5358,16 @@ HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSE
             float  *row    = m->p + (k * m->rows + r) * c->OW;
             bool    inside = h >= 0 && h < c->H;
             for (int64_t j = 0, w = w0; j < c->OW; j++, w += stride) {
-                bool there = inside && w >= 0 && w < c->W;
-                if (!m->back) row[j] = there ? x[(h * c->W + w) * at] : 0;
-                else if (there) x[(h * c->W + w) * at] += row[j];
+                bool is_image = inside && w >= 0 && w < c->W; /* else padding */
+                if (!m->back) row[j] = is_image ? x[(h * c->W + w) * pixel] : 0;
+                else if (is_image) x[(h * c->W + w) * pixel] += row[j];
             }
         }
     }
 }
 
-/* y (OC, pixels) = w (OC, K) columns (K, pixels), and back dw = dy columns^T, columns = w^T dy: of as many rows of y as
-   there is space for, image by image. */
+/* Computes y (OC, pixels) = w (OC, K) columns (K, pixels), K = C x taps, or, back, dw = dy columns^T and columns =
+   w^T dy, image by image, for as many rows of y at a time as the workspace has space for. */
 HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
 {
     hpml_node   *n  = c->n;
@@ -5361,9 +5409,9 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
     else if (hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, false);
     else {
-        int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads;
+        int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads; /* tasks */
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
-        c.channel_pieces = hpmli_min((want - 1) / c.B + 1, panels); /* few images: share their channels out */
+        c.channel_pieces = hpmli_min((want - 1) / c.B + 1, panels); /* fewer images than threads: cut channels, too */
         if (run->ctx->threads == 1) c.channel_pieces = 1;
         hpmli_parallel(run->ctx, c.B * c.channel_pieces, hpmli_conv_forward_task, &c);
     }
@@ -5371,14 +5419,14 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
 }
 
-/* Part `part` of the images: their dx, and their sum of dw and db. */
-HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
+/* Computes dx of the images of partial sum number `sum`, and sums their dw and db. */
+HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     float  *ys = c->thread_space + thread * c->thread_floats;
     float  *xs = ys + c->images_at_once * c->y_floats, *dx = xs + c->images_at_once * c->x_floats;
-    float  *dw = c->sum_space + part * c->sum_floats, *db = dw + c->sum_floats - hpmli_round_up(c->groups * c->OC, 16);
-    int64_t first = part * c->B / c->sums, end = (part + 1) * c->B / c->sums;
+    float  *dw = c->sum_space + sum * c->sum_floats, *db = dw + c->sum_floats - hpmli_round_up(c->groups * c->OC, 16);
+    int64_t first = sum * c->B / c->sums, end = (sum + 1) * c->B / c->sums;
     int64_t panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     for (int64_t b = first; b < end; b += c->images_at_once) {
         int64_t images = end - b < c->images_at_once ? end - b : c->images_at_once;
@@ -5399,7 +5447,7 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
     }
 }
 
-/* The parts come together: HPMLI_CONV_PANEL channels of one group. */
+/* Adds up the partial sums of dw, for HPMLI_CONV_PANEL output channels of one group. */
 HPMLI_FN void hpmli_conv_sum_parts_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -6835,7 +6883,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
    A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
    our [out][in] weights and makes long columns, so that the two floats weigh little. */
 
-#define HPMLI_ROW_SIZE(name, bytes)                                                                                    \
+#define HPMLI_ROW_SIZE(name, bytes) \
     HPMLI_FN size_t hpmli_##name##_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols) { return bytes; }
 HPMLI_ROW_SIZE(none, (size_t)cols * sizeof(float))
 HPMLI_ROW_SIZE(bf16, (size_t)cols * sizeof(uint16_t))

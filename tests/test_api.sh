@@ -31,7 +31,7 @@ header() { # FILE LINES
         /^# [0-9]/ { ours = $3 ~ /hpml/ } ours && /^#define/ { sub(/\(.*/, "", $2); left[$2] }
         /^#undef/ { delete left[$2] } END { for (name in left) if (name !~ /^(HPML|hpml)/) print name }')"
 }
-header hpml.h 12500
+header hpml.h 14000
 header hpml_comm.h 7000
 header hpml_cuda.cuh 6000
 check "lines of more than 120 columns" "$(wide $(find build.ninja examples tests -type f))"
