@@ -109,7 +109,7 @@
 //     checkpoint   parameters and whole trainings in safetensors files
 //     trace   the timeline; where the time goes, and what a model is
 // PART VII  KERNELS: one text, compiled once for each instruction set
-//     passes   the header includes itself, once for each instruction set; which set runs
+//     passes   the header includes itself, once for each instruction set
 //     isa   instruction sets: for each one block of constants
 //     simd   vectors: one kernel text for all instruction sets; the scalar set
 //     simd-x86   vectors: AVX2, AVX-512
@@ -126,6 +126,7 @@
 //     onebit   gradient codecs: 1 bit and bf16, one row
 //     conv-kernels   convolution: tiles of pixels by channels
 //     table   the kernels of this pass
+//     choose   which of the kernels run: the best instruction set of the CPU
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
 
@@ -1304,6 +1305,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
 #if defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__) /* editors show the body */
+#define HPMLI_EDITOR
 #ifndef HPML_IMPLEMENTATION
 #define HPML_IMPLEMENTATION
 #endif
@@ -10339,7 +10341,7 @@ HPMLI_COMPILE_FAST_END
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>passes   the header includes itself, once for each instruction set; which set runs
+// >>passes   the header includes itself, once for each instruction set
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A pass is one inclusion of this file by itself with HPMLI_ISA defined: only the rest of PART VII is compiled, for
@@ -10357,6 +10359,9 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_AVX512 2
 #define HPMLI_NEON   3
 
+#ifdef HPMLI_EDITOR /* editors cannot include a file in itself: what follows is the scalar pass */
+#define HPMLI_ISA HPMLI_SCALAR
+#else
 #define HPMLI_ISA HPMLI_SCALAR
 #include HPML_SELF
 #undef HPMLI_ISA
@@ -10372,32 +10377,7 @@ HPMLI_COMPILE_FAST_END
 #include HPML_SELF
 #undef HPMLI_ISA
 #endif
-#undef HV
-#undef HV_LANES
-#undef HV_LOOP
-#undef HV_POLY5
-#undef HV_POLY_ON
-
-/* Returns the kernels called `name`, or NULL when there are none or this CPU cannot run them. For name NULL: the
-   fastest kernels that this CPU runs. */
-HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
-{
-    static const hpmli_kernels *const tables[] = { /* the fastest first */
-#if defined(HPMLI_HAVE_X86)
-        &hpmli_kernels_avx512,
-        &hpmli_kernels_avx2,
-#elif defined(HPMLI_HAVE_NEON)
-        &hpmli_kernels_neon,
-#endif
-        &hpmli_kernels_scalar,
-    };
-#if defined(HPMLI_HAVE_X86)
-    __builtin_cpu_init();
-#endif
-    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
-        if ((!name || strcmp(name, tables[i]->name) == 0) && tables[i]->runs_here()) return tables[i];
-    return NULL;
-}
+#endif /* !HPMLI_EDITOR */
 #endif /* HPMLI_BODY_INCLUDED */
 #endif /* !HPMLI_ISA */
 
@@ -12952,6 +12932,44 @@ static const hpmli_kernels HV(kernels) = {
     HV(conv_unpack), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
 };
 #endif /* HPMLI_ISA */
+#ifdef HPMLI_EDITOR
+#undef HPMLI_ISA
+#endif
+
+#if !defined(HPMLI_ISA) && !defined(HPMLI_KERNELS_FIND)
+#define HPMLI_KERNELS_FIND
+// ---------------------------------------------------------------------------------------------------------------------
+// >>choose   which of the kernels run: the best instruction set of the CPU
+// ---------------------------------------------------------------------------------------------------------------------
+
+#undef HV
+#undef HV_LANES
+#undef HV_LOOP
+#undef HV_POLY5
+#undef HV_POLY_ON
+
+/* Returns the kernels called `name`, or NULL when there are none or this CPU cannot run them. For name NULL: the
+   fastest kernels that this CPU runs. */
+HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
+{
+    static const hpmli_kernels *const tables[] = { /* the fastest first */
+#if defined(HPMLI_EDITOR) /* which knows only the scalar pass */
+#elif defined(HPMLI_HAVE_X86)
+        &hpmli_kernels_avx512,
+        &hpmli_kernels_avx2,
+#elif defined(HPMLI_HAVE_NEON)
+        &hpmli_kernels_neon,
+#endif
+        &hpmli_kernels_scalar,
+    };
+#if defined(HPMLI_HAVE_X86)
+    __builtin_cpu_init();
+#endif
+    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
+        if ((!name || strcmp(name, tables[i]->name) == 0) && tables[i]->runs_here()) return tables[i];
+    return NULL;
+}
+#endif
 #ifdef __CUDACC__
 #pragma nv_diagnostic pop
 #endif
