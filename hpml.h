@@ -10378,6 +10378,7 @@ HPMLI_COMPILE_FAST_END
 #undef HPMLI_ISA
 #endif
 #endif /* !HPMLI_EDITOR */
+#define HPMLI_CHOOSE /* all passes are compiled: section >>choose follows */
 #endif /* HPMLI_BODY_INCLUDED */
 #endif /* !HPMLI_ISA */
 
@@ -12936,8 +12937,8 @@ static const hpmli_kernels HV(kernels) = {
 #undef HPMLI_ISA
 #endif
 
-#if !defined(HPMLI_ISA) && !defined(HPMLI_KERNELS_FIND)
-#define HPMLI_KERNELS_FIND
+#if defined(HPMLI_CHOOSE) && !defined(HPMLI_ISA)
+#undef HPMLI_CHOOSE
 // ---------------------------------------------------------------------------------------------------------------------
 // >>choose   which of the kernels run: the best instruction set of the CPU
 // ---------------------------------------------------------------------------------------------------------------------
