@@ -1,4 +1,4 @@
-/* What tests share that go through all sets of kernels. */
+/* For tests that run on each instruction set. */
 #include "../hpml.h"
 
 #include <string.h>
@@ -6,7 +6,7 @@
 static const char *const isas[] = { "scalar", "avx2", "avx512", "neon" };
 #define ISAS ((int)(sizeof isas / sizeof isas[0]))
 
-/* A context with these kernels, NULL where this CPU or build has none. */
+/* Returns a context that uses the kernels of this name, or NULL when the CPU or the build lacks them. */
 static inline hpml_ctx *context(const char *isa, int threads)
 {
     hpml_ctx_desc d;
@@ -20,7 +20,7 @@ static inline hpml_ctx *context(const char *isa, int threads)
 }
 
 static uint32_t noise;
-static inline float uniform(void) /* in [-1, 1) */
+static inline float uniform(void) /* the next pseudo-random number in [-1, 1) */
 {
     noise = noise * 1664525u + 1013904223u;
     return (float)(noise >> 8) / 8388608.0f - 1.0f;
