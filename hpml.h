@@ -1465,7 +1465,7 @@ typedef struct hpmli_gemm_part {
 #define HPMLI_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
-/* What one optimizer step needs; see >>vupdate. */
+/* The arguments of an optimizer step that are the same for all weights, see >>vupdate. */
 typedef struct hpmli_opt_args {
     hpml_update u;                         /* LARS: lr is in grad_scale and weight_decay */
     float       correction1, correction2;  /* 1 - beta^step */
@@ -1495,16 +1495,17 @@ typedef struct hpmli_conv {
     hpml_node *n;
     int64_t    B, C, H, W, OC, OH, OW; /* C and OC: channels of one group */
     int64_t    groups, taps;           /* taps: height x width of the kernel */
-    int64_t    x_pitch;                /* padded image of x: a row, ... */
-    int64_t    x_floats, x_first;      /* ... all of it; offset of the first pixel that is not padding */
-    int64_t    y_floats;               /* image of dy */
+    int64_t    x_pitch;                /* a row of the padded image of x */
+    int64_t    x_floats;               /* the padded image of x, and memory behind it that a tile may touch */
+    int64_t    x_first;                /* offset of the first pixel in the padded image that is not padding */
+    int64_t    y_floats;               /* the image of dy, and memory behind it that a tile may touch */
     bool       nhwc;                   /* x and y are NHWC */
     int64_t    x_pixel, y_pixel;       /* step of pixels in x and y, NHWC; else 1 */
     int64_t    x_row_step;             /* in x, for the next row of y */
     int64_t    x_pixel_step;           /* in x, for the next pixel of y */
-    int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x, ... */
-    int64_t    run_floats;             /* ... which are so long ... */
-    int64_t    run_step[2];            /* ... and so far apart */
+    int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
+    int64_t    run_floats;             /* length of a run */
+    int64_t    run_step[2];            /* steps of the runs in x */
     int64_t    band_rows;              /* forward: rows of y that are computed before they are stored */
     int64_t    channel_pieces;         /* forward: tasks for one image */
     bool       want_dx, want_dw, want_db;
@@ -4222,8 +4223,8 @@ typedef struct hpmli_vectors {
     float                alpha;
     const float         *x;
     float               *y;
-    float                most[HPMLI_SUM_TASKS];  /* of a piece: the largest magnitude, or NaN ... */
-    int64_t              first[HPMLI_SUM_TASKS]; /* ... and the first element that has it */
+    float                most[HPMLI_SUM_TASKS];  /* isamax: the largest magnitude in a piece, NaN if it has one */
+    int64_t              first[HPMLI_SUM_TASKS]; /* isamax: index of the first element of that magnitude */
 } hpmli_vectors;
 
 /* y = alpha x + y; x NULL: y = alpha y. */
@@ -10650,7 +10651,7 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* the nearest that a
 #pragma GCC diagnostic ignored "-Wsign-conversion"
 
 #ifdef HPMLI_MM
-/* Adds the 8 lanes of half a vector of AVX-512 or of a whole one of AVX2, or returns the largest lane. */
+/* Add the 8 lanes of a vector of AVX2 or of half a vector of AVX-512; return the largest of them. */
 #define HPMLI_FOLD_8(name, op)                                                                                         \
     HPMLI_VEC_INLINE float HV(name)(__m256 a)                                                                          \
     {                                                                                                                  \
@@ -10726,7 +10727,7 @@ HPMLI_VEC_FN2(HV(interleave_high), HPMLI_PICK(8, 24, 9, 25, 10, 26, 11, 27, 12, 
 #undef HPMLI_PICK
 HPMLI_VEC_FN2(HV(even_quads), _mm512_shuffle_f32x4(a, b, 0x88));
 HPMLI_VEC_FN2(HV(odd_quads), _mm512_shuffle_f32x4(a, b, 0xdd));
-/* Through memory, because gcc 12 warns about its own casts to half a register. */
+/* The halves are loaded from memory, because gcc 12 warns about its own casts to half a register. */
 HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a)
 {
     float t[16];
@@ -10744,7 +10745,7 @@ HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
     __m512 s  = _mm512_add_ps(HV(even_quads)(ab, cd), HV(odd_quads)(ab, cd));
-    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* one quad for each of a, b, c, d: its lanes are added up */
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* s has a quad for each of a, b, c, d: add its lanes */
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
@@ -10960,7 +10961,8 @@ HPMLI_VEC_INLINE void HV(store_upto)(float *p, HV(f32) a, int64_t n)
     else HV(store_partial)(p, a, n);
 }
 
-/* The same with a conversion. A partial vector goes through a buffer, so that the same instruction converts it. */
+/* load_upto_T and store_upto_T convert from and to the type T. A partial vector is copied through a buffer, so that the
+   same instruction converts it. */
 #define HPMLI_LOAD_STORE_UPTO(type, T)                                                                                 \
     HPMLI_VEC_INLINE HV(f32) HV(load_upto_##type)(const T *p, int64_t n)                                               \
     {                                                                                                                  \
@@ -11783,8 +11785,8 @@ HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, c
             HV(finish_vector)(e, c + j, r, j, HV(load)(tile + j), cols - j);
 }
 
-/* The same for a tile of C^T, which is transposed on its way to c; rows and columns of the epilogue are those of C.
-   store_only: there is nothing to apply. */
+/* Transposes a tile of C^T, applies the epilogue and stores the result at c; rows and columns of the epilogue are those
+   of C. store_only: the epilogue is empty. */
 HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e,
                                              bool store_only, float *c, int64_t ldc)
 {
@@ -11834,15 +11836,15 @@ typedef struct hpmli_gemm_block {
     hpmli_gemm_epilogue epilogue;
 } hpmli_gemm_block;
 
-/* Columns of Q that a tile is wide. */
+/* Columns of Q that form the width of a tile. */
 typedef struct hpmli_gemm_panel {
     int64_t col, cols;  /* columns [col, col + cols) of Q */
     int64_t count;      /* so many panels of this width, one after another */
-    float  *packed;     /* (k, cols rounded up to vectors): space for the packed panel ... */
-    bool    is_packed;  /* ... which an earlier block of rows has filled */
+    float  *packed;     /* space for the packed panel: (k, cols rounded up to vectors) */
+    bool    is_packed;  /* an earlier block of rows has packed the panel */
 } hpmli_gemm_panel;
 
-/* What a tile function reads. */
+/* The operands of a tile function: the rows of P or of packed P, the columns of Q or of packed Q. */
 typedef struct hpmli_gemm_operands {
     const float *a;
     int64_t      a_row, a_k;
@@ -11851,14 +11853,14 @@ typedef struct hpmli_gemm_operands {
 } hpmli_gemm_operands;
 #endif
 
-/* True for columns, k_stride floats apart, that are so far from each other that all rows of P fall into few sets of the
-   cache (conflict misses), and each column is in another page. Then packing P pays if 4 or more tiles read it. */
+/* Returns true when packing P pays: its columns are so far apart, k_stride floats, that they all fall into few sets of
+   the cache (conflict misses) and each lies in another page, and at least 4 columns of tiles read P. */
 HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
 {
     return row_stride == 1 && k_stride * k >= 262144 && cols >= 4 * HPMLI_NR;
 }
 
-/* Chooses P and Q and which of them are packed. */
+/* Returns the rectangle's product as its tiles see it: chooses P and Q, and which of them are packed. */
 HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -11902,8 +11904,8 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     return v;
 }
 
-/* Floats from one packed tile of P to the next. The 16 keep tiles from being a power of two apart, and take what
-   HV(pack_rows) writes behind the last tile. */
+/* Returns the floats from one packed tile of P to the next. The 16 extra floats keep the distance from being a power of
+   two, and absorb the surplus that HV(pack_rows) writes behind a tile. */
 HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const hpmli_gemm_block *block)
 {
     return block->height * block->k + 16;
@@ -11947,8 +11949,8 @@ HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_ge
     x->b_k = vectors * HV_LANES;
 }
 
-/* Way 1 into C: tiles store or add to C themselves. All tiles of one height take one call, but the first tile of a
-   panel that is packed on the way takes one of its own. */
+/* Way 1 into C: tiles store into C, or add to C, themselves. One call computes all tiles of one height, except that the
+   first tile of a panel which it packs while computing has a call of its own. */
 HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                         const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -11968,8 +11970,8 @@ HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm
     }
 }
 
-/* Ways 2 and 3 into C: each tile is stored in a buffer, from which the epilogue, and for swapped products the
-   transposition, take it to C. */
+/* Ways 2 and 3 into C: each tile is stored in a buffer. Then the epilogue is applied to the buffer, which for swapped
+   products is also transposed, and the result is stored into C. */
 HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                           const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -12159,7 +12161,7 @@ HPMLI_VEC_INLINE void HV(store_4)(float *to, int64_t stride, const float *from)
     to[3 * stride] = from[3];
 }
 
-/* Computes a rectangle of C by dot products. C^T = B^T A^T where that gives fewer groups of four. */
+/* Computes a rectangle of C by dot products; as C^T = B^T A^T (swapped) where that gives fewer groups of four. */
 HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -12232,6 +12234,7 @@ HPMLI_VEC_INLINE int64_t HV(row_piece_vectors)(int64_t left)
     return left >= 4 ? 4 : 1;
 }
 
+/* Computes a rectangle of C that is one row, where the rows of B are contiguous. */
 HPMLI_KERNEL void HV(gemm_row)(const hpmli_gemm_part *part)
 {
     for (int64_t j = part->j0, n; j < part->j1; j += n) {
