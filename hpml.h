@@ -5302,6 +5302,13 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     }
 }
 
+/* Sets the bias of a product whose result is y (OC, pixels), which in NHWC is computed as y^T. */
+HPMLI_FN void hpmli_conv_bias(const hpmli_conv *c, hpmli_gemm_desc *d, const float *bias)
+{
+    if (c->nhwc) d->bias_n = bias;
+    else d->bias_m = bias;
+}
+
 /* Computes y (OC, pixels) = w (OC, C) x (C, pixels) of a 1 x 1 convolution for each image, or, back, dx = w^T dy. In
    NHWC all images are one matrix. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
@@ -5314,7 +5321,7 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
         hpmli_mat to = hpmli_conv_mat(c, back ? x->grad : y->data, !back, 0, g, 0, rows);
         b.count = to.count = c->nhwc ? 1 : c->B;
         hpmli_gemm_desc d = hpmli_gemm_of(back ? hpmli_transposed(a) : a, b, to, back && c->n->accumulate[0]);
-        *(c->nhwc ? &d.bias_n : &d.bias_m) = !back && bias ? bias->data + g * c->OC : NULL;
+        hpmli_conv_bias(c, &d, !back && bias ? bias->data + g * c->OC : NULL);
         d.act = !back && c->n->attr.conv.act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
     }
@@ -5391,7 +5398,7 @@ HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
             if (!back || dw) hpmli_parallel(c->ctx, K, hpmli_columns_task, &m);
             if (!back) {
                 hpmli_gemm_desc d = hpmli_gemm_of(by, columns, to, false);
-                *(c->nhwc ? &d.bias_n : &d.bias_m) = bias ? bias->data + m.g * c->OC : NULL;
+                hpmli_conv_bias(c, &d, bias ? bias->data + m.g * c->OC : NULL);
                 d.act = n->attr.conv.act == HPML_ACT_RELU;
                 hpmli_gemm(c->ctx, &d);
             }
@@ -11960,7 +11967,8 @@ HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm
     run->add = block->epilogue.beta != 0;
     for (int64_t t = 0; t < block->tiles; t += run->tiles) {
         int64_t height = block->rows / block->tiles + (t < higher);
-        run->tiles   = run->packed ? 1 : (t < higher ? higher : block->tiles) - t;
+        run->tiles   = (t < higher ? higher : block->tiles) - t;
+        if (run->packed) run->tiles = 1;
         run->a_tile  = v->packed_p ? HV(packed_tile_floats)(block) : height * v->p_row;
         run->c       = c;
         run->c_panel = panel->cols - run->tiles * height * v->ldc;
