@@ -310,7 +310,7 @@ TEST(exact_sums_have_the_same_bits)
     /* plain, batchnorm, 1 bit, conv; in buckets of all sizes, during the backward pass and after */
     for (int kind = 0; kind < 4; kind++)
         for (int r = 0; r < 6; r++)
-            for (int a = HPML_AUTO; a < HPML_NATIVE; a++) {
+            EACH_ALGORITHM(a, HPML_AUTO) {
                 static const int64_t bytes[] = { 0, 1, 3000 };
                 job j = { .model.norm = kind == 1, .model.conv = kind == 3, .train.momentum = 0.9,
                           .d = { .exact = true, .algorithm = (hpml_algorithm)a, .bucket_bytes = bytes[(r + a) % 3],
@@ -454,8 +454,8 @@ TEST(codecs_train)
         ENSURE(ran(&j, 4, k ? &linked : NULL));
         ENSURE(j.got.same && j.got.report.loss < 0.9); /* ln 5 = 1.61 at the start */
     }
-    for (int m = HPML_METHOD_TOPK; m <= HPML_METHOD_LOWRANK; m++) {
-        job j = { .train.steps = 200, .d = { .method = (hpml_method)m, .ratio = 0.05f } };
+    for (int k = HPML_CODEC_TOPK; k <= HPML_CODEC_LOWRANK; k++) {
+        job j = { .train.steps = 200, .d.codec = { .kind = (hpml_codec_kind)k, .ratio = 0.05f } };
         ENSURE(ran(&j, 4, NULL));
         ENSURE(j.got.same && j.got.report.loss < 0.9);
     }
@@ -756,9 +756,11 @@ TEST(resume_has_the_same_bits)
     /* f32, 1 bit, exact, top-k; with double buffering: f32, 1 bit, batchnorm; low rank, 2 bits */
     for (int kind = 0; kind < 9; kind++) {
         hpml_distribute_desc d = { .exact = kind == 2, .delayed = kind > 3 && kind < 7,
-                                   .momentum = kind == 3 ? 0.5f : 0 };
-        d.method = kind == 3 ? HPML_METHOD_TOPK : kind == 7 ? HPML_METHOD_LOWRANK : HPML_METHOD_CODEC;
-        if (kind > 0 && kind != 4) d.codec.kind = kind == 8 ? HPML_CODEC_TWOBIT : HPML_CODEC_ONEBIT;
+                                   .codec.momentum = kind == 3 ? 0.5f : 0 };
+        static const hpml_codec_kind codec[9] = { HPML_CODEC_NONE, HPML_CODEC_ONEBIT, HPML_CODEC_ONEBIT,
+            HPML_CODEC_TOPK, HPML_CODEC_NONE, HPML_CODEC_ONEBIT, HPML_CODEC_ONEBIT, HPML_CODEC_LOWRANK,
+            HPML_CODEC_TWOBIT };
+        d.codec.kind = codec[kind];
         if (kind == 8) d.codec.threshold = 0.01f;
         const char *file = path("resume");
         bool norm = kind == 6;
@@ -871,7 +873,7 @@ TEST(state_belongs_to_the_named_tensor)
         towers first = { .d = { .codec = { .kind = HPML_CODEC_ONEBIT, .compress_all = true }, .bucket_bytes = 1,
                                 .delayed = kind == 1 || kind == 4, .exact = kind == 2 },
                          .norm = kind == 4, .save = path("towers") };
-        if (kind == 3) first.d.method = HPML_METHOD_LOWRANK;
+        if (kind == 3) first.d.codec.kind = HPML_CODEC_LOWRANK;
         towers second = first, turned, other; /* other: state of leaves loaded as ranks', or ranks' as leaves' */
         second.save = NULL, second.load = first.save;
         turned = other = second, turned.turned = true, turned.d.bucket_bytes = 0, other.d.exact = kind == 0;
@@ -1056,7 +1058,7 @@ static hpml_status seek(search_job *s)
     return status;
 }
 
-TEST(the_largest_batch_that_does_not_hurt)
+TEST_PLAIN(the_largest_batch_that_does_not_hurt)
 {
     for (int kind = 0; kind < 4; kind += SLOW_BUILD ? 3 : 1) { /* f32, 1 bit; with double buffering */
         search_job none = { .skip = 1, .lr = 0.003, .s.samples = 1000, .d.delayed = kind > 1 };
@@ -1097,7 +1099,7 @@ TEST(a_search_tries_these_sizes)
     for (int i = 0; i < 8; i++) ENSURE(s.trials[i].batch == sizes[i]);
 }
 
-TEST(a_search_may_diverge)
+TEST_PLAIN(a_search_may_diverge)
 {
     search_job loud = { .spike = 1, .s.slack = 10, .d.codec.kind = HPML_CODEC_ONEBIT },
                plain = { .spike = 1, .s.slack = 10 }, nan = { .poison = 2, .before = -1 };
@@ -1429,7 +1431,7 @@ static hpml_status cost(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
-TEST(what_a_timeline_costs)
+TEST_PLAIN(what_a_timeline_costs)
 {
     double cost_of[4] = { 0, 1e9, 0, 0 };
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 1, .ctx.threads = 1 }, cost, cost_of, NULL, 0) == HPML_OK);
