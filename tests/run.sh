@@ -112,8 +112,8 @@ report() { # PROGRAM...: reads what start prints
     done
     took="$((($(date +%s) - began) / 60)) min $((($(date +%s) - began) % 60)) s"
     echo "$took" >$log/took
-    cat $log/*.time | awk '{ cpu += $4 } END { printf "%.1f CPU minutes; the slowest: ", cpu / 60 }' >$log/cpu
-    echo "took $took, $(cat $log/cpu)" $(cat $log/*.time | sort -rn | head -n 5 | sed 's/ [^ ]*$/,/') | sed 's/,$//'
+    echo "took $took, $(cat $log/*.time | awk '{ cpu += $4 } END { printf "%.1f", cpu / 60 }') minutes of processor time"
+    echo the slowest: $(cat $log/*.time | sort -rn | head -n 5 | sed 's/ [^ ]*$/,/') | sed 's/,$//'
     reasons
     echo "$passed passed, $failed failed, $skipped skipped"
     [ $failed -eq 0 ]
