@@ -88,12 +88,14 @@
 //     create   creating, splitting, freeing communicators; running a function on every rank
 //     timeline   one timeline for all ranks
 // PART II   ADD UP: collectives, codecs on the wire
-//     moves   the algorithms, as moves; adding up elements
+//     moves   the allreduce algorithms: phases, one table of algorithms, the plan of a rank
+//     reduce   adding up elements; the mean
 //     collectives   the moves, executed
 //     async   work in the background
 //     exchange   1-bit exchange: stripes, owners, two residuals
 //     stripes   the five steps of an exchange, on the host or on a device
-//     methods   top-k and low rank
+//     linked   the same five steps on a device, moved by its link
+//     whole-codecs   top-k and low rank: codecs of whole tensors
 // PART III   STEP TOGETHER: data parallelism, mixing
 //     distribute   data parallelism: layout of the parameters, buckets of gradients
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
@@ -190,8 +192,8 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
 HPML_API void       hpml_comm_free(hpml_comm *c);
 
 /* Creates the world of ranks that are threads which you start yourself (hpml_launch does both). Free the world after
-   all contexts of its ranks. NULL: neither THREADS nor CLOCK, not 1 to 65536 ranks, a node out of range, or no memory.
-   */
+   all contexts of its ranks. NULL: neither THREADS nor CLOCK, not 1 to 65536 ranks, a node out of range, or no
+   memory. */
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network);
 HPML_API void        hpml_world_free(hpml_world *w);
 
@@ -378,23 +380,26 @@ HPML_API void  hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *f
      HALVING    recursive halving and doubling, Rabenseifner 2004         2 log2 p alpha + 2 n (p-1)/p beta
      HIERARCHICAL  reduce-scatter inside each node, allreduce between nodes of each share, allgather inside: only
                 1/ranks_per_node of the bytes leave a node
-     NATIVE     the transport's own (MPI_Iallreduce; what it does about other counts on another rank is up to the MPI);
+     PAIRWISE   2 (p-1) steps of n/p, each with another rank              as RING; AUTO never takes it
+     NATIVE     the transport's own (MPI_Iallreduce; where ranks pass different counts, the MPI decides what happens);
                 not on parts of a communicator, see hpml_comm_split
-   BUTTERFLY and HALVING fold the ranks beyond a power of two into partners first. Every algorithm gives all ranks the
-   same bits: an element is added up along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...; RING: block b starts behind
-   rank b and goes round; the others pair ranks as their name says. */
+   BUTTERFLY and HALVING first add the arrays of ranks beyond a power of two to partners. Every algorithm gives all
+   ranks the same bits, because the sum of an element is formed along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...;
+   RING adds block b in the order of ranks b + 1, b + 2, ... b, PAIRWISE in the order b, b - 1, ... b + 1; the others
+   pair ranks as their name says. */
 typedef enum hpml_algorithm {
-    HPML_ALGORITHM_NONE = -1, /* there is no such one */
-    HPML_AUTO = 0, HPML_CENTRAL, HPML_TREE, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL, HPML_NATIVE
+    HPML_ALGORITHM_NONE = -1, /* hpml_algorithm_find: no algorithm has this name */
+    HPML_AUTO = 0, HPML_CENTRAL, HPML_TREE, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL, HPML_NATIVE,
+    HPML_PAIRWISE,
+    HPML_ALGORITHM_COUNT /* not an algorithm: how many words there are from AUTO on */
 } hpml_algorithm;
-#define HPML_ALGORITHM_COUNT 8
 HPML_API const char    *hpml_algorithm_name(hpml_algorithm a);
 HPML_API hpml_algorithm hpml_algorithm_find(const char *name); /* "ring", ...; else HPML_ALGORITHM_NONE */
 
 typedef enum hpml_reduce { HPML_SUM = 0, HPML_MEAN, HPML_MAX } hpml_reduce;
 
-typedef enum hpml_element { /* what is added up */
-    HPML_ELEMENT_F32 = 0, HPML_ELEMENT_BF16, /* added in f32, rounded each time */
+typedef enum hpml_element { /* type of the elements that are added up */
+    HPML_ELEMENT_F32 = 0, HPML_ELEMENT_BF16, /* added in f32, each sum rounded to bf16 */
     HPML_ELEMENT_I32, HPML_ELEMENT_I64, HPML_ELEMENT_F64, HPML_ELEMENT_BYTE /* BYTE: only moved */
 } hpml_element;
 HPML_API size_t hpml_element_size(hpml_element e);
@@ -411,45 +416,46 @@ typedef struct hpml_allreduce_desc {
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
 /* Measures alpha and beta of this communicator once (some milliseconds), for AUTO. Collective. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c);
-HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes); /* what AUTO chooses; NONE: out of memory,
-                                                                                  or c is NULL */
+HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes); /* what AUTO chooses; NONE: out of memory, or c
+                                                                            is NULL. Keeps what it has simulated */
 
 /* Block r of an array of n elements is [n r / p, n (r+1) / p). */
-HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n index / parts: offset of block `index`;
-                                                                       0 where there are no parts */
+HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n * index / parts: offset of block
+                                                                       `index`; 0 where parts is 0 */
 
-/* In place. reduce_scatter: then my block holds the result, the rest is scratch. allgather: at first my block is mine,
-   then all are there. reduce_to: the result is at the root; elsewhere data is scratch. */
+/* In place. reduce_scatter: block r of rank r becomes the result, the other blocks are overwritten. allgather: block r
+   of rank r is sent to all ranks. reduce_to: the root's data becomes the result, other ranks' data is overwritten. */
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op);
 HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_element e);
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
 HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root);
 
-/* Blocks of `bytes`. all: (p, bytes), at the root only; out, in: (p, bytes), block r to and from rank r, two arrays. */
+/* Blocks of `bytes`. all: (p, bytes), at the root only; sent, received: (p, bytes), two arrays: block r of `sent` goes
+   to rank r, block r of `received` comes from rank r. */
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root);
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
-HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes);
+HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *received, size_t bytes);
 HPML_API hpml_status hpml_barrier(hpml_comm *c);
 
-/* The moves of a collective, one by one: for those who want to draw, count or simulate them. Round `round` of an
-   allreduce of n elements as rank `rank` of p sees it. False when the algorithm has no such round. */
-typedef struct hpml_move {
-    int     to, from;           /* -1: none */
-    int64_t out_at, out_count;  /* elements sent */
-    int64_t in_at, in_count;    /* elements received, ... */
-    bool    add;                /* ... and added; else they replace */
+typedef struct hpml_move { /* what one rank does in one round */
+    int     to, from;                  /* ranks; -1: none */
+    int64_t send_at, send_count;       /* elements sent: the first one and how many */
+    int64_t receive_at, receive_count; /* elements received, ... */
+    bool    add;                       /* ... and added to the array; else they replace its elements */
 } hpml_move;
+/* Computes one move of an allreduce, for programs that draw, count or simulate them: what rank `rank` of p does in
+   round `round`, with n elements in all. False when the algorithm has no such round. */
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
                                   hpml_move *out);
 
-/* Started now, done by a thread of the communicator's own on a twin of it, in the order of starting, which must be the
-   same on all ranks (where it is not: hpml_exchange_ready). The array must stay untouched until hpml_job_wait has
-   returned. Jobs are reused: wait for each exactly once. Where there is no thread to be had (HPML_NO_THREADS,
-   MPI_THREAD_SINGLE) the work is done at once instead. That thread takes memory from the context's allocator, too, so
-   yours must then serve two threads. */
+/* Work in the background: a thread of the communicator runs the jobs on a twin of the communicator, in the order in
+   which they were started, which must be the same on all ranks (where it is not: hpml_exchange_ready). The array must
+   stay untouched until hpml_job_wait has returned. Wait for each job exactly once, because jobs are reused. Without
+   threads (HPML_NO_THREADS, MPI_THREAD_SINGLE) a job runs when it is started. The thread allocates with the context's
+   allocator, which must therefore be thread-safe. */
 typedef struct hpml_job hpml_job;
 HPML_API hpml_job   *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
-HPML_API hpml_job   *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user); /* anything else, on the twin */
+HPML_API hpml_job   *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user); /* calls work(twin, user) */
 HPML_API bool        hpml_job_done(const hpml_job *j);
 HPML_API hpml_status hpml_job_wait(hpml_job *j);
 
@@ -457,93 +463,87 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 // >>api-exchange   gradients added up in fewer bytes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One array of a model, yours: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
+/* One array of a model: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
 typedef struct hpml_gradient {
-    const char *name; /* for errors, saved residuals and the timeline, as long as that lives; NULL: its number */
+    const char *name; /* for errors, saved residuals and the timeline; not copied, keep it; NULL: its number */
     float      *data; /* (rows, cols) */
     int64_t     rows, cols;
 } hpml_gradient;
 
-typedef enum hpml_method {
-    HPML_METHOD_CODEC = 0, /* every row on its own, by hpml_codec: NONE, BF16, ONEBIT, TWOBIT or your own */
-    HPML_METHOD_TOPK,      /* the largest numbers; the rest waits (Lin et al. 2018, Deep Gradient Compression) */
-    HPML_METHOD_LOWRANK    /* P Q^T of a given rank (Vogels et al. 2019, PowerSGD) */
-} hpml_method;
-
-/* How gradients are added up on all ranks. What is not compressed (codec NONE, vectors, small tensors) goes through one
-   plain allreduce. Codecs that cannot be added in packed form travel as 1-bit SGD does it (Seide et al. 2014):
+/* How gradients are added up on all ranks. Tensors that are not compressed (codec NONE, vectors, small tensors) go
+   through one plain allreduce. Gradients whose packed form cannot be added travel as in 1-bit SGD (Seide et al. 2014):
      1. every rank packs its whole gradient, with its residual;
      2. stripe j of the rows goes to rank j;
      3. rank j unpacks and adds the p contributions, in the order of the ranks;
-     4. it packs the sum with a second residual, kept for its stripe alone;
-     5. everybody gets, and unpacks, the same bits.
-   2 (p-1)/p of the packed size leaves each rank, whatever p is. TOPK gathers all ranks' pairs; LOWRANK adds up P, Q. */
+     4. rank j packs the sum with a second residual, which it keeps for its stripe alone;
+     5. all ranks receive and unpack the same bits.
+   Each rank sends 2 (p-1)/p of the packed size, for any p. TOPK gathers all ranks' pairs; LOWRANK adds up P and Q. A
+   codec of your own (codec.custom) packs on the host. */
 typedef struct hpml_exchange_desc {
     uint32_t             _begin;
-    int32_t              count;     /* tensors: required */
-    const hpml_gradient *tensors;   /* (count), same order and shapes on all ranks; copied, but for their names */
-    hpml_codec_desc      codec;     /* METHOD_CODEC */
-    hpml_method          method;
-    float                ratio;     /* TOPK: share of the numbers that is sent; 0: 0.01 */
-    float                momentum;  /* TOPK: momentum correction; the optimizer then has none itself */
-    int32_t              lowrank;   /* LOWRANK: rank; 0: 2 */
-    hpml_reduce          reduce;    /* SUM or MEAN over ranks */
-    hpml_algorithm       algorithm; /* of the plain allreduce */
-    int32_t              leaves;    /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
-    int64_t              leaf_step; /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
-    int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of so many bytes; 0: one sum */
+    int32_t              count;      /* number of tensors: required */
+    const hpml_gradient *tensors;    /* (count), same order and shapes on all ranks; copied, but for their names */
+    hpml_codec_desc      codec;      /* how gradients shrink */
+    hpml_reduce          reduce;     /* SUM or MEAN over ranks */
+    hpml_algorithm       algorithm;  /* of the plain allreduce */
+    int32_t              leaves;     /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
+    int64_t              leaf_step;  /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
+    int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of this many bytes; 0: one sum */
     /* Optional, called between 3 and 4: Adagrad on the sum, as the paper does. */
     void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
     void                *user;
-    bool                 padded, linked, share; /* private. linked: tensors are on the device, and move by the link;
-                                                   share: they are a rank's part of what its node has */
     uint32_t             _end;
 } hpml_exchange_desc;
 
-/* Residuals live with the exchange, zero at first. Collective; NULL on failure, the error on the context. */
+/* Residuals live with the exchange and begin as zeros. Collective; NULL on failure, the error on the context. */
 typedef struct hpml_exchange hpml_exchange;
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc);
 HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
-/* Every tensor becomes the sum, or mean, over all ranks: the same bits everywhere. A NaN or infinity on any rank, in a
-   tensor that is compressed, gives HPML_ERR_NONFINITE on every rank; residuals of the bad rows are zero, the context
-   stays usable: skip this step. Tensors that travel as they are are added without a look: the update has one. */
+/* Every tensor becomes the sum, or mean, over all ranks: the same bits on all of them. A NaN or infinity on any rank,
+   in a tensor that is compressed, gives HPML_ERR_NONFINITE on every rank; residuals of the bad rows are zero, the
+   context stays usable: skip this step. Plain tensors are added unchecked: the optimizer's update checks them. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
 HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
-/* The same where ranks finish tensors in different orders, as in Horovod: say of each, once a run, that it is ready. In
-   the background the ranks agree on what is ready on all; a fused sum goes when all of its tensors are, so the bits do
-   not depend on the order; packed tensors go last. Gives the job with the last tensor, NULL before, or on an error. The
-   deadline names a tensor that makes all wait, and its rank. */
+/* The same where ranks finish tensors in different orders, as in Horovod: call it once a run for each tensor, when that
+   tensor is ready. In the background the ranks agree on which tensors are ready on all ranks; a fused sum begins when
+   all of its tensors are, so the bits do not depend on the order; packed tensors travel last. Returns the job with the
+   last tensor; NULL before it, or on an error. When the deadline passes, the error names a tensor for which ranks wait,
+   and the rank where it is not ready. */
 HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
-/* Bytes that this rank sends in one run: by messages exactly (AUTO: as hpml_comm_choose chooses now), by NATIVE or a
-   link as a ring would. The messages of hpml_exchange_ready are not counted. */
+/* Bytes that this rank sends in one run: exact for messages (AUTO: as hpml_comm_choose chooses now); for NATIVE and
+   device links those of a ring. The messages by which hpml_exchange_ready agrees are not counted. */
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x);
-/* Residuals: tensor by tensor, (leaves, rows, cols) of this rank, and its stripe. NULL when the codec keeps none. */
+/* Residuals of a tensor: (leaves, rows, cols) of this rank, and of its stripe. NULL when the codec has none. */
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
 
 /* How arrays that live on a device move between ranks without passing through the host: NCCL (hpml_nccl_attach in
-   hpml_cuda.cuh), or your own. What stands between begin and end runs on a stream of the link's own; no function but
-   `check` waits on the host. All ranks call the same. Errors stand on the context. */
+   hpml_cuda.cuh), or your own. Calls between begin and end are queued on a stream of the link's own; no function but
+   `check` waits on the host. All ranks make the same calls. Errors stand on the context. */
 typedef struct hpml_device_link {
-    void *user; /* what all functions get */
-    hpml_status (*begin)(void *user); /* what follows comes behind the device's work so far */
+    void *user; /* first argument of all functions */
+    hpml_status (*begin)(void *user); /* later calls run after the work that the device was given before */
     hpml_status (*allreduce)(void *user, float *x, int64_t n, bool mean); /* sum or mean, in place */
-    /* Bytes [out_at[r], out_at[r + 1]) of `out`, or with `same` mine of them, go to each other rank r; what comes from
-       rank r lands in `in` from in_at[r] to in_at[r + 1]. */
-    hpml_status (*swap)(void *user, const void *out, const size_t *out_at, bool same, void *in, const size_t *in_at);
+    /* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each other rank r, or with `same` this rank's part of
+       `sent` to all; receives from rank r into bytes [received_at[r], received_at[r + 1]) of `received`. */
+    hpml_status (*swap)(void *user, const void *sent, const size_t *sent_at, bool same, void *received,
+                        const size_t *received_at);
     hpml_status (*end)(void *user);
-    hpml_status (*wait)(void *user);  /* the device's further work comes behind all that has ended */
-    hpml_status (*check)(void *user); /* the host waits until it is done, or an error, or a deadline has passed */
-    hpml_status (*scale)(void *user, float *x, int64_t n, float times, float by); /* x times / by; the device's work */
-    void (*free)(void *user);         /* optional: called when the communicator goes or gets another link */
-    /* Not NULL: the link reaches the ranks of a node only, as many on each; `across` has those with my place on every
-       node. Then each rank adds up a share of its node's gradients, which meet the other nodes' by messages. */
+    hpml_status (*wait)(void *user);  /* later work of the device runs after all calls that have ended */
+    hpml_status (*check)(void *user); /* the host waits until the calls are done, or an error, or a deadline */
+    hpml_status (*scale)(void *user, float *x, int64_t n, float times, float by); /* x * times / by, in place, as work
+                                                                                     of the device, not of the link */
+    void (*free)(void *user);         /* optional: called when the communicator is freed or gets another link */
+    /* Not NULL: the link connects the ranks of a node only, equally many on each node; `across` has the ranks with this
+       rank's place on every node. Each rank adds up a share of its node's gradients, which meets the shares of the
+       other nodes by messages over `across`. */
     hpml_comm *across;
-    float *(*stage)(void *user, int64_t n); /* memory on the host; goes with the link */
-    /* Place r of the node gets the sum of x[at[r]] to x[at[r + 1]], mine goes to `stage`; `back`: what stands there
-       becomes mine, and all get it. In itself a begin and an end. */
+    float *(*stage)(void *user, int64_t n); /* memory on the host; freed with the link */
+    /* back false: place r of the node gets the node's sum of x[at[r]] to x[at[r + 1]], and this rank copies its part to
+       `stage`. back true: copies `stage` to this rank's part of x, and all ranks of the node get all parts. Contains
+       its own begin and end. */
     hpml_status (*share)(void *user, float *x, const int64_t *at, float *stage, bool back);
-    hpml_status (*landed)(void *user, float *stage); /* any thread waits for it; no error on the context */
+    hpml_status (*landed)(void *user, float *stage); /* any thread waits for the copy; no error on the context */
 } hpml_device_link;
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
@@ -566,11 +566,8 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
    The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
-    hpml_codec_desc codec;        /* how gradients are packed, as in hpml_exchange_desc; so are the next five */
-    hpml_method     method;
-    float           ratio, momentum;
-    int32_t         lowrank;
-    hpml_algorithm  algorithm;
+    hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
+    hpml_algorithm  algorithm;    /* of plain sums */
     bool            sum;          /* apply the sum of the ranks' mean gradients; else the mean over the global batch */
     int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
     int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
@@ -676,15 +673,16 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // >>api-simulate   step time on machines you do not have
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* How long would a step of synchronous training take on 512 ranks behind 10 Gbit/s? The moves of all ranks are played
-   in virtual time, without threads and payloads: the moves, links and cards of HPML_TRANSPORT_CLOCK and the same times,
-   but thousands of ranks take milliseconds to seconds. What is modelled:
+/* How long would a step of synchronous training take on 512 ranks behind 10 Gbit/s? The simulator plays the moves of
+   all ranks in virtual time, without threads and payloads: the same moves, links and cards as HPML_TRANSPORT_CLOCK give
+   the same times, but thousands of ranks take milliseconds to seconds. It models:
      - a message takes latency + bytes / bandwidth. A node's card for traffic with other nodes (out and in at once)
        serves one message after another; latency does not occupy it: k in line take latency + k bytes / bandwidth
-     - a backward pass from the last layer to the first; a bucket is exchanged once its first layer is done and the
-       bucket before it is through: one stream of communication a rank, beside the computation, not slowed down by it
+     - a backward pass from the last layer to the first; a bucket is exchanged when the backward pass of its first layer
+       and the exchange of the bucket before it have ended: one stream of communication a rank, which overlaps the
+       computation and is not slowed down by it
      - stragglers: network.slow multiplies a rank's computation
-   What is not: jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
+   It does not model jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
 typedef struct hpml_simulate_desc {
     uint32_t       _begin;
     int32_t        ranks;            /* 1 to 65536 */
@@ -692,44 +690,47 @@ typedef struct hpml_simulate_desc {
     int32_t        layers;
     const double  *forward_s;        /* (layers) seconds on one rank for its part of the batch; NULL: 0 */
     const double  *backward_s;       /* (layers) */
-    double         update_s;         /* of all weights, once all gradients are there */
-    const int64_t *elements;         /* (layers) of the gradient; 0: this layer has no parameters */
-    hpml_algorithm algorithm;        /* AUTO: what hpml_allreduce would take. NATIVE: nobody knows */
-    hpml_element   element;          /* as which gradients travel: F32, BF16, ... */
-    const int64_t *packed;           /* (layers) bytes of each gradient as a codec packs it. They cannot be added on the
-                                        way: each rank sends every owner its stripe (all to all); the owner adds, packs,
-                                        and sends the sum round (allgather), whatever the algorithm. NULL: no codec */
-    double         codec_s_per_byte; /* to pack and unpack a byte of f32 gradient, there and back; part of the stream */
-    size_t         bucket_bytes;     /* of f32 gradient: so much is exchanged together; 0: 25 MiB, 1: one by one */
-    bool           no_overlap;       /* begin when the whole backward pass is done */
-    bool           delayed;          /* exchange the gradients of the step before, beside this one (double buffering) */
+    double         update_s;         /* seconds to update all weights, after the last exchange */
+    const int64_t *elements;         /* (layers) elements of the gradient; 0: this layer has no parameters */
+    hpml_algorithm algorithm;        /* AUTO: as hpml_allreduce would choose. NATIVE is refused: unknown moves */
+    hpml_element   element;          /* type in which gradients travel: F32, BF16, ... */
+    const int64_t *packed;           /* (layers) bytes of each gradient as a codec packs it. Packed gradients cannot be
+                                        added on the way: each rank sends every owner its stripe (all to all); the owner
+                                        adds, packs, and sends the sum to all ranks (allgather); `algorithm` does not
+                                        count. NULL: no codec */
+    double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, twice; part of the stream */
+    size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
+    bool           no_overlap;       /* exchange after the backward pass, not during it */
+    bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
     uint32_t       _end;
 } hpml_simulate_desc;
 
 typedef struct hpml_simulation {
     double  step_s;         /* of the slowest rank: compute_s + straggle_s + exposed_s */
-    double  compute_s;      /* forward, backward and update of a rank that is not slow */
-    double  straggle_s;     /* what the slowest rank computes longer */
-    double  exposed_s;      /* communication that no computation hides */
-    double  comm_s;         /* communication in all, packing included; hidden is comm_s - exposed_s */
+    double  compute_s;      /* seconds of forward, backward and update on a rank that is not slow */
+    double  straggle_s;     /* seconds that the slowest rank computes longer */
+    double  exposed_s;      /* seconds of communication that overlap no computation */
+    double  comm_s;         /* seconds of communication, packing included; comm_s - exposed_s overlap computation */
     double  efficiency;     /* compute_s / step_s: at 1, p ranks do p batches in the time of one */
     int64_t bytes_per_rank; /* sent by the rank that sends most */
     int64_t messages;       /* of the rank that sends most */
-    int64_t between_bytes;  /* that leave a node, all ranks together */
+    int64_t between_bytes;  /* sent from node to node, by all ranks together */
     int32_t buckets;
 } hpml_simulation;
 
 /* HPML_ERR_ARGUMENT, HPML_ERR_UNSUPPORTED or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size);
 HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size); /* as hpml_distribute_text */
-/* Seconds from the start of an allreduce until the last rank has the sum; -1: something is out of range. */
+/* Returns the seconds from the start of an allreduce until the last rank has the sum; -1: an argument is out of range
+   (hpml_simulate says which), or no memory. */
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes);
 
 /* Rules of thumb. Amdahl: the speedup of p ranks when the share `serial` of the work cannot be divided. Optimal ranks,
-   from "1-Bit Stochastic Gradient Descent" (Seide et al. 2014): with more, ranks wait for the network. divisible_s: the
-   work of a step that ranks share (half a minibatch when double buffering, and what is done to each stripe); comm_s:
-   the exchange (T_comm / Z when packed Z times smaller); fixed_s: what each rank does anyway (the update). Infinite if
-   comm_s <= fixed_s: then the update is the limit, and the network is never saturated. */
+   from "1-Bit Stochastic Gradient Descent" (Seide et al. 2014): more ranks would wait for the network. divisible_s:
+   seconds of work in a step that ranks share (half a minibatch with double buffering, and the work on each stripe);
+   comm_s: seconds of the exchange (T_comm / Z when packed Z times smaller); fixed_s: seconds of work that every rank
+   does (the update). Infinite if comm_s <= fixed_s: then the update is the limit, and the network is never
+   saturated. */
 HPML_API double hpml_amdahl(double serial, double ranks); /* 1 / (serial + (1 - serial) / ranks) */
 HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s); /* divisible / (comm - fixed) */
 
@@ -861,7 +862,7 @@ struct hpml_comm {
     uint64_t              key;      /* of this communicator, the same on all its ranks */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
     hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks on one node */
-    double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
+    double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: seconds for 2^k bytes; 0: not simulated */
     hpml_counters         counters;
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
     hpml_message         *pending;  /* receives in flight, newest first */
@@ -1768,8 +1769,8 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     pthread_mutex_unlock(&in->wait.mutex);
 }
 
-/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not wait.
-   */
+/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not
+   wait. */
 HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
@@ -2364,8 +2365,8 @@ HPMLC_FN void hpmlc_mpi_announce_failure(hpml_comm *c, const char *text)
     hpmlc_mpi_send_final(hpmlc_mpi_of(c)->shared, 'F', text);
 }
 
-/* Receives the next control message that has arrived into x->control. Returns its sender, or -1 where none has arrived.
-   */
+/* Receives the next control message that has arrived into x->control. Returns its sender, or -1 where none has
+   arrived. */
 HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
 {
     MPI_Status status;
@@ -2551,8 +2552,8 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
     else hpmlc_nap(30e-6);
 }
 
-/* Handles the deadline of hpmlc_mpi_wait_all. Returns a later deadline where the rank that delays the others is busy.
-   */
+/* Handles the deadline of hpmlc_mpi_wait_all. Returns a later deadline where the rank that delays the others is
+   busy. */
 HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
 {
     hpmlc_shared *x       = hpmlc_mpi_of(c)->shared;
@@ -2970,8 +2971,8 @@ HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Connects this rank with the others; c NULL: notifies them that this rank cannot start. Returns NULL after an error.
-   */
+/* Connects this rank with the others; c NULL: notifies them that this rank cannot start. Returns NULL after an
+   error. */
 HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
 {
     hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
@@ -3729,9 +3730,9 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 // >>timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the seconds by which this rank's clock is ahead of rank 0's. Rank 0 answers each question with its time; the
-   answer of the quickest of 8 exchanges is taken as given in the middle of it, so the error is at most half its time.
-   */
+/* Returns the seconds by which this rank's clock is ahead of rank 0's. Rank 0 answers each question with its time;
+   the answer of the quickest of 8 exchanges is taken as given in the middle of it, so the error is at most half its
+   time. */
 HPMLC_FN double hpmlc_clock_offset(hpml_comm *c)
 {
     double best = 1e300, ahead = 0, theirs = 0;
@@ -3781,11 +3782,11 @@ HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 }
 
 /* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
-HPMLC_FN hpml_status hpmlc_reduce_unseen(hpml_comm *c, void *data, int64_t n, hpml_element element);
+HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element);
 HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
 {
     double      first  = -hpml_trace_first(c->ctx);
-    hpml_status status = hpmlc_reduce_unseen(c, &first, 1, HPML_ELEMENT_F64);
+    hpml_status status = hpmlc_reduce_untraced(c, &first, 1, HPML_ELEMENT_F64);
     if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
     return status;
 }
@@ -3835,43 +3836,50 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>moves   the algorithms, as moves; adding up elements
+// >>moves   the allreduce algorithms: phases, one table of algorithms, the plan of a rank
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* An algorithm is a list of phases; a phase is played by a team on a range of the array. A team is every stride-th rank
-   from `base`; member i has block i of the range. One function for each kind of phase says what a member does in round
-   k. The same moves are executed on threads and MPI, counted by tests and timed by the simulator. */
+/* An algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every stride-th
+   rank from `base`, and member i owns block i of the range. The move function of a phase kind sets what one member
+   sends and receives in round k. Collectives execute these moves, tests count them, users draw them with
+   hpml_allreduce_move and the simulator times them. To add an algorithm, write a word of hpml_algorithm, a row of
+   hpmlc_algorithms and, if it has new phase kinds, their move function. */
 
-typedef enum hpmlc_kind { /* the first six add up */
-    HPMLC_RING_SCATTER,  /* after it, member i has the sum of block i */
-    HPMLC_DOUBLING,      /* all have the sum; teams of 2^k */
-    HPMLC_HALVE,         /* like RING_SCATTER, by halves; teams of 2^k */
-    HPMLC_FOLD,          /* members beyond the power of two add to a partner */
-    HPMLC_TREE_UP,       /* member 0 has the sum */
-    HPMLC_STAR_UP,       /* the same, member 0 with each in turn */
-    HPMLC_RING_GATHER,   /* member i had block i; now all have all */
-    HPMLC_DOUBLE,        /* like RING_GATHER, by doubling; teams of 2^k */
-    HPMLC_UNFOLD,        /* members beyond the power of two get the result back */
-    HPMLC_TREE_DOWN, HPMLC_STAR_DOWN /* all have what member 0 had */
+typedef struct hpmlc_phase hpmlc_phase;
+
+typedef enum hpmlc_sums {
+    HPMLC_SUMS_NONE,    /* the phase copies and adds nothing */
+    HPMLC_SUMS_PARTIAL, /* it adds, and no sum is complete after it */
+    HPMLC_SUMS_BLOCK,   /* member i has the sum of block i */
+    HPMLC_SUMS_ALL,     /* every member has the sum of the range */
+    HPMLC_SUMS_ROOT     /* member 0 has the sum of the range */
+} hpmlc_sums;
+
+typedef struct hpmlc_kind {
+    int (*rounds)(int size); /* of a team of `size` members */
+    void (*move)(const hpmlc_phase *f, int k, hpml_move *m); /* sets the move of member f->team.me in round k */
+    hpmlc_sums sums;
+    bool       core;      /* for teams of 2^k members: of other teams the first 2^k members run it */
+    bool       one_round; /* member i > 0 takes part in round i - 1 only: the simulator skips the others */
 } hpmlc_kind;
 
 typedef struct hpmlc_team {
     int base, stride, size, me, root; /* member i is rank base + (i + root) % size * stride */
 } hpmlc_team;
 
-typedef struct hpmlc_phase {
-    hpmlc_kind kind;
-    hpmlc_team team;
-    int64_t    at, count; /* the range */
-    int        rounds;
-    const char *level;    /* of a hierarchy, in the timeline; else NULL */
-} hpmlc_phase;
+struct hpmlc_phase {
+    const hpmlc_kind *kind;
+    hpmlc_team        team;
+    int64_t           at, count; /* the range: elements [at, at + count) */
+    int               rounds;
+    const char       *level;     /* name on the timeline: a level of a hierarchy; NULL: none */
+};
 
 #define HPMLC_PHASES 8
 typedef struct hpmlc_plan {
     hpmlc_phase phase[HPMLC_PHASES];
     int         count;
-    const char *level; /* of the phases to come */
+    const char *level; /* of the phases that are added next */
 } hpmlc_plan;
 
 HPML_API int64_t hpml_block(int64_t n, int parts, int index)
@@ -3881,9 +3889,9 @@ HPML_API int64_t hpml_block(int64_t n, int parts, int index)
 
 HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /* rounded down */
 
-HPMLC_FN bool hpmlc_adds(hpmlc_kind k) { return k <= HPMLC_STAR_UP; }
+HPMLC_FN bool hpmlc_adds(const hpmlc_kind *kind) { return kind->sums != HPMLC_SUMS_NONE; }
 
-/* All p ranks as one team, the root its member 0. */
+/* Returns all p ranks as one team whose member 0 is `root`. */
 HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 {
     const hpmlc_team all = { 0, 1, p, (rank - root + p) % p, root };
@@ -3892,114 +3900,184 @@ HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 
 HPMLC_FN int hpmlc_member(const hpmlc_team *t, int i) { return t->base + (i + t->root) % t->size * t->stride; }
 
-HPMLC_FN int hpmlc_rounds(hpmlc_kind kind, int size)
+/* The number of rounds of a team of `size` members: one for each other member, log2 rounded down, rounded up, and 1
+   where these two differ. */
+HPMLC_FN int hpmlc_rounds_others(int size) { return size - 1; }
+HPMLC_FN int hpmlc_rounds_down(int size) { return hpmlc_log2(size); }
+HPMLC_FN int hpmlc_rounds_up(int size) { return hpmlc_log2(size) + (size > 1 << hpmlc_log2(size)); }
+HPMLC_FN int hpmlc_rounds_fold(int size) { return hpmlc_rounds_up(size) - hpmlc_rounds_down(size); }
+
+/* Sets the move to send blocks [first, end) of the range to member `to`. */
+HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int first, int end)
 {
-    int down = hpmlc_log2(size), up = down + (size > 1 << down);
-    switch (kind) {
-    case HPMLC_RING_SCATTER: case HPMLC_RING_GATHER: case HPMLC_STAR_UP: case HPMLC_STAR_DOWN: return size - 1;
-    case HPMLC_DOUBLING: case HPMLC_HALVE: case HPMLC_DOUBLE: return down;
-    case HPMLC_TREE_UP: case HPMLC_TREE_DOWN: return up;
-    case HPMLC_FOLD: case HPMLC_UNFOLD: return up > down;
-    }
-    return 0;
+    m->to         = hpmlc_member(&f->team, to);
+    m->send_at    = f->at + hpml_block(f->count, f->team.size, first);
+    m->send_count = f->at + hpml_block(f->count, f->team.size, end) - m->send_at;
 }
 
-/* Sends blocks [a, b) of the range to member `to`. */
-HPMLC_FN void hpmlc_give(const hpmlc_phase *f, hpml_move *m, int to, int a, int b)
+/* Sets the move to receive blocks [first, end) from member `from`, and to add them where the phase adds. */
+HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, int first, int end)
 {
-    m->to        = hpmlc_member(&f->team, to);
-    m->out_at    = f->at + hpml_block(f->count, f->team.size, a);
-    m->out_count = f->at + hpml_block(f->count, f->team.size, b) - m->out_at;
+    m->from          = hpmlc_member(&f->team, from);
+    m->receive_at    = f->at + hpml_block(f->count, f->team.size, first);
+    m->receive_count = f->at + hpml_block(f->count, f->team.size, end) - m->receive_at;
+    m->add           = hpmlc_adds(f->kind);
 }
 
-HPMLC_FN void hpmlc_take(const hpmlc_phase *f, hpml_move *m, int from, int a, int b, bool add)
+/* Sets the move between a child and its parent: where the phase adds, the child sends the whole range and the parent
+   adds it; else the parent sends it. A member that is neither must not call this. */
+HPMLC_FN void hpmlc_set_parent_child(const hpmlc_phase *f, hpml_move *m, int child, int parent)
 {
-    m->from     = hpmlc_member(&f->team, from);
-    m->in_at    = f->at + hpml_block(f->count, f->team.size, a);
-    m->in_count = f->at + hpml_block(f->count, f->team.size, b) - m->in_at;
-    m->add      = add;
+    int p = f->team.size, other = f->team.me == child ? parent : child;
+    if ((f->team.me == child) == hpmlc_adds(f->kind)) hpmlc_set_send(f, m, other, 0, p);
+    else hpmlc_set_receive(f, m, other, 0, p);
 }
 
-/* Halving: before round k of log2 p, member i works on the p / 2^k blocks around its own, and keeps its own's half. */
-HPMLC_FN void hpmlc_halve(const hpmlc_phase *f, hpml_move *m, int k, bool back)
-{
-    int i = f->team.me, half = f->team.size >> (k + 1), other = i ^ half; /* first blocks of the two halves: */
-    int mine = i / half * half, theirs = other / half * half, out = back ? mine : theirs, in = back ? theirs : mine;
-    hpmlc_give(f, m, other, out, out + half);
-    hpmlc_take(f, m, other, in, in + half, !back);
-}
+/* The ring: each member sends to the next one and receives from the one before. First reduce-scatter: every block goes
+   round once and collects the members' contributions; then allgather: every sum goes round once. Of 4 ranks with blocks
+   a, b, c, d, where c30 is the sum of the block c of ranks 3 and 0:
 
-/* The whole range: a child sends it up to its parent, where it is added, or gets it down from there. */
-HPMLC_FN void hpmlc_climb(const hpmlc_phase *f, hpml_move *m, int child, int parent)
+                     0 to 1   1 to 2   2 to 3   3 to 0
+     reduce-scatter    d0       a1       b2       c3
+                       c30      d01      a12      b23
+                       b230     c301     d012     a123     after it, rank 0 adds a0 and has the sum a, rank 1 has b ...
+     allgather         a        b        c        d
+                       d        a        b        c
+                       c        d        a        b
+
+   The moves stand for this loop, in which block i of x begins at at[i] and has n[i] floats; y has room for one block:
+
+     int next = (rank + 1) % p, before = (rank + p - 1) % p;
+     for (int k = 0; k < p - 1; k++) {
+         int sent = (rank + 2 * p - 1 - k) % p, got = (sent + p - 1) % p;
+         hpml_sendrecv(c, next, x + at[sent], n[sent] * sizeof *x, before, y, n[got] * sizeof *x, 0);
+         for (size_t i = 0; i < n[got]; i++) x[at[got] + i] += y[i];
+     }
+     for (int k = 0; k < p - 1; k++) {
+         int sent = (rank + p - k) % p, got = (sent + p - 1) % p;
+         hpml_sendrecv(c, next, x + at[sent], n[sent] * sizeof *x, before, x + at[got], n[got] * sizeof *x, 0);
+     }
+
+   Reduce-scatter begins one block earlier than allgather, so that each rank ends with the sum of its own block. */
+HPMLC_FN void hpmlc_ring_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
-    int  p = f->team.size, other = f->team.me == child ? parent : child;
-    bool up = hpmlc_adds(f->kind);
-    if ((f->team.me == child) == up) hpmlc_give(f, m, other, 0, p);
-    else hpmlc_take(f, m, other, 0, p, up);
+    int p = f->team.size, i = f->team.me, first = hpmlc_adds(f->kind) ? i + 2 * p - 1 : i + 2 * p;
+    int sent = (first - k) % p, got = (sent + p - 1) % p;
+    hpmlc_set_send(f, m, (i + 1) % p, sent, sent + 1);
+    hpmlc_set_receive(f, m, (i + p - 1) % p, got, got + 1);
 }
+static const hpmlc_kind hpmlc_ring_scatter = { hpmlc_rounds_others, hpmlc_ring_move, HPMLC_SUMS_BLOCK, false, false };
+static const hpmlc_kind hpmlc_ring_gather  = { hpmlc_rounds_others, hpmlc_ring_move, HPMLC_SUMS_NONE, false, false };
+
+/* Recursive doubling: in round k members whose numbers differ in bit k exchange all they have, and both add it. */
+HPMLC_FN void hpmlc_doubling_move(const hpmlc_phase *f, int k, hpml_move *m)
+{
+    hpmlc_set_send(f, m, f->team.me ^ 1 << k, 0, f->team.size);
+    hpmlc_set_receive(f, m, f->team.me ^ 1 << k, 0, f->team.size);
+}
+static const hpmlc_kind hpmlc_doubling = { hpmlc_rounds_down, hpmlc_doubling_move, HPMLC_SUMS_ALL, true, false };
+
+/* Recursive halving: before round k of log2 p, member i works on the p / 2^k blocks around its own; it sends one half
+   of them and keeps the half that has its own block. The way back sends the same blocks in the opposite order. */
+HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
+{
+    bool adds = hpmlc_adds(f->kind);
+    int  half = f->team.size >> (adds ? k + 1 : f->rounds - k), other = f->team.me ^ half;
+    int  my_half = f->team.me / half * half, other_half = other / half * half; /* their first blocks */
+    int  sent = adds ? other_half : my_half, got = adds ? my_half : other_half;
+    hpmlc_set_send(f, m, other, sent, sent + half);
+    hpmlc_set_receive(f, m, other, got, got + half);
+}
+static const hpmlc_kind hpmlc_halve  = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_BLOCK, true, false };
+static const hpmlc_kind hpmlc_double = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_NONE, true, false };
+
+/* Folding: each member from 2^k on adds its range to the member 2^k before, and gets the result at the end. */
+HPMLC_FN void hpmlc_fold_move(const hpmlc_phase *f, int k HPMLC_UNUSED, hpml_move *m)
+{
+    int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p);
+    if (i < p - full || i >= full) hpmlc_set_parent_child(f, m, i % full + full, i % full);
+}
+static const hpmlc_kind hpmlc_fold   = { hpmlc_rounds_fold, hpmlc_fold_move, HPMLC_SUMS_PARTIAL, false, false };
+static const hpmlc_kind hpmlc_unfold = { hpmlc_rounds_fold, hpmlc_fold_move, HPMLC_SUMS_NONE, false, false };
+
+/* The binomial tree: in round k of the way up, members whose lowest set bit is bit k are children. */
+HPMLC_FN void hpmlc_tree_move(const hpmlc_phase *f, int k, hpml_move *m)
+{
+    int i = f->team.me, step = 1 << (hpmlc_adds(f->kind) ? k : f->rounds - 1 - k);
+    if (i % step == 0 && (i | step) < f->team.size) hpmlc_set_parent_child(f, m, i | step, i & ~step);
+}
+static const hpmlc_kind hpmlc_tree_up   = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_ROOT, false, false };
+static const hpmlc_kind hpmlc_tree_down = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_NONE, false, false };
+
+/* The star: member 0 is the parent of each other member in turn. */
+HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
+{
+    if (f->team.me == 0 || f->team.me == k + 1) hpmlc_set_parent_child(f, m, k + 1, 0);
+}
+static const hpmlc_kind hpmlc_star_up   = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_ROOT, false, true };
+static const hpmlc_kind hpmlc_star_down = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_NONE, false, true };
+
+/* Pairwise exchange: in round k each member sends to the one k + 1 after it and receives from the one k + 1 before it.
+   Reduce-scatter sends the receiver's block, and only a member's own block changes; allgather sends the own block. */
+HPMLC_FN void hpmlc_pairs_move(const hpmlc_phase *f, int k, hpml_move *m)
+{
+    bool adds = hpmlc_adds(f->kind);
+    int  p = f->team.size, i = f->team.me, to = (i + k + 1) % p, from = (i + p - k - 1) % p;
+    int  sent = adds ? to : i, got = adds ? i : from;
+    hpmlc_set_send(f, m, to, sent, sent + 1);
+    hpmlc_set_receive(f, m, from, got, got + 1);
+}
+static const hpmlc_kind hpmlc_pairs_add  = { hpmlc_rounds_others, hpmlc_pairs_move, HPMLC_SUMS_BLOCK, false, false };
+static const hpmlc_kind hpmlc_pairs_copy = { hpmlc_rounds_others, hpmlc_pairs_move, HPMLC_SUMS_NONE, false, false };
 
 HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
 {
-    int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p), step;
     memset(m, 0, sizeof *m);
     m->to = m->from = -1;
-    switch (f->kind) {
-    case HPMLC_RING_SCATTER: case HPMLC_RING_GATHER: {
-        bool add = f->kind == HPMLC_RING_SCATTER; /* begins one block earlier, so as to end at its own */
-        int  out = (i + 2 * p - add - k) % p, in = (out + p - 1) % p;
-        hpmlc_give(f, m, (i + 1) % p, out, out + 1);
-        hpmlc_take(f, m, (i + p - 1) % p, in, in + 1, add);
-        break;
-    }
-    case HPMLC_DOUBLING:
-        hpmlc_give(f, m, i ^ 1 << k, 0, p);
-        hpmlc_take(f, m, i ^ 1 << k, 0, p, true);
-        break;
-    case HPMLC_HALVE: hpmlc_halve(f, m, k, false); break;
-    case HPMLC_DOUBLE: hpmlc_halve(f, m, f->rounds - 1 - k, true); break;
-    case HPMLC_FOLD: case HPMLC_UNFOLD:
-        if (i < p - full || i >= full) hpmlc_climb(f, m, i % full + full, i % full);
-        break;
-    case HPMLC_TREE_UP: case HPMLC_TREE_DOWN: /* binomial: on round k's way up who has bit k as the lowest is a child */
-        step = 1 << (f->kind == HPMLC_TREE_UP ? k : f->rounds - 1 - k);
-        if (i % step == 0 && (i | step) < p) hpmlc_climb(f, m, i | step, i & ~step);
-        break;
-    case HPMLC_STAR_UP: case HPMLC_STAR_DOWN:
-        if (i == 0 || i == k + 1) hpmlc_climb(f, m, k + 1, 0);
-        break;
-    }
+    f->kind->move(f, k, m);
 }
 
-HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, hpmlc_kind kind, hpmlc_team team, int64_t at, int64_t count)
+/* Appends a phase, unless it has no rounds or this rank is not in its team. */
+HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, const hpmlc_kind *kind, hpmlc_team team, int64_t at, int64_t count)
 {
-    int rounds = hpmlc_rounds(kind, team.size);
-    if (rounds == 0 || team.me < 0) return;
+    if (kind->core) team.size = 1 << hpmlc_log2(team.size);
+    int rounds = kind->rounds(team.size);
+    if (rounds == 0 || team.me < 0 || team.me >= team.size) return;
     hpmlc_phase *f = &plan->phase[plan->count++];
-    f->kind = kind, f->team = team, f->at = at, f->count = count, f->rounds = rounds, f->level = plan->level;
+    f->kind   = kind;
+    f->team   = team;
+    f->at     = at;
+    f->count  = count;
+    f->rounds = rounds;
+    f->level  = plan->level;
 }
 
-/* The phases of an allreduce of a range within one team. */
-HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, int64_t at, int64_t count)
+#define HPMLC_ROW_PHASES 5
+typedef struct hpmlc_algorithm {
+    hpml_algorithm    algorithm;
+    const char       *name;
+    const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; ends with NULL */
+    /* Optional: plans it where several ranks share each of several nodes; elsewhere `phase` counts. */
+    void (*plan_nodes)(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n);
+    bool              native;     /* the transport executes it; `phase` then only estimates its bytes */
+    int32_t           auto_ranks; /* AUTO considers it for at most so many ranks, because it simulates it; 0: never */
+    int32_t           auto_mixed; /* the same limit where neighbours in the ring are on different nodes */
+    /* Optional: seconds for `bytes` on a real transport that the simulation does not count; AUTO adds them. */
+    double (*extra_s)(const hpml_comm *c, double bytes);
+} hpmlc_algorithm;
+
+HPMLC_FN const hpmlc_algorithm *hpmlc_algorithm_row(hpml_algorithm a);
+
+/* Plans an allreduce of a range within one team. */
+HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, const hpmlc_algorithm *row, hpmlc_team team, int64_t at, int64_t count)
 {
-    hpmlc_team core = t;
-    core.size = 1 << hpmlc_log2(t.size);
-    if (core.me >= core.size) core.me = -1;
-    if (a == HPML_BUTTERFLY || a == HPML_HALVING) {
-        hpmlc_plan_add(plan, HPMLC_FOLD, t, at, count);
-        hpmlc_plan_add(plan, a == HPML_HALVING ? HPMLC_HALVE : HPMLC_DOUBLING, core, at, count);
-        if (a == HPML_HALVING) hpmlc_plan_add(plan, HPMLC_DOUBLE, core, at, count);
-        hpmlc_plan_add(plan, HPMLC_UNFOLD, t, at, count);
-        return;
-    }
-    bool star = a == HPML_CENTRAL, tree = a == HPML_TREE;
-    hpmlc_plan_add(plan, star ? HPMLC_STAR_UP : tree ? HPMLC_TREE_UP : HPMLC_RING_SCATTER, t, at, count);
-    hpmlc_plan_add(plan, star ? HPMLC_STAR_DOWN : tree ? HPMLC_TREE_DOWN : HPMLC_RING_GATHER, t, at, count);
+    for (const hpmlc_kind *const *kind = row->phase; *kind; kind++) hpmlc_plan_add(plan, *kind, team, at, count);
 }
 
-/* Hierarchical: a ring inside the node leaves each member one share; the members with the same place on all nodes sum
-   that share by halving, or by a ring; a ring inside the node spreads the shares. Where nodes differ in size: a tree to
-   the first rank of each node, a ring among those, a tree back. */
-HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
+/* Plans HIERARCHICAL: a ring inside the node leaves each member the sum of one block; the members with the same place
+   on all nodes add up that block by halving, or by a ring; a ring inside the node spreads the blocks. Where nodes
+   differ in size: a tree to the first rank of each node, a ring among those ranks, a tree back. */
+HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
     int node = spread ? rank % nodes : rank / per_node, place = spread ? rank / nodes : rank % per_node;
@@ -4008,26 +4086,90 @@ HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool sprea
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
-        bool    folds = (nodes & (nodes - 1)) != 0; /* which sends everything twice more: a ring of some is cheaper */
-        hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n), plan->level = "global allreduce";
-        hpmlc_plan_team(plan, folds && nodes <= 32 ? HPML_RING : HPML_HALVING, across, at, end - at);
+        bool    folds = (nodes & (nodes - 1)) != 0; /* folding sends everything twice more: a short ring is cheaper */
+        hpmlc_plan_add(plan, &hpmlc_ring_scatter, in, 0, n);
+        plan->level = "global allreduce";
+        hpml_algorithm between = folds && nodes <= 32 ? HPML_RING : HPML_HALVING;
+        hpmlc_plan_team(plan, hpmlc_algorithm_row(between), across, at, end - at);
         plan->level = "local gather";
-        hpmlc_plan_add(plan, HPMLC_RING_GATHER, in, 0, n);
+        hpmlc_plan_add(plan, &hpmlc_ring_gather, in, 0, n);
         return;
     }
     const hpmlc_team in = { rank - place, 1, node == nodes - 1 ? last : per_node, place, 0 };
     const hpmlc_team across = { 0, per_node, nodes, node, 0 };
-    hpmlc_plan_add(plan, HPMLC_TREE_UP, in, 0, n), plan->level = "global allreduce";
-    if (place == 0) hpmlc_plan_team(plan, HPML_RING, across, 0, n);
+    hpmlc_plan_add(plan, &hpmlc_tree_up, in, 0, n);
+    plan->level = "global allreduce";
+    if (place == 0) hpmlc_plan_team(plan, hpmlc_algorithm_row(HPML_RING), across, 0, n);
     plan->level = "local gather";
-    hpmlc_plan_add(plan, HPMLC_TREE_DOWN, in, 0, n);
+    hpmlc_plan_add(plan, &hpmlc_tree_down, in, 0, n);
 }
 
+/* BUTTERFLY sends a copy of what is added to meanwhile. CENTRAL's rank 0 starts its messages one by one. */
+HPMLC_FN double hpmlc_butterfly_extra(const hpml_comm *c, double bytes) { return hpmlc_log2(c->size) * bytes * 1e-10; }
+HPMLC_FN double hpmlc_central_extra(const hpml_comm *c, double bytes HPMLC_UNUSED)
+{
+    return 2 * (c->size - 1) * c->t->alpha;
+}
+
+/* In the order in which AUTO tries them: of equally fast ones it takes the first. AUTO, NATIVE: bytes as a ring's. */
+#define HPMLC_MAX_RANKS 65536 /* that the simulator takes */
+static const hpmlc_algorithm hpmlc_algorithms[] = {
+    { HPML_BUTTERFLY, "butterfly", { &hpmlc_fold, &hpmlc_doubling, &hpmlc_unfold, NULL }, NULL, false,
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_butterfly_extra },
+    { HPML_HALVING, "halving", { &hpmlc_fold, &hpmlc_halve, &hpmlc_double, &hpmlc_unfold, NULL }, NULL, false,
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
+    { HPML_RING, "ring", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false,
+      HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed: a queue plays p^2 messages */
+    { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_plan_hierarchy, false,
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
+    { HPML_TREE, "tree", { &hpmlc_tree_up, &hpmlc_tree_down, NULL }, NULL, false,
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
+    { HPML_CENTRAL, "central", { &hpmlc_star_up, &hpmlc_star_down, NULL }, NULL, false,
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_central_extra },
+    { HPML_PAIRWISE, "pairwise", { &hpmlc_pairs_add, &hpmlc_pairs_copy, NULL }, NULL, false, 0, 0, NULL },
+    { HPML_NATIVE, "native", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, true, 0, 0, NULL },
+    { HPML_AUTO, "auto", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false, 0, 0, NULL },
+};
+#define HPMLC_ALGORITHM_ROWS ((int)(sizeof hpmlc_algorithms / sizeof hpmlc_algorithms[0]))
+typedef char hpmlc_every_algorithm_has_a_row[HPMLC_ALGORITHM_ROWS == HPML_ALGORITHM_COUNT ? 1 : -1];
+
+/* Returns the row of an algorithm; NULL: there is no such algorithm. */
+HPMLC_FN const hpmlc_algorithm *hpmlc_algorithm_row(hpml_algorithm a)
+{
+    for (int i = 0; i < HPMLC_ALGORITHM_ROWS; i++)
+        if (hpmlc_algorithms[i].algorithm == a) return &hpmlc_algorithms[i];
+    return NULL;
+}
+
+HPML_API const char *hpml_algorithm_name(hpml_algorithm a)
+{
+    const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
+    return row ? row->name : "unknown";
+}
+
+HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
+{
+    for (int i = 0; name && i < HPMLC_ALGORITHM_ROWS; i++)
+        if (strcmp(name, hpmlc_algorithms[i].name) == 0) return hpmlc_algorithms[i].algorithm;
+    return HPML_ALGORITHM_NONE;
+}
+
+/* Plans an allreduce of n elements as rank `rank` of p executes it. An unknown algorithm has no phases. */
 HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per_node, bool spread, int rank, int64_t n)
 {
-    plan->count = 0, plan->level = NULL;
-    if (a == HPML_HIERARCHICAL && per_node > 0 && per_node < p) hpmlc_plan_nodes(plan, p, per_node, spread, rank, n);
-    else hpmlc_plan_team(plan, a, hpmlc_everyone(p, rank, 0), 0, n);
+    const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
+    plan->count = 0;
+    plan->level = NULL;
+    if (row && row->plan_nodes && per_node > 0 && per_node < p) row->plan_nodes(plan, p, per_node, spread, rank, n);
+    else if (row) hpmlc_plan_team(plan, row, hpmlc_everyone(p, rank, 0), 0, n);
+}
+
+/* Makes a plan of one phase, which all ranks run as one team on elements [0, n). */
+HPMLC_FN void hpmlc_plan_single(hpmlc_plan *plan, const hpmlc_kind *kind, int p, int rank, int root, int64_t n)
+{
+    plan->count = 0;
+    plan->level = NULL;
+    hpmlc_plan_add(plan, kind, hpmlc_everyone(p, rank, root), 0, n);
 }
 
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
@@ -4044,7 +4186,12 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
     return false;
 }
 
-/* into[i] = into[i] + from[i], or the larger. Blocks of 16, not overlapping, let any compiler use vectors at -O2. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>reduce   adding up elements; the mean
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* into[i] <- into[i] + from[i], or the larger of both. Loops of 16 elements of arrays that do not overlap let any
+   compiler use vectors at -O2. */
 #define HPMLC_REDUCE(name, type, wide, read, write, expression)                                                        \
     HPMLC_FN void hpmlc_##name(void *HPMLC_RESTRICT into, const void *HPMLC_RESTRICT from, size_t bytes)               \
     {                                                                                                                  \
@@ -4096,14 +4243,15 @@ static const struct { size_t size; hpmlc_reduce_fn *sum, *max; } hpmlc_types[] =
 
 HPML_API size_t hpml_element_size(hpml_element e) { return (unsigned)e <= HPML_ELEMENT_BYTE ? hpmlc_types[e].size : 0; }
 
+/* Returns the function that adds (or takes the larger of) elements; NULL: there is none. */
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
     if ((unsigned)e > HPML_ELEMENT_BYTE || (unsigned)op > HPML_MAX) return NULL;
     return op == HPML_MAX ? hpmlc_types[e].max : hpmlc_types[e].sum;
 }
 
-/* The mean of p ranks, after the sum: the same operation on the same bits on every rank. Blocks of 16 as above; times
-   1 / p is the same bits as divided by p where p is a power of two. */
+/* Makes the sum of p ranks their mean: the same operation on the same bits on every rank. Where p is a power of two,
+   x * (1 / p) has the same bits as x / p and is faster. Loops of 16 elements as above. */
 HPMLC_FN void hpmlc_divide_f32(float *x, int64_t n, float p)
 {
     const int   rest = (int)p & ((int)p - 1);
@@ -4135,7 +4283,7 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A buffer of the communicator's that only grows. */
+/* Returns the communicator's buffer, grown to at least `size` bytes. NULL: no memory. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
 {
     if (size <= c->scratch_size) return c->scratch;
@@ -4145,20 +4293,28 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-/* The mean is taken where a sum is complete, after the last phase that adds, before it goes to the others: each element
-   once, not on every rank. */
+/* Divides the sums that phase i of the plan has completed, if it is the last phase that adds: each element once, where
+   its sum is complete, before it is copied to the other ranks. */
 HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, char *data, hpml_element e)
 {
     const hpmlc_phase *f = &plan->phase[i];
-    int                a = f->team.me, b = a + 1, p = f->team.size;
+    int                p = f->team.size, first = 0, end = 0; /* blocks to divide */
     for (int k = i + 1; k < plan->count; k++)
         if (hpmlc_adds(plan->phase[k].kind)) return;
-    if (!hpmlc_adds(f->kind) || f->kind == HPMLC_FOLD) return;
-    if (f->kind != HPMLC_RING_SCATTER && f->kind != HPMLC_HALVE) b = f->kind == HPMLC_DOUBLING || a == 0 ? p : 0, a = 0;
-    int64_t at = f->at + hpml_block(f->count, p, a);
-    hpmlc_divide(data + (size_t)at * hpml_element_size(e), f->at + hpml_block(f->count, p, b) - at, e, c->size);
+    switch (f->kind->sums) {
+    case HPMLC_SUMS_NONE: case HPMLC_SUMS_PARTIAL: return;
+    case HPMLC_SUMS_BLOCK:
+        first = f->team.me;
+        end   = f->team.me + 1;
+        break;
+    case HPMLC_SUMS_ALL: end = p; break;
+    case HPMLC_SUMS_ROOT: end = f->team.me == 0 ? p : 0; break;
+    }
+    int64_t at = f->at + hpml_block(f->count, p, first), n = f->at + hpml_block(f->count, p, end) - at;
+    hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
+/* Executes the moves of a plan on `data`. op: a word of hpml_reduce, or -1: the plan adds nothing. */
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e, int op, int tag)
 {
     size_t           size   = hpml_element_size(e);
@@ -4171,14 +4327,15 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
         for (int k = 0; k < f->rounds && status == HPML_OK; k++, c->round++) {
             hpml_move m;
             hpmlc_move_of(f, k, &m);
-            char  *out = data + (size_t)m.out_at * size, *in = data + (size_t)m.in_at * size;
-            size_t out_bytes = (size_t)m.out_count * size, in_bytes = (size_t)m.in_count * size;
-            if (m.to >= 0 && m.add && out == in && out_bytes > 0) { /* what is sent is added to meanwhile */
-                char *copy = hpmlc_scratch(c, out_bytes);
+            char  *sent = data + (size_t)m.send_at * size, *received = data + (size_t)m.receive_at * size;
+            size_t sent_bytes = (size_t)m.send_count * size, received_bytes = (size_t)m.receive_count * size;
+            if (m.to >= 0 && m.add && sent == received && sent_bytes > 0) { /* the receive would change what is sent */
+                char *copy = hpmlc_scratch(c, sent_bytes);
                 if (!copy) return hpml_ctx_status(c->ctx);
-                out = (char *)memcpy(copy, out, out_bytes);
+                sent = (char *)memcpy(copy, sent, sent_bytes);
             }
-            status = hpmlc_round(c, tag, m.to, out, out_bytes, m.from, in, in_bytes, m.add ? reduce : NULL);
+            status = hpmlc_round(c, tag, m.to, sent, sent_bytes, m.from, received, received_bytes,
+                                 m.add ? reduce : NULL);
         }
         if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, plan, i, data, e);
         if (!f->level || status != HPML_OK || (i + 1 < plan->count && f[1].level == f->level)) continue;
@@ -4189,10 +4346,11 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
     return status;
 }
 
-/* With .check: rank 0 collects, in words, what each rank is about to do, and tells all of them what it thinks. */
+/* With .check: rank 0 collects from each rank a text that describes the collective it has entered, compares them, and
+   sends the verdict to all ranks, which fail if two texts differ. */
 HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
 {
-    hpmlc_plan  tell;
+    hpmlc_plan  reply;
     char        theirs[96], verdict[256] = { 0 };
     hpml_status status = HPML_OK;
     if (c->rank > 0) status = hpmlc_round(c, tag, 0, mine, sizeof theirs, -1, NULL, 0, NULL);
@@ -4202,17 +4360,16 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
             snprintf(verdict, sizeof verdict, "collective %u differs: rank 0 is in %s, rank %d in %s", c->sequence,
                      mine, c->origin[i], theirs);
     }
-    tell.count = 0, tell.level = NULL;
-    hpmlc_plan_add(&tell, HPMLC_STAR_DOWN, hpmlc_everyone(c->size, c->rank, 0), 0, sizeof verdict);
-    if (status == HPML_OK) status = hpmlc_run(c, &tell, verdict, HPML_ELEMENT_BYTE, -1, tag);
+    hpmlc_plan_single(&reply, &hpmlc_star_down, c->size, c->rank, 0, sizeof verdict);
+    if (status == HPML_OK) status = hpmlc_run(c, &reply, verdict, HPML_ELEMENT_BYTE, -1, tag);
     if (status != HPML_OK) return status;
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
 }
 
-/* Every collective begins here: a tag of its own, the name for messages, the check of what all ranks must pass, with
-   `how` and `which` for what is this collective's own ("root" 3; which -1: no number). Returns the tag, or -1. */
-HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element element, int op, const char *how,
-                         int which)
+/* Begins every collective: takes a tag of its own, keeps the name for errors, and with .check compares what all ranks
+   must pass: also `detail` and `number`, for example "root" and 3 (number -1: none). Returns the tag; -1: an error. */
+HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element element, int op, const char *detail,
+                         int number)
 {
     static const char *const elements[] = { "f32", "bf16", "i32", "i64", "f64", "bytes" }; /* as hpml_element */
     static const char *const ops[]      = { "", ", sum", ", mean", ", max" }; /* none, then as hpml_reduce */
@@ -4224,8 +4381,8 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     if (c->check && c->size > 1) {
         char words[96] = { 0 };
         int  used = snprintf(words, sizeof words, "%s of %lld %s%s%s%s", name, (long long)n, elements[element],
-                             ops[op + 1], how ? ", " : "", how ? how : "");
-        if (how && which >= 0) snprintf(words + used, sizeof words - (size_t)used, " %d", which);
+                             ops[op + 1], detail ? ", " : "", detail ? detail : "");
+        if (detail && number >= 0) snprintf(words + used, sizeof words - (size_t)used, " %d", number);
         if (hpmlc_check(c, words, tag) != HPML_OK) return -1;
     }
     c->round = 0;
@@ -4235,6 +4392,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     return tag;
 }
 
+/* Ends every collective: counts its seconds and puts it on the timeline. Returns `status`. */
 HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
@@ -4244,7 +4402,7 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
     return status;
 }
 
-/* The largest of all ranks' values, on all of them. */
+/* Replaces n values by the largest of all ranks, on all ranks. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n)
 {
     hpmlc_plan plan;
@@ -4254,8 +4412,8 @@ HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, 
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)most, HPML_ELEMENT_I64, HPML_MAX, tag));
 }
 
-/* One phase of all ranks as one team, rooted at `root`. */
-HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind kind, void *data, int64_t n,
+/* Runs a collective of one phase, with all ranks as one team whose member 0 is `root`. */
+HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, const hpmlc_kind *kind, void *data, int64_t n,
                                      hpml_element e, int op, int root)
 {
     hpmlc_plan plan;
@@ -4263,133 +4421,145 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
               (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
-    bool rooted = kind == HPMLC_TREE_UP || kind == HPMLC_TREE_DOWN;
+    bool rooted = kind == &hpmlc_tree_up || kind == &hpmlc_tree_down;
     int  tag    = hpmlc_enter(c, name, n, e, op, rooted ? "root" : NULL, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    plan.count = 0, plan.level = NULL;
-    hpmlc_plan_add(&plan, kind, hpmlc_everyone(c->size, c->rank, root), 0, n);
+    hpmlc_plan_single(&plan, kind, c->size, c->rank, root, n);
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)data, e, op, tag));
 }
 
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op)
 {
-    return hpmlc_phase_run(c, "reduce_scatter", HPMLC_RING_SCATTER, data, n, e, (int)op, 0);
+    return hpmlc_phase_run(c, "reduce_scatter", &hpmlc_ring_scatter, data, n, e, (int)op, 0);
 }
 
 HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_element e)
 {
-    return hpmlc_phase_run(c, "allgather", HPMLC_RING_GATHER, data, n, e, -1, 0);
+    return hpmlc_phase_run(c, "allgather", &hpmlc_ring_gather, data, n, e, -1, 0);
 }
 
 HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root)
 {
-    return hpmlc_phase_run(c, "broadcast", HPMLC_TREE_DOWN, data, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root);
+    return hpmlc_phase_run(c, "broadcast", &hpmlc_tree_down, data, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root);
 }
 
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root)
 {
-    return hpmlc_phase_run(c, "reduce", HPMLC_TREE_UP, data, n, e, (int)op, root);
+    return hpmlc_phase_run(c, "reduce", &hpmlc_tree_up, data, n, e, (int)op, root);
 }
 
-/* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. A
-   barrier doubles k instead: after k rounds everybody has heard, directly or not, of 2^k - 1 others. */
-HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *out, char *in, size_t bytes, int root)
+/* Collectives of blocks: in round k a rank sends to the one k after it and receives from the one k before it, unless a
+   root alone sends or receives. A barrier doubles k instead: after round k each rank has a message, direct or not, from
+   the 2 k - 1 ranks before it. */
+typedef struct hpmlc_block_rule {
+    const char *name;
+    bool        root_sends;    /* the root alone sends: it has a block for each rank, the others have none */
+    bool        root_receives; /* the root alone receives: a block from each rank */
+    bool        doubles;       /* k doubles from round to round; else it grows by 1 */
+} hpmlc_block_rule;
+
+static const hpmlc_block_rule hpmlc_gather_rule     = { "gather", false, true, false };
+static const hpmlc_block_rule hpmlc_scatter_rule    = { "scatter", true, false, false };
+static const hpmlc_block_rule hpmlc_all_to_all_rule = { "all_to_all", false, false, false };
+static const hpmlc_block_rule hpmlc_barrier_rule    = { "barrier", false, false, true };
+
+/* Runs a collective of blocks of `bytes`. sent: a block for each rank, or where the root alone receives, one block;
+   received: a block from each rank, or where the root alone sends, one block. */
+HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, const char *sent, char *received,
+                                  size_t bytes, int root)
 {
-    bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0, barrier = *name == 'b';
-    if (c && (gather || scatter) && (root < 0 || root >= c->size))
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks", name, root, c->size);
-    int tag = hpmlc_enter(c, name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root < 0 ? NULL : "root", root);
+    bool rooted = rule->root_sends || rule->root_receives;
+    if (c && rooted && (root < 0 || root >= c->size))
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks", rule->name, root, c->size);
+    int tag = hpmlc_enter(c, rule->name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, rooted ? "root" : NULL, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    if (in && out && bytes > 0 && (root < 0 || root == c->rank))
-        memmove(in + (scatter ? 0 : (size_t)c->rank * bytes), out + (gather ? 0 : (size_t)c->rank * bytes), bytes);
+    size_t me = (size_t)c->rank;
+    size_t sent_step = rule->root_receives ? 0 : bytes, received_step = rule->root_sends ? 0 : bytes;
+    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* a rank's own block */
+        memmove(received + me * received_step, sent + me * sent_step, bytes);
     hpml_status status = HPML_OK;
-    for (int k = 1; k < c->size && status == HPML_OK; k += barrier ? k : 1) {
+    for (int k = 1; k < c->size && status == HPML_OK; k += rule->doubles ? k : 1) {
         int         to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size;
-        bool        sends = gather ? to == root : scatter ? c->rank == root : true;
-        bool        takes = gather ? c->rank == root : scatter ? from == root : true;
-        const char *mine   = out && !gather ? out + (size_t)to * bytes : out;
-        char       *theirs = in && !scatter ? in + (size_t)from * bytes : in;
+        bool        sends    = (!rule->root_sends || c->rank == root) && (!rule->root_receives || to == root);
+        bool        receives = (!rule->root_receives || c->rank == root) && (!rule->root_sends || from == root);
+        const char *out = sent ? sent + (size_t)to * sent_step : NULL;
+        char       *in  = received ? received + (size_t)from * received_step : NULL;
         c->round = k;
-        status = hpmlc_round(c, tag, sends ? to : -1, mine, bytes, takes ? from : -1, theirs, bytes, NULL);
+        status = hpmlc_round(c, tag, sends ? to : -1, out, bytes, receives ? from : -1, in, bytes, NULL);
     }
     return hpmlc_leave(c, status);
 }
 
-HPML_API hpml_status hpml_barrier(hpml_comm *c) { return hpmlc_blocks(c, "barrier", NULL, NULL, 0, -1); }
+HPML_API hpml_status hpml_barrier(hpml_comm *c) { return hpmlc_blocks(c, &hpmlc_barrier_rule, NULL, NULL, 0, -1); }
 
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root)
 {
-    return hpmlc_blocks(c, "gather", (const char *)mine, (char *)all, bytes, root);
+    return hpmlc_blocks(c, &hpmlc_gather_rule, (const char *)mine, (char *)all, bytes, root);
 }
 
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root)
 {
-    return hpmlc_blocks(c, "scatter", (const char *)all, (char *)mine, bytes, root);
+    return hpmlc_blocks(c, &hpmlc_scatter_rule, (const char *)all, (char *)mine, bytes, root);
 }
 
-HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes)
+HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *received, size_t bytes)
 {
-    return hpmlc_blocks(c, "all_to_all", (const char *)out, (char *)in, bytes, -1);
+    return hpmlc_blocks(c, &hpmlc_all_to_all_rule, (const char *)sent, (char *)received, bytes, -1);
 }
 
-static const char *const hpmlc_algorithms[HPML_ALGORITHM_COUNT] = { "auto", "central", "tree", "ring", "butterfly",
-                                                                    "halving", "hierarchical", "native" };
-
-HPML_API const char *hpml_algorithm_name(hpml_algorithm a)
+/* Returns the seconds of an allreduce of 2^k bytes: simulated once, then kept, because no formula describes how
+   messages overlap between nodes, or where ranks are no power of two. -1: no memory. */
+HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
 {
-    return (unsigned)a < HPML_ALGORITHM_COUNT ? hpmlc_algorithms[a] : "unknown";
-}
-
-HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
-{
-    for (int i = 0; name && i < HPML_ALGORITHM_COUNT; i++)
-        if (strcmp(name, hpmlc_algorithms[i]) == 0) return (hpml_algorithm)i;
-    return HPML_ALGORITHM_NONE;
-}
-
-/* Simulated once and kept. In nodes, and where ranks are no power of two, messages overlap as no formula knows. */
-HPMLC_FN double hpmlc_forecast(const hpml_comm *c, hpml_algorithm a, int k)
-{
-    double *kept = (double *)&c->forecast[k][a];
+    double *kept = &c->forecast[k][a];
     if (*kept > 0) return *kept;
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
     int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p), then (known) 1 + the new number */
-    for (int r = 0; node && r < p; r++) { /* a part's nodes are numbered anew */
+    for (int r = 0; node && r < p; r++) { /* the nodes of a part get new numbers, from 0 on without gaps */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
         node[r] = *number - 1;
     }
-    net.node = node, net.between = c->between, net.inside = nodes > 1 ? c->inside : c->between;
-    *kept = node ? hpml_simulate_allreduce(a, p, &net, (int64_t)1 << k) : -1;
+    net.node    = node;
+    net.between = c->between;
+    net.inside  = nodes > 1 ? c->inside : c->between;
+    *kept       = node ? hpml_simulate_allreduce(a, p, &net, (int64_t)1 << k) : -1;
     free(node);
     return *kept;
 }
 
-HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
+/* Returns whether AUTO considers an algorithm on this communicator. */
+HPMLC_FN bool hpmlc_auto_considers(const hpml_comm *c, const hpmlc_algorithm *row)
 {
-    static const hpml_algorithm order[] = { HPML_BUTTERFLY, HPML_HALVING, HPML_RING, HPML_HIERARCHICAL, HPML_TREE,
-                                            HPML_CENTRAL };
-    if (!c) return HPML_ALGORITHM_NONE;
-    hpml_algorithm a = HPML_RING;
-    double         best = 1e300, n = (double)bytes;
-    int            p = c->size, k = hpmlc_log2(bytes < 64 ? 64 : bytes >> 29 ? 1 << 29 : (int)bytes);
-    for (int i = 0; i < 6 && p > 1 && p <= 65536; i++) {
-        if (order[i] == HPML_HIERARCHICAL && (c->per_node <= 1 || c->per_node >= p)) continue;
-        if (order[i] == HPML_RING && p > 256 && (c->spread || c->per_node == 0)) continue; /* p^2 steps to simulate */
-        double low = hpmlc_forecast(c, order[i], k), high = hpmlc_forecast(c, order[i], k + 1);
-        if (low < 0 || high < 0) return HPML_ALGORITHM_NONE;
-        double cost = low + (high - low) * (ldexp(n, -k) - 1);
-        if (order[i] == HPML_BUTTERFLY && !c->is_virtual) cost += hpmlc_log2(p) * n * 1e-10; /* sends a copy */
-        if (order[i] == HPML_CENTRAL && !c->is_virtual) cost += 2 * (p - 1) * c->t->alpha; /* one by one */
-        if (cost < best) best = cost, a = order[i];
-    }
-    return a;
+    bool mixed = c->spread || c->per_node == 0; /* ring neighbours are on different nodes */
+    if (row->plan_nodes && (c->per_node <= 1 || c->per_node >= c->size)) return false;
+    return c->size <= (mixed ? row->auto_mixed : row->auto_ranks);
 }
 
-/* Chooses the algorithm where it is AUTO. Returns the elements of one piece, see hpml_transport; 0: no memory. */
-HPMLC_FN int64_t hpmlc_allreduce_piece(const hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
+HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes)
+{
+    if (!c) return HPML_ALGORITHM_NONE;
+    hpml_algorithm best = HPML_RING;
+    double         least = 1e300, n = (double)bytes;
+    int            k = hpmlc_log2(bytes < 64 ? 64 : bytes >> 29 ? 1 << 29 : (int)bytes);
+    for (int i = 0; i < HPMLC_ALGORITHM_ROWS && c->size > 1; i++) {
+        const hpmlc_algorithm *row = &hpmlc_algorithms[i];
+        if (!hpmlc_auto_considers(c, row)) continue;
+        double low = hpmlc_forecast(c, row->algorithm, k), high = hpmlc_forecast(c, row->algorithm, k + 1);
+        if (low < 0 || high < 0) return HPML_ALGORITHM_NONE;
+        double seconds = low + (high - low) * (ldexp(n, -k) - 1);
+        if (row->extra_s && !c->is_virtual) seconds += row->extra_s(c, n);
+        if (seconds >= least) continue;
+        least = seconds;
+        best  = row->algorithm;
+    }
+    return best;
+}
+
+/* Sets the algorithm where it is AUTO. Returns the elements of one piece, see hpml_transport; 0: no memory. */
+HPMLC_FN int64_t hpmlc_allreduce_piece(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
 {
     if (*a != HPML_AUTO) return hpmlc_max(n, 1);
     *a = hpml_comm_choose(c, n * size);
@@ -4397,10 +4567,12 @@ HPMLC_FN int64_t hpmlc_allreduce_piece(const hpml_comm *c, int64_t n, int64_t si
     return c->t->piece > 0 && n > 1 << 21 ? (int64_t)c->t->piece / size : hpmlc_max(n, 1);
 }
 
-/* Bytes that this rank sends in an allreduce of n elements. NATIVE and links do not say: as a ring. */
-HPMLC_FN int64_t hpmlc_allreduce_bytes(const hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
+/* Returns the bytes that this rank sends in an allreduce of n elements. For native algorithms and device links, which
+   do not report theirs: the bytes of a ring. */
+HPMLC_FN int64_t hpmlc_allreduce_bytes(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
 {
-    if (a == HPML_NATIVE || c->link.begin) return 2 * size * (n - hpml_block(n, c->size, 1));
+    const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
+    if (!row || row->native || c->link.begin) return 2 * size * (n - hpml_block(n, c->size, 1));
     int64_t step = hpmlc_allreduce_piece(c, n, size, &a), elements = 0;
     for (int64_t at = 0; at < n && step > 0; at += step) {
         hpmlc_plan plan;
@@ -4409,7 +4581,7 @@ HPMLC_FN int64_t hpmlc_allreduce_bytes(const hpml_comm *c, int64_t n, int64_t si
         for (const hpmlc_phase *f = plan.phase; f < plan.phase + plan.count; f++)
             for (int k = 0; k < f->rounds; k++) {
                 hpmlc_move_of(f, k, &m);
-                elements += m.out_count;
+                elements += m.send_count;
             }
     }
     return elements * size;
@@ -4422,21 +4594,22 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     HPMLC_DESC(hpml_allreduce_desc, d, desc);
     if (c && (d._begin || d._end || !hpmlc_reducer(d.element, d.reduce) ||
               (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, op %d, element %d, data %p: the desc is not "
-                          "cleared, or out of range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, reduce %d, element %d, data %p: out of "
+                          "range, or the desc was not zeroed", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
     int tag = hpmlc_enter(c, "allreduce", n, d.element, (int)d.reduce, hpml_algorithm_name(d.algorithm), -1);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     int64_t size = (int64_t)hpml_element_size(d.element), step = hpmlc_allreduce_piece(c, n, size, &d.algorithm);
-    if (step == 0) return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory");
-    if (d.algorithm == HPML_NATIVE) {
+    if (step == 0)
+        return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory for the simulation with which AUTO chooses");
+    if (hpmlc_algorithm_row(d.algorithm)->native) {
         if (!c->t->allreduce)
-            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another "
-                              "algorithm", c->t->name);
+            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native algorithm; choose "
+                              "another one", c->t->name);
         status = c->t->allreduce(c, data, n, (int)d.element, (int)d.reduce);
         if (status == HPML_OK && d.reduce == HPML_MEAN) hpmlc_divide(data, n, d.element, c->size);
     } else {
         int64_t at = 0;
-        do { /* piece by piece, see hpml_transport; once, too, when n is 0 */
+        do { /* piece by piece, see hpml_transport; with n 0, one empty piece */
             int64_t count = hpmlc_min(n - at, step);
             hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
             status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, (int)d.reduce, tag);
@@ -4446,15 +4619,18 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     return hpmlc_leave(c, status);
 }
 
+/* As hpml_allreduce, without a desc. */
 HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce,
                                       hpml_algorithm algorithm)
 {
     HPMLC_ZERO(hpml_allreduce_desc, d);
-    d.element = element, d.reduce = reduce, d.algorithm = algorithm;
+    d.element   = element;
+    d.reduce    = reduce;
+    d.algorithm = algorithm;
     return hpml_allreduce(c, data, n, &d);
 }
 
-/* alpha from small messages, beta from large ones; the slowest rank's figures count for all. */
+/* Measures alpha by small messages and beta by large ones; all ranks take the figures of the slowest one. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 {
     enum { LARGE = 1 << 20 };
@@ -4484,20 +4660,22 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 // >>async   work in the background
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A thread with a twin of the communicator and a hidden context (errors are handed over when a job is waited for). Jobs
-   run in the order of posting, so all ranks meet. */
+/* A background is a thread with a twin of the communicator and a context of its own, whose error hpml_job_wait copies
+   to the communicator's context. Jobs run in the order in which they are posted, the same on all ranks, so that the
+   ranks' collectives match. */
 
 struct hpml_job {
     hpml_comm          *c;
     hpml_rank_fn       *work;
     void               *user;
-    void               *data; /* of an allreduce */
+    void               *data; /* of hpml_iallreduce */
     int64_t             n;
     hpml_allreduce_desc desc;
     hpml_status         status;
-    bool                used, done;
-    int64_t             step;  /* of the trainer, when it was posted */
-    double              clock; /* CLOCK: when it was posted, then when it was done */
+    bool                used;  /* posted, and hpml_job_wait has not returned it */
+    bool                done;
+    int64_t             step;  /* the trainer's step when the job was posted */
+    double              clock; /* CLOCK: when the job was posted, then when it was done: seconds */
 };
 
 HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
@@ -4520,7 +4698,7 @@ struct hpmlc_background {
 #endif
 };
 
-/* The oldest job that waits. */
+/* Runs the oldest job that has been posted. */
 HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 {
     hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
@@ -4533,9 +4711,10 @@ HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 
 #ifndef HPML_NO_THREADS
 
-/* This thread mostly waits, and others wait for what it does next: it asks to be woken when the time has come, not 50
-   us later, and to run for moments only, which lets it run at once although all cores compute. Refused: no matter. */
-HPMLC_FN void hpmlc_background_prompt(void)
+/* Lowers the latency of the calling thread, which mostly waits and for which other ranks wait: a timer slack of 1 us
+   instead of 50, and a short time slice (Linux 6.12 and later), so that the thread preempts computing threads. Where
+   the system refuses, nothing changes. */
+HPMLC_FN void hpmlc_background_low_latency(void)
 {
 #if defined(__linux__) && defined(PR_SET_TIMERSLACK) && defined(SYS_sched_setattr)
     struct { uint32_t size, policy; uint64_t flags; int32_t nice; uint32_t priority; uint64_t runtime, rest[2]; } a;
@@ -4546,11 +4725,12 @@ HPMLC_FN void hpmlc_background_prompt(void)
 #endif
 }
 
+/* Runs jobs until hpmlc_background_stop. */
 HPMLC_FN void *hpmlc_background_main(void *arg)
 {
     hpmlc_background *b    = (hpmlc_background *)arg;
     unsigned          seen = 0;
-    hpmlc_background_prompt();
+    hpmlc_background_low_latency();
     const hpmlc_schedule *schedule = b->c->t->schedule;
     if (schedule) schedule->thread_enter(b->twin);
     for (;;) {
@@ -4566,6 +4746,7 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     return NULL;
 }
 
+/* Starts the thread. Without one (threaded stays false) jobs run when they are posted. */
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     const hpml_transport *t = b->c->t;
@@ -4577,15 +4758,15 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
     if (!b->threaded && t->schedule) t->schedule->thread_close(b->c, b->twin);
 }
 
-/* Until the thread says so; meanwhile a deadlock is seen, and virtual time goes on. */
-HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *said)
+/* Waits until the background thread sets *flag. Deadlocks are detected meanwhile, and virtual time advances. */
+HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *flag)
 {
     unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_sleep_at(b->c, &b->waiter, &seen, 1e300);
+    while (!__atomic_load_n(flag, __ATOMIC_ACQUIRE)) hpmlc_sleep_at(b->c, &b->waiter, &seen, 1e300);
 }
 
 #else
-HPMLC_FN void hpmlc_background_await(hpmlc_background *b HPMLC_UNUSED, const bool *said HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_background_await(hpmlc_background *b HPMLC_UNUSED, const bool *flag HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) {}
 
 #endif
@@ -4608,14 +4789,16 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
     hpml_ctx_free(b->ctx);
 }
 
-/* Collective, at the first job. */
+/* Returns the communicator's background, which the first call creates: collective then. NULL: the error is on the
+   context. */
 HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
 {
     if (c->background) return c->background;
     hpmlc_background *b = (hpmlc_background *)hpml_ctx_alloc(c->ctx, sizeof *b, NULL);
     if (!b) return NULL;
     HPMLC_ZERO(hpml_ctx_desc, d);
-    d.threads = 1, d.allocator = hpml_ctx_allocator(c->ctx);
+    d.threads   = 1;
+    d.allocator = hpml_ctx_allocator(c->ctx);
     int32_t *all = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof *all * (size_t)c->size, NULL);
     for (int i = 0; all && i < c->size; i++) all[i] = i;
     b->c    = c;
@@ -4623,29 +4806,34 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
     b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, 0) : NULL;
     hpml_ctx_release(c->ctx, all);
     if (!b->twin) {
-        hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s",
+        hpmlc_fail(c, HPML_ERR_MEMORY, "background: the twin of the communicator cannot be created: %s",
                    b->ctx ? hpml_ctx_error(b->ctx) : "no memory");
         hpml_ctx_free(b->ctx);
         return NULL;
     }
-    b->twin->spin_limit = 0; /* leaves the core to the threads that compute */
+    b->twin->spin_limit = 0; /* sleeps at once, because computing threads need the core */
     b->twin->trace = c->ctx;
     c->background  = b;
     hpmlc_background_thread(b);
     return b;
 }
 
-/* A copy of `what`. */
-HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *what)
+/* Posts a copy of `job`. NULL: the error is on the context. */
+HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *job)
 {
     hpmlc_background *b = hpmlc_failed(c) ? NULL : hpmlc_background_of(c);
     if (!b) return NULL;
     hpml_job *j = &b->job[b->posted % HPMLC_JOBS];
-    if (j->used)
-        return hpmlc_fail(c, HPML_ERR_STATE, "%d jobs in the background have not been waited for", HPMLC_JOBS),
-               (hpml_job *)NULL;
-    *j = *what;
-    j->c = c, j->used = true, j->step = c->step, j->clock = hpml_comm_now(c);
+    if (j->used) {
+        hpmlc_fail(c, HPML_ERR_STATE, "background: %d jobs have been started without a wait; call hpml_job_wait once "
+                   "for each", HPMLC_JOBS);
+        return NULL;
+    }
+    *j = *job;
+    j->c     = c;
+    j->used  = true;
+    j->step  = c->step;
+    j->clock = hpml_comm_now(c);
     __atomic_add_fetch(&b->posted, 1, __ATOMIC_RELEASE);
     if (b->threaded) hpmlc_wake_at(b->twin, &b->worker);
     else hpmlc_job_run(b);
@@ -4655,14 +4843,17 @@ HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *what)
 HPML_API hpml_job *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user)
 {
     HPMLC_ZERO(hpml_job, j);
-    j.work = work, j.user = user;
+    j.work = work;
+    j.user = user;
     return work ? hpmlc_job_post(c, &j) : NULL;
 }
 
 HPML_API hpml_job *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
     HPMLC_ZERO(hpml_job, j);
-    j.work = hpmlc_job_allreduce, j.data = data, j.n = n;
+    j.work = hpmlc_job_allreduce;
+    j.data = data;
+    j.n    = n;
     if (desc) j.desc = *desc;
     return hpmlc_job_post(c, &j);
 }
@@ -4673,7 +4864,8 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
-    __atomic_store_n(&b->twin->spin_limit, j->c->spin_limit, __ATOMIC_RELAXED); /* this thread sleeps: spin */
+    /* This thread only waits, so the twin may spin on its core. */
+    __atomic_store_n(&b->twin->spin_limit, j->c->spin_limit, __ATOMIC_RELAXED);
     hpmlc_background_await(b, &j->done);
     __atomic_store_n(&b->twin->spin_limit, 0, __ATOMIC_RELAXED);
     hpmlc_advance(j->c, j->clock);
@@ -4683,7 +4875,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
     return j->status;
 }
 
-/* Waits until nothing is under way: then what the twin has counted, and what jobs carry, may be looked at. */
+/* Waits until no job is in flight: then the twin's counters and the residuals that jobs change may be read. */
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 {
     hpmlc_background *b = c->background;
@@ -4692,8 +4884,11 @@ HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 
 HPMLC_FN void hpmlc_counters_add(hpml_counters *to, const hpml_counters *more)
 {
-    to->messages += more->messages, to->bytes += more->bytes, to->between_bytes += more->between_bytes;
-    to->rounds += more->rounds, to->seconds += more->seconds;
+    to->messages += more->messages;
+    to->bytes += more->bytes;
+    to->between_bytes += more->between_bytes;
+    to->rounds += more->rounds;
+    to->seconds += more->seconds;
 }
 
 HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
@@ -4705,11 +4900,12 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
     if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
 }
 
-HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int what)
+/* Returns messages (which 0) or bytes (which 1) sent to a rank, by the communicator and its twin. */
+HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int which)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
     hpmlc_background_drain(c);
-    return c->sent_to[peer][what] + (c->background ? c->background->twin->sent_to[peer][what] : 0);
+    return c->sent_to[peer][which] + (c->background ? c->background->twin->sent_to[peer][which] : 0);
 }
 
 HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer) { return hpmlc_sent_to(c, peer, 0); }
@@ -4729,93 +4925,113 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Tensors are of two kinds: plain ones are added as they are, in one fused allreduce; packed ones go by stripes. A
-   message to rank j holds, contribution by contribution and tensor by tensor, the packed rows of stripe j, behind a
-   word that says whether all was finite. */
+/* A tensor is plain, then one fused allreduce adds it, or packed, then it travels by stripes. A message to rank j has a
+   header of 8 bytes, hpml_exchange.bad, and then, contribution by contribution and tensor by tensor, the packed rows of
+   stripe j. */
 
 typedef struct hpmlc_item {
     hpml_gradient g;
     hpml_packing  packing;
     bool          plain;
-    float        *residual;       /* (leaves, rows, cols) or NULL */
-    float        *stripe;         /* (my_rows, cols) or NULL */
+    float        *residual;        /* (leaves, rows, cols) or NULL */
+    float        *stripe;          /* (my_rows, cols) residual of the sum, or NULL */
     int64_t       my_row, my_rows; /* of this rank's stripe */
-    int64_t       at;             /* plain: where it begins in fused or span */
-    float        *p, *q, *work;   /* behind it: LOWRANK: P (rows, r), Q (cols, r), M (rows, cols). TOPK: u (n), the
-                                     pairs of all ranks (p, k, 2), magnitudes (n) */
+    int64_t       at;              /* plain: offset of the first float in fused or span */
+    union {                        /* codecs of whole tensors: arrays behind the residual, in one allocation */
+        struct { float *magnitude, *velocity, *pairs; } topk; /* (n), (n), (p, k, 2) the pairs of all ranks */
+        struct { float *m, *p, *q; } lowrank;                 /* M (rows, cols), P (rows, r), Q (cols, r) */
+    } whole;
 } hpmlc_item;
 
-/* Arrays that may live on a device. `open` gives n floats of one on the host: where they are, or a copy in the window,
-   one at a time; `close` brings what was changed back. On the host there is no device, and these do nothing. */
-typedef struct hpmlc_reach {
-    const hpml_backend *device; /* NULL: on the host */
-    void               *at;
+/* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
+   the array itself, or a copy in the window, one at a time; hpmlc_host_view_end writes the copy back. */
+typedef struct hpmlc_host_view {
+    const hpml_backend *device; /* NULL: arrays are on the host */
+    void               *device_user; /* first argument of the device's functions */
     float              *window; /* as large as the largest array */
-} hpmlc_reach;
+} hpmlc_host_view;
 
-HPMLC_FN bool hpmlc_reach_create(hpmlc_reach *r, hpml_ctx *ctx, int64_t largest)
+HPMLC_FN bool hpmlc_host_view_create(hpmlc_host_view *view, hpml_ctx *ctx, int64_t largest)
 {
-    r->device = hpml_ctx_backend(ctx), r->at = hpml_ctx_device(ctx);
-    r->window = (float *)hpml_ctx_alloc(ctx, (size_t)hpmlc_max(largest, 1) * sizeof(float), NULL);
-    return r->window != NULL;
+    view->device      = hpml_ctx_backend(ctx);
+    view->device_user = hpml_ctx_device(ctx);
+    view->window      = (float *)hpml_ctx_alloc(ctx, (size_t)hpmlc_max(largest, 1) * sizeof(float), NULL);
+    return view->window != NULL;
 }
 
-HPMLC_FN float *hpmlc_open(const hpmlc_reach *r, float *x, int64_t n)
+HPMLC_FN float *hpmlc_host_view_begin(const hpmlc_host_view *view, float *x, int64_t n)
 {
-    if (!r->device || n == 0) return x;
-    r->device->read(r->at, r->window, x, (size_t)n * sizeof(float));
-    return r->window;
+    if (!view->device || n == 0) return x;
+    view->device->read(view->device_user, view->window, x, (size_t)n * sizeof(float));
+    return view->window;
 }
 
-HPMLC_FN void hpmlc_close(const hpmlc_reach *r, float *x, int64_t n)
+HPMLC_FN void hpmlc_host_view_end(const hpmlc_host_view *view, float *x, int64_t n)
 {
-    if (r->device && n > 0) r->device->write(r->at, x, r->window, (size_t)n * sizeof(float));
+    if (view->device && n > 0) view->device->write(view->device_user, x, view->window, (size_t)n * sizeof(float));
 }
+
+/* How the tensors of an exchange lie, and where. */
+typedef enum hpmlc_exchange_mode {
+    HPMLC_ANYWHERE,      /* on the host, as the caller has them */
+    HPMLC_PADDED,        /* on the host, in the trainer's array, each padded to HPML_GRADIENT_ALIGN floats */
+    HPMLC_PADDED_LINKED, /* in the trainer's array on a device, and moved by the communicator's device link */
+    HPMLC_NODE_SHARE     /* on the host: a rank's share of its node's sums */
+} hpmlc_exchange_mode;
+
+typedef struct hpmlc_whole hpmlc_whole;
 
 struct hpml_exchange {
-    hpml_comm         *c;
-    hpml_exchange_desc d;
-    hpmlc_item        *item;      /* (d.count) */
-    int                packed;    /* items that are not plain */
-    float             *fused;     /* plain tensors side by side; NULL: they already lie so, at `span` */
-    float             *span;
-    int64_t            plain;     /* floats in fused or span */
-    int64_t            part;      /* of them in one sum */
-    int32_t           *missing;   /* (parts) tensors that are not ready everywhere */
-    int32_t           *ready;     /* (d.count) atomic: 1: ready here, 2: everywhere */
-    int32_t           *late;      /* (d.count) 1 + a rank where it is not */
-    int                said;      /* atomic: tensors ready here */
-    hpml_job          *job;       /* the one that waits for more, */
-    hpmlc_background  *by;        /* and whose it is */
-    int32_t           *leaves;    /* (p) contributions of each rank */
-    size_t            *out_at;    /* (p + 1) where the message to each rank begins in `out` */
-    size_t             in_size;   /* bytes of one contribution to my stripe, word excluded */
-    size_t            *in_at;     /* (p + 1) where the message of each rank begins in `in` */
-    size_t            *sum_at;    /* (p + 1) the packed sums of all stripes */
-    char              *out, *in, *sums;
-    int64_t            bytes;     /* sent in one run */
-    hpmlc_reach        reach;     /* linked: the device, where tensors, residuals and messages are */
-    int                bucket;    /* its number for the timeline, from 1; 0: none */
-    int64_t            bad;       /* of the last run: 1 + a rank that had a NaN + the tensor times 2^20. 0: none */
+    hpml_comm          *c;
+    hpml_exchange_desc  d;
+    hpmlc_exchange_mode mode;
+    const hpmlc_whole  *whole;     /* the codec, if it works on whole tensors; else NULL */
+    hpmlc_item         *item;      /* (d.count) */
+    int                 packed;    /* number of items that are not plain */
+    float              *fused;     /* plain tensors side by side; NULL: they already lie so, at `span` */
+    float              *span;
+    int64_t             plain;     /* floats in fused or span */
+    int64_t             part;      /* of them in one sum */
+    int32_t            *missing;   /* (parts) tensors that are not ready on all ranks */
+    int32_t            *ready;     /* (d.count) atomic: 1: ready on this rank, 2: on all ranks */
+    int32_t            *late;      /* (d.count) 1 + a rank where the tensor is not ready */
+    int                 announced; /* atomic: tensors ready on this rank */
+    hpml_job           *job;       /* the job that waits for more tensors, */
+    hpmlc_background   *by;        /* and the background that runs it */
+    int32_t            *leaves;    /* (p) contributions of each rank */
+    int32_t             first_leaf; /* contributions of the ranks before this one */
+    int64_t             runs;      /* how often it has run */
+    uint64_t            seed;      /* of codecs that round at random */
+    size_t             *sent_at;   /* (p + 1) where the message to each rank begins in `sent` */
+    size_t              part_size; /* bytes of one contribution to this rank's stripe, header excluded */
+    size_t             *received_at; /* (p + 1) where the message from each rank begins in `received` */
+    size_t             *sum_at;    /* (p + 1) the packed sums of all stripes */
+    char               *sent, *received, *sums;
+    int64_t             bytes;     /* sent in one run, plain tensors excluded */
+    hpmlc_host_view     view;      /* linked: the device where tensors, residuals and messages are */
+    int                 bucket;    /* number for the timeline, from 1; 0: none */
+    int64_t             bad;       /* of the last run: 1 + a rank that had a NaN + the tensor * 2^20. 0: none */
 };
 
-/* Memory where the tensors are. */
+/* Allocates where the tensors are. */
 HPMLC_FN void *hpmlc_exchange_alloc(hpml_exchange *x, size_t bytes)
 {
-    void *p = x->reach.device ? x->reach.device->alloc(x->reach.at, bytes) : hpml_ctx_alloc(x->c->ctx, bytes, NULL);
+    const hpml_backend *device = x->view.device;
+    void *p = device ? device->alloc(x->view.device_user, bytes) : hpml_ctx_alloc(x->c->ctx, bytes, NULL);
     if (!p && hpml_ctx_status(x->c->ctx) == HPML_OK)
-        hpmlc_fail(x->c, HPML_ERR_MEMORY, "exchange: no %zu bytes on %s", bytes, x->reach.device->name);
+        hpmlc_fail(x->c, HPML_ERR_MEMORY, "exchange: no %zu bytes on %s", bytes, device->name);
     return p;
 }
 
 HPMLC_FN void hpmlc_exchange_release(hpml_exchange *x, void *p)
 {
-    if (!x->reach.device) hpml_ctx_release(x->c->ctx, p);
-    else if (p) x->reach.device->free(x->reach.at, p, 0);
+    if (!x->view.device) hpml_ctx_release(x->c->ctx, p);
+    else if (p) x->view.device->free(x->view.device_user, p, 0);
 }
 
-#define HPMLC_HEAD 8 /* bytes before a message: hpml_exchange.bad */
+#define HPMLC_HEADER 8 /* bytes before a message: hpml_exchange.bad */
 
+/* Returns hpml_exchange.bad for a tensor of this rank. */
 HPMLC_FN int64_t hpmlc_bad(const hpml_comm *c, int64_t tensor) { return c->origin[c->rank] + 1 + (tensor << 20); }
 
 HPMLC_FN int64_t hpmlc_stripe(const hpmlc_item *it, int p, int rank) { return hpml_block(it->g.rows, p, rank); }
@@ -4826,7 +5042,7 @@ HPMLC_FN size_t hpmlc_stripe_size(const hpmlc_item *it, int p, int rank)
     return (rows * it->packing.row_size + 7) / 8 * 8;
 }
 
-/* Bytes of one contribution to the stripes of `rank`. */
+/* Returns the bytes of one contribution to the stripes of `rank`. */
 HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
 {
     size_t size = 0;
@@ -4835,49 +5051,65 @@ HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
     return size;
 }
 
-/* Plain tensors that fill a stretch of memory need no copy. They must follow one another as given, as they would in a
-   copy, which other ranks may need; but a trainer's, which pads each to 16 floats, lie alike on all ranks. */
+/* Sets span if the plain tensors fill a range of memory, which then needs no copy. They must follow one another in the
+   order given, as they would in a copy, because other ranks may need a copy; but the gradients of a trainer
+   lie alike on all ranks, and a node's shares do, too. */
 HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
 {
     float  *low = NULL, *high = NULL;
     int64_t all = 0;
-    bool    in_order = true, alike = x->d.padded || x->d.share;
+    bool    padded = x->mode == HPMLC_PADDED || x->mode == HPMLC_PADDED_LINKED, in_order = true;
     for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t n = it->g.rows * it->g.cols, align = x->d.padded ? HPML_GRADIENT_ALIGN : 1;
-        int64_t room = (n + align - 1) / align * align;
+        int64_t n = it->g.rows * it->g.cols, align = padded ? HPML_GRADIENT_ALIGN : 1;
+        int64_t taken = (n + align - 1) / align * align;
         if (!it->plain) continue;
         in_order = in_order && (!low || it->g.data == high);
         if (!low || it->g.data < low) low = it->g.data;
-        if (!high || it->g.data + room > high) high = it->g.data + room;
-        all += room;
+        if (!high || it->g.data + taken > high) high = it->g.data + taken;
+        all += taken;
     }
-    if (low && high - low == all && (in_order || alike)) x->span = low, x->plain = all;
+    if (!low || high - low != all || (!in_order && x->mode == HPMLC_ANYWHERE)) return;
+    x->span  = low;
+    x->plain = all;
 }
+
+HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec);
 
 HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
 {
-    bool sum = d->reduce == HPML_SUM || d->reduce == HPML_MEAN, ratio = d->ratio >= 0 && d->ratio <= 1;
-    if (d->_begin || d->_end || d->count < 1 || !d->tensors || d->leaves < 0 || !sum || !ratio || d->lowrank < 0 ||
-        (unsigned)d->method > HPML_METHOD_LOWRANK || d->fuse_bytes < 0)
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: no desc, "
-                          "or not cleared, or out of range", d->count, (int)d->method, (int)d->reduce,
-                          (double)d->ratio, d->lowrank);
+    const hpml_codec_desc *k = &d->codec;
+    if (d->_begin || d->_end || k->_begin || k->_end || d->count < 1 || !d->tensors)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors at %p: there is no desc, or it was not "
+                          "cleared; zero it, then set count and tensors", d->count, (const void *)d->tensors);
+    bool adds = d->reduce == HPML_SUM || d->reduce == HPML_MEAN;
+    if (!adds || d->leaves < 0 || d->fuse_bytes < 0 || (unsigned)d->algorithm >= HPML_ALGORITHM_COUNT)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: reduce %d, %d leaves, fuse_bytes %lld, algorithm %d: "
+                          "expected SUM or MEAN, no negative number, and a word of hpml_algorithm", (int)d->reduce,
+                          d->leaves, (long long)d->fuse_bytes, (int)d->algorithm);
+    if (!k->custom && !hpml_codec_get(k->kind))
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: there is no codec %d; take a word of hpml_codec_kind",
+                          (int)k->kind);
+    if (!(k->ratio >= 0 && k->ratio <= 1) || k->lowrank < 0)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: codec.ratio %g, codec.lowrank %d: expected 0 to 1, and a "
+                          "rank that is not negative", (double)k->ratio, k->lowrank);
+    const hpmlc_whole *whole = hpmlc_whole_codec(k);
     for (int i = 0; i < d->count; i++) {
         const hpml_gradient *g = &d->tensors[i];
         hpml_packing         p;
-        if (!g->data || g->rows < 1 || g->cols < 1 || hpml_packing_init(&p, &d->codec, g->rows, g->cols) != HPML_OK)
+        bool shaped = g->data && g->rows >= 1 && g->cols >= 1;
+        if (!shaped || hpml_packing_init(&p, whole ? NULL : k, g->rows, g->cols) != HPML_OK)
             return hpmlc_fail(c, HPML_ERR_SHAPE, "exchange: tensor %d \"%s\" is %lld x %lld%s, or its codec desc is "
                               "not valid", i, g->name ? g->name : "", (long long)g->rows, (long long)g->cols,
                               g->data ? "" : " without data");
     }
-    if (d->leaves > 1 && d->method != HPML_METHOD_CODEC)
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: top-k and low-rank take one contribution a rank; exact "
-                          "sums go with codecs");
+    if (d->leaves > 1 && whole)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: codecs topk and lowrank take one contribution a rank; "
+                          "exact sums go with the other codecs");
     return HPML_OK;
 }
 
-/* The maximum over all ranks, for the library's own needs: it is not on the timeline. */
-HPMLC_FN hpml_status hpmlc_reduce_unseen(hpml_comm *c, void *data, int64_t n, hpml_element element)
+/* Computes the maximum over all ranks for the library's own needs: it does not appear on the timeline. */
+HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element)
 {
     hpml_ctx *trace = c->trace;
     c->trace = NULL;
@@ -4886,16 +5118,16 @@ HPMLC_FN hpml_status hpmlc_reduce_unseen(hpml_comm *c, void *data, int64_t n, hp
     return status;
 }
 
-/* Have all ranks the same hash? */
+/* Sets *same to whether all ranks have the same hash. */
 HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
 {
     int64_t     both[2] = { (int64_t)(hash >> 2), -(int64_t)(hash >> 2) };
-    hpml_status status = hpmlc_reduce_unseen(c, both, 2, HPML_ELEMENT_I64);
+    hpml_status status = hpmlc_reduce_untraced(c, both, 2, HPML_ELEMENT_I64);
     *same = both[0] == -both[1];
     return status;
 }
 
-/* All ranks must have the same tensors: counts and shapes, folded into a number that is compared. */
+/* Fails on all ranks unless they have the same tensors: counts, shapes and row sizes, hashed and compared. */
 HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
 {
     bool     same;
@@ -4911,13 +5143,13 @@ HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
     return status;
 }
 
-HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it);
+HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it);
 
 HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
 {
     hpml_comm *c = x->c;
-    hpml_packing_init(&it->packing, &x->d.codec, it->g.rows, it->g.cols);
-    if (x->d.method != HPML_METHOD_CODEC) return hpmlc_methods_create(x, it);
+    hpml_packing_init(&it->packing, x->whole ? NULL : &x->d.codec, it->g.rows, it->g.cols);
+    if (x->whole) return hpmlc_whole_create(x, it);
     it->plain = it->packing.codec->linear;
     if (it->plain) return true;
     it->my_row  = hpmlc_stripe(it, c->size, c->rank);
@@ -4925,60 +5157,79 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     if (it->packing.residual_count == 0) return true;
     size_t all = (size_t)(it->g.rows * it->g.cols * x->d.leaves), mine = (size_t)(it->my_rows * it->g.cols);
     it->residual = (float *)hpmlc_exchange_alloc(x, all * sizeof(float));
-    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* also where I have no rows */
+    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* not NULL where there are no rows */
     return it->residual && it->stripe;
 }
 
-/* Where every message begins, and memory for them. */
+/* Computes where every message begins, and allocates them. */
 HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 {
     hpml_comm *c = x->c;
     int        p = c->size;
-    x->in_size   = hpmlc_message_size(x, c->rank);
+    x->part_size = hpmlc_message_size(x, c->rank);
     for (int r = 0; r < p; r++) {
-        size_t size      = hpmlc_message_size(x, r);
-        x->out_at[r + 1] = x->out_at[r] + HPMLC_HEAD + size * (size_t)x->d.leaves;
-        x->in_at[r + 1]  = x->in_at[r] + HPMLC_HEAD + x->in_size * (size_t)x->leaves[r];
-        x->sum_at[r + 1] = x->sum_at[r] + HPMLC_HEAD + size;
+        size_t size = hpmlc_message_size(x, r);
+        x->sent_at[r + 1]     = x->sent_at[r] + HPMLC_HEADER + size * (size_t)x->d.leaves;
+        x->received_at[r + 1] = x->received_at[r] + HPMLC_HEADER + x->part_size * (size_t)x->leaves[r];
+        x->sum_at[r + 1]      = x->sum_at[r] + HPMLC_HEADER + size;
     }
-    x->out  = (char *)hpmlc_exchange_alloc(x, x->out_at[p]);
-    x->in   = (char *)hpmlc_exchange_alloc(x, x->in_at[p]);
-    x->sums = (char *)hpmlc_exchange_alloc(x, x->sum_at[p]);
-    x->bytes += (int64_t)(x->out_at[p] - (x->out_at[c->rank + 1] - x->out_at[c->rank]));
+    x->sent     = (char *)hpmlc_exchange_alloc(x, x->sent_at[p]);
+    x->received = (char *)hpmlc_exchange_alloc(x, x->received_at[p]);
+    x->sums     = (char *)hpmlc_exchange_alloc(x, x->sum_at[p]);
+    x->bytes += (int64_t)(x->sent_at[p] - (x->sent_at[c->rank + 1] - x->sent_at[c->rank]));
     x->bytes += (int64_t)(p - 1) * (int64_t)(x->sum_at[c->rank + 1] - x->sum_at[c->rank]);
-    return x->sums != NULL && x->in && x->out;
+    return x->sums && x->received && x->sent;
 }
 
-/* Where plain tensors are among those that are added up, and what it takes to ask who is ready. */
+/* Computes the offsets of plain tensors, and allocates what hpml_exchange_ready needs. */
 HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 {
     int64_t at = 0, n = x->d.count;
-    for (hpmlc_item *it = x->item; it < x->item + n; it++)
-        if (it->plain) it->at = x->span ? it->g.data - x->span : at, at += it->g.rows * it->g.cols;
-    x->part  = x->d.fuse_bytes > 0 ? (x->d.fuse_bytes + 3) / 4 : x->plain + 1;
-    at       = 2 * n + x->plain / x->part + 1;
-    x->ready = (int32_t *)hpml_ctx_alloc(x->c->ctx, sizeof *x->ready * (size_t)at, NULL);
-    x->late  = x->ready + n, x->missing = x->late + n;
+    for (hpmlc_item *it = x->item; it < x->item + n; it++) {
+        if (!it->plain) continue;
+        it->at = x->span ? it->g.data - x->span : at;
+        at += it->g.rows * it->g.cols;
+    }
+    x->part = x->d.fuse_bytes > 0 ? (x->d.fuse_bytes + 3) / 4 : x->plain + 1;
+    int64_t words = 2 * n + x->plain / x->part + 1;
+    x->ready   = (int32_t *)hpml_ctx_alloc(x->c->ctx, sizeof *x->ready * (size_t)words, NULL);
+    x->late    = x->ready + n;
+    x->missing = x->late + n;
     return x->ready != NULL;
 }
 
-HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
+/* Allocates the arrays of a desc that has been checked. */
+HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
-    HPMLC_DESC(hpml_exchange_desc, d, desc);
-    if (hpmlc_failed(c) || hpmlc_exchange_check(c, &d) != HPML_OK) return NULL;
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
     size_t         p = (size_t)c->size;
     if (!x) return NULL;
-    x->c = c, x->d = d;
+    x->c     = c;
+    x->d     = *d;
+    x->mode  = mode;
+    x->whole = hpmlc_whole_codec(&d->codec);
+    x->seed  = d->codec.seed ? d->codec.seed : hpml_ctx_seed(c->ctx);
     if (x->d.leaves == 0) x->d.leaves = 1;
-    x->item   = (hpmlc_item *)hpml_ctx_alloc(c->ctx, sizeof *x->item * (size_t)d.count, NULL);
-    x->leaves = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof *x->leaves * p, NULL);
-    x->out_at = (size_t *)hpml_ctx_alloc(c->ctx, sizeof *x->out_at * 3 * (p + 1), NULL);
-    if (!x->item || !x->leaves || !x->out_at) return NULL;
-    x->in_at = x->out_at + p + 1, x->sum_at = x->in_at + p + 1;
-    int64_t most = 0;
+    x->item    = (hpmlc_item *)hpml_ctx_alloc(c->ctx, sizeof *x->item * (size_t)d->count, NULL);
+    x->leaves  = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof *x->leaves * p, NULL);
+    x->sent_at = (size_t *)hpml_ctx_alloc(c->ctx, sizeof *x->sent_at * 3 * (p + 1), NULL);
+    if (!x->item || !x->leaves || !x->sent_at) return NULL;
+    x->received_at = x->sent_at + p + 1;
+    x->sum_at      = x->received_at + p + 1;
+    return x;
+}
+
+/* As hpml_exchange_create, for tensors that lie as `mode` says. */
+HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
+{
+    HPMLC_DESC(hpml_exchange_desc, d, desc);
+    if (hpmlc_failed(c) || hpmlc_exchange_check(c, &d) != HPML_OK) return NULL;
+    hpml_exchange *x = hpmlc_exchange_new(c, &d, mode);
+    bool           linked = mode == HPMLC_PADDED_LINKED;
+    int64_t        most = 0;
+    if (!x) return NULL;
     for (int i = 0; i < d.count; i++) most = hpmlc_max(most, d.tensors[i].rows * d.tensors[i].cols);
-    if (d.linked && !hpmlc_reach_create(&x->reach, c->ctx, most)) return NULL;
+    if (linked && !hpmlc_host_view_create(&x->view, c->ctx, most)) return NULL;
     for (int i = 0; i < d.count; i++) {
         x->item[i].g = d.tensors[i];
         if (!hpmlc_item_create(x, &x->item[i])) return NULL;
@@ -4988,11 +5239,17 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     x->leaves[c->rank] = x->d.leaves;
     if (hpmlc_exchange_agree(x) != HPML_OK) return NULL;
     if (hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
+    for (int r = 0; r < c->rank; r++) x->first_leaf += x->leaves[r];
     hpmlc_exchange_span(x);
-    if (x->plain > 0 && !x->span && !d.linked)
+    if (x->plain > 0 && !x->span && !linked)
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
-    if (x->d.method == HPML_METHOD_CODEC && x->packed > 0 && !hpmlc_exchange_layout(x)) return NULL;
+    if (!x->whole && x->packed > 0 && !hpmlc_exchange_layout(x)) return NULL;
     return hpmlc_exchange_parts(x) ? x : NULL;
+}
+
+HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
+{
+    return hpmlc_exchange_make(c, desc, HPMLC_ANYWHERE);
 }
 
 HPML_API void hpml_exchange_free(hpml_exchange *x)
@@ -5003,9 +5260,9 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
         hpmlc_exchange_release(x, x->item[i].residual);
         hpmlc_exchange_release(x, x->item[i].stripe);
     }
-    char *messages[] = { x->out, x->in, x->sums };
+    char *messages[] = { x->sent, x->received, x->sums };
     for (size_t k = 0; k < sizeof messages / sizeof messages[0]; k++) hpmlc_exchange_release(x, messages[k]);
-    void *own[] = { x->item, x->leaves, x->out_at, x->fused, x->ready, x->reach.window };
+    void *own[] = { x->item, x->leaves, x->sent_at, x->fused, x->ready, x->view.window };
     for (size_t k = 0; k < sizeof own / sizeof own[0]; k++) hpml_ctx_release(ctx, own[k]);
     hpml_ctx_release(ctx, x);
 }
@@ -5014,27 +5271,47 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 // >>stripes   the five steps of an exchange, on the host or on a device
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLC_FN hpml_status hpmlc_encode(const hpml_exchange *x, const hpmlc_item *it, void *packed, float *e, const float *g,
+/* Mixes the seed of an exchange with a tensor and a contribution: every pair draws its own random numbers (the steps of
+   splitmix64). contribution: numbered over all ranks, so that it does not depend on which rank has it; -1: the sum. */
+HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it, int64_t contribution)
+{
+    uint64_t h = x->seed;
+    for (int k = 0; k < 2; k++) {
+        h += 0x9e3779b97f4a7c15u * (uint64_t)(k ? contribution + 2 : it - x->item + 1);
+        h = (h ^ h >> 30) * 0xbf58476d1ce4e5b9u;
+        h = (h ^ h >> 27) * 0x94d049bb133111ebu;
+        h ^= h >> 31;
+    }
+    return h;
+}
+
+/* Packs rows [row, row + rows) of a tensor, which begin at g. */
+HPMLC_FN hpml_status hpmlc_encode(const hpml_comm *c, const hpml_exchange *x, const hpmlc_item *it,
+                                  int64_t contribution, void *packed, float *e, const float *g, int64_t row,
                                   int64_t rows)
 {
-    const hpml_backend *b = x->reach.device;
-    return b ? b->encode(x->reach.at, x->c->ctx, &it->packing, packed, e, g, rows)
-             : hpml_packing_encode(&it->packing, packed, e, g, rows);
+    const hpml_backend *b = x->view.device;
+    hpml_encode_info    info;
+    if (b) return b->encode(x->view.device_user, x->c->ctx, &it->packing, packed, e, g, rows);
+    info.row  = row;
+    info.step = c->step > 0 ? c->step : x->runs;
+    info.seed = hpmlc_encode_seed(x, it, contribution);
+    return hpml_packing_encode(&it->packing, packed, e, g, rows, &info);
 }
 
 HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *out, const void *packed, int64_t rows,
                            bool add)
 {
-    const hpml_backend *b = x->reach.device;
-    if (b) b->decode(x->reach.at, x->c->ctx, &it->packing, out, packed, rows, add);
+    const hpml_backend *b = x->view.device;
+    if (b) b->decode(x->view.device_user, x->c->ctx, &it->packing, out, packed, rows, add);
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
-/* Sets the label of the next spans: the plain tensors of x in [at, end), or all others of x; x NULL: no label. */
-HPMLC_FN void hpmlc_about(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
+/* Labels the next spans on the timeline with the plain tensors of x in [at, end), or with all packed tensors of x. */
+HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
 {
     memset(&c->about, 0, sizeof c->about);
-    if (!x || !hpml_trace_on(c->trace)) return;
+    if (!hpml_trace_on(c->trace)) return;
     c->about.bucket = x->bucket;
     for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
         bool within = !plain || (it->at < end && it->at + it->g.rows * it->g.cols > at);
@@ -5044,49 +5321,66 @@ HPMLC_FN void hpmlc_about(hpml_comm *c, const hpml_exchange *x, bool plain, int6
     }
 }
 
-/* 1. Packs all rows, stripe by stripe, into messages; `back`: the end of 5., from sums. Returns hpml_exchange.bad. */
-HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x, bool back)
+HPMLC_FN void hpmlc_clear_label(hpml_comm *c) { memset(&c->about, 0, sizeof c->about); }
+
+/* Step 1: packs all rows, stripe by stripe, into the messages to their owners. Returns hpml_exchange.bad. */
+HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size;
     int64_t bad = 0;
     for (int r = 0; r < p; r++) {
-        char *at = (back ? x->sums + x->sum_at[r] : x->out + x->out_at[r]) + HPMLC_HEAD;
-        for (int l = 0; l < (back ? 1 : x->d.leaves); l++)
+        char *at = x->sent + x->sent_at[r] + HPMLC_HEADER;
+        for (int l = 0; l < x->d.leaves; l++)
             for (int i = 0; i < x->d.count; i++) {
                 hpmlc_item *it = &x->item[i];
                 if (it->plain) continue;
                 int64_t row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
                 float  *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
                 float  *g = it->g.data + l * x->d.leaf_step + row * it->g.cols;
-                if (back) hpmlc_decode(x, it, g, at, rows, false);
-                else if (rows > 0 && hpmlc_encode(x, it, at, e, g, rows) != HPML_OK && (!bad || i < bad >> 20))
-                    bad = hpmlc_bad(c, i);
+                bool    good = rows == 0 || hpmlc_encode(c, x, it, x->first_leaf + l, at, e, g, row, rows) == HPML_OK;
+                if (!good && (!bad || i < bad >> 20)) bad = hpmlc_bad(c, i);
                 at += hpmlc_stripe_size(it, p, r);
             }
     }
     return bad;
 }
 
-/* What rank r has sent for my stripe; my own never travelled. */
-HPMLC_FN const char *hpmlc_exchange_from(const hpml_exchange *x, int r, int me)
+/* End of step 5: unpacks the sums of all stripes into the tensors. */
+HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
 {
-    return r == me ? x->out + x->out_at[r] : x->in + x->in_at[r];
+    int p = c->size;
+    for (int r = 0; r < p; r++) {
+        const char *at = x->sums + x->sum_at[r] + HPMLC_HEADER;
+        for (hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+            if (it->plain) continue;
+            int64_t row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
+            hpmlc_decode(x, it, it->g.data + row * it->g.cols, at, rows, false);
+            at += hpmlc_stripe_size(it, p, r);
+        }
+    }
 }
 
-/* The word before a message: keeps the first rank that had a NaN. */
-HPMLC_FN void hpmlc_exchange_hear(int64_t *bad, const char *message)
+/* Returns the message from rank r for this rank's stripe; a rank sends none to itself. */
+HPMLC_FN const char *hpmlc_message_from(const hpml_exchange *x, int r, int me)
+{
+    return r == me ? x->sent + x->sent_at[r] : x->received + x->received_at[r];
+}
+
+/* Reads the header of a message into *bad unless a message before it has set *bad. */
+HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
 {
     int64_t other;
     memcpy(&other, message, sizeof other);
     if (*bad == 0) *bad = other;
 }
 
-/* 3. and 4. Adds what has come for my stripe, in the order of ranks and leaves, and packs the sum. Result: as pack. */
+/* Steps 3 and 4: adds the contributions to this rank's stripe, in the order of ranks and leaves, and packs the sum.
+   Returns hpml_exchange.bad. */
 HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
     int64_t bad = 0;
-    char   *to = x->sums + x->sum_at[me] + HPMLC_HEAD;
+    char   *to = x->sums + x->sum_at[me] + HPMLC_HEADER;
     size_t  offset = 0;
     for (int i = 0; i < x->d.count; i++) {
         hpmlc_item *it = &x->item[i];
@@ -5096,169 +5390,213 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
         bool    first = true;
         for (int r = 0; r < p; r++)
             for (int l = 0; l < x->leaves[r]; l++, first = false) {
-                const char *rows = hpmlc_exchange_from(x, r, me) + HPMLC_HEAD + (size_t)l * x->in_size + offset;
+                const char *rows = hpmlc_message_from(x, r, me) + HPMLC_HEADER + (size_t)l * x->part_size + offset;
                 hpmlc_decode(x, it, sum, rows, it->my_rows, !first);
             }
-        if (x->d.reduce == HPML_MEAN && x->reach.device) c->link.scale(c->link.user, sum, n, 1, (float)p);
+        if (x->d.reduce == HPML_MEAN && x->view.device) c->link.scale(c->link.user, sum, n, 1, (float)p);
         else if (x->d.reduce == HPML_MEAN) hpmlc_divide(sum, n, HPML_ELEMENT_F32, p);
         if (it->my_rows > 0) {
             if (x->d.in_stripe) x->d.in_stripe(x->d.user, i, it->my_row, it->my_rows, sum);
-            if (hpmlc_encode(x, it, to + offset, it->stripe, sum, it->my_rows) != HPML_OK) bad = hpmlc_bad(c, i);
+            hpml_status status = hpmlc_encode(c, x, it, -1, to + offset, it->stripe, sum, it->my_row, it->my_rows);
+            if (status != HPML_OK) bad = hpmlc_bad(c, i);
         }
         offset += hpmlc_stripe_size(it, p, me);
     }
     return bad;
 }
 
-/* 2. and 5. Everybody with everybody: in round k with the rank k further on. same: all get my own part of `out`. */
-HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *out, const size_t *out_at,
-                                         bool same, char *in, const size_t *in_at)
+/* Steps 2 and 5: every rank with every other one, in round k with the ranks k after and k before it. same: all ranks
+   get this rank's own part of `sent`. */
+HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *sent, const size_t *sent_at,
+                                         bool same, char *received, const size_t *received_at)
 {
-    int         tag = hpmlc_enter(c, name, (int64_t)in_at[c->size], HPML_ELEMENT_BYTE, -1, NULL, -1);
+    int         tag = hpmlc_enter(c, name, (int64_t)received_at[c->size], HPML_ELEMENT_BYTE, -1, NULL, -1);
     hpml_status status = HPML_OK;
     if (tag < 0) return hpml_ctx_status(c->ctx);
     for (int k = 1; k < c->size && status == HPML_OK; k++) {
-        int to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size, mine = same ? c->rank : to;
+        int to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size, part = same ? c->rank : to;
         c->round = k;
-        status = hpmlc_round(c, tag, to, out + out_at[mine], out_at[mine + 1] - out_at[mine], from, in + in_at[from],
-                             in_at[from + 1] - in_at[from], NULL);
+        status = hpmlc_round(c, tag, to, sent + sent_at[part], sent_at[part + 1] - sent_at[part], from,
+                             received + received_at[from], received_at[from + 1] - received_at[from], NULL);
     }
     return hpmlc_leave(c, status);
 }
 
+/* All five steps, for the packed tensors. */
 HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
     double  start = hpml_comm_now(c);
-    int64_t bad = hpmlc_exchange_pack(c, x, false), sum;
-    for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
-    hpmlc_span(c, "pack", start, hpml_comm_now(c), (int64_t)x->out_at[p]);
-    hpml_status status = hpmlc_exchange_move(c, "stripes", x->out, x->out_at, false, x->in, x->in_at);
+    int64_t bad = hpmlc_exchange_pack(c, x);
+    for (int r = 0; r < p; r++) memcpy(x->sent + x->sent_at[r], &bad, sizeof bad);
+    hpmlc_span(c, "pack", start, hpml_comm_now(c), (int64_t)x->sent_at[p]);
+    hpml_status status = hpmlc_exchange_move(c, "stripes", x->sent, x->sent_at, false, x->received, x->received_at);
     if (status != HPML_OK) return status;
-    bad = 0, sum = hpmlc_exchange_add(c, x);
-    for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, hpmlc_exchange_from(x, r, me));
-    if (!bad) bad = sum;
+    int64_t bad_sum = hpmlc_exchange_add(c, x);
+    bad = 0;
+    for (int r = 0; r < p; r++) hpmlc_merge_bad(&bad, hpmlc_message_from(x, r, me));
+    if (!bad) bad = bad_sum;
     memcpy(x->sums + x->sum_at[me], &bad, sizeof bad);
     status = hpmlc_exchange_move(c, "sums", x->sums, x->sum_at, true, x->sums, x->sum_at);
     if (status != HPML_OK) return status;
     bad = 0;
-    for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, x->sums + x->sum_at[r]);
-    hpmlc_exchange_pack(c, x, true);
+    for (int r = 0; r < p; r++) hpmlc_merge_bad(&bad, x->sums + x->sum_at[r]);
+    hpmlc_exchange_unpack(c, x);
     x->bad = bad;
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-/* What plain tensors have of fused[at] to fused[end]: into it, or back. */
-HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end, bool back)
+/* Finds where elements [at, end) of the fused array and a tensor overlap. Returns how many do, and sets *mine to the
+   first of them in the tensor and *fused to the first of them in the fused array. */
+HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, int64_t at, int64_t end, float **mine,
+                                  float **fused)
 {
-    double start = hpml_comm_now(c);
-    if (!x->fused) return;
-    for (int i = 0; i < x->d.count; i++) {
-        const hpmlc_item *it = &x->item[i];
-        int64_t from = hpmlc_max(at, it->at), to = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
-        if (!it->plain || from >= to) continue;
-        float *mine = it->g.data + (from - it->at), *fused = x->fused + from;
-        memcpy(back ? mine : fused, back ? fused : mine, (size_t)(to - from) * sizeof(float));
-    }
-    hpmlc_span(c, back ? "unfuse" : "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
+    int64_t first = hpmlc_max(at, it->at), last = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
+    if (!it->plain || first >= last) return 0;
+    *mine  = it->g.data + (first - it->at);
+    *fused = x->fused + first;
+    return last - first;
 }
 
+/* Copies plain tensors to fused[at] to fused[end]. */
+HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
+{
+    double start = hpml_comm_now(c);
+    float *mine, *fused;
+    if (!x->fused) return;
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        int64_t n = hpmlc_fused_part(x, it, at, end, &mine, &fused);
+        if (n > 0) memcpy(fused, mine, (size_t)n * sizeof(float));
+    }
+    hpmlc_span(c, "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
+}
+
+/* Copies fused[at] to fused[end] back to the plain tensors. */
+HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
+{
+    double start = hpml_comm_now(c);
+    float *mine, *fused;
+    if (!x->fused) return;
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        int64_t n = hpmlc_fused_part(x, it, at, end, &mine, &fused);
+        if (n > 0) memcpy(mine, fused, (size_t)n * sizeof(float));
+    }
+    hpmlc_span(c, "unfuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
+}
+
+/* Adds up one part of the plain tensors. */
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
-    hpmlc_about(c, x, true, at, end);
-    hpmlc_exchange_fuse(c, x, at, end, false);
+    hpmlc_set_label(c, x, true, at, end);
+    hpmlc_exchange_fuse(c, x, at, end);
     float *data = (x->fused ? x->fused : x->span) + at;
     hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
-    if (status == HPML_OK) hpmlc_exchange_fuse(c, x, at, end, true);
-    hpmlc_about(c, NULL, true, 0, 0);
+    if (status == HPML_OK) hpmlc_exchange_unfuse(c, x, at, end);
+    hpmlc_clear_label(c);
     return status;
 }
 
-HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x);
+HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x);
 
-/* All tensors that are not plain. */
+/* Exchanges all tensors that are not plain. */
 HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
     if (x->packed == 0) return HPML_OK;
-    hpmlc_about(c, x, false, 0, 0);
-    hpml_status status = x->d.method == HPML_METHOD_CODEC ? hpmlc_exchange_packed(c, x) : hpmlc_methods_run(c, x);
-    hpmlc_about(c, NULL, false, 0, 0);
+    hpmlc_set_label(c, x, false, 0, 0);
+    hpml_status status = x->whole ? hpmlc_whole_run(c, x) : hpmlc_exchange_packed(c, x);
+    hpmlc_clear_label(c);
     return status;
 }
 
-/* One exchange, on the exchange's communicator or, in the background, on its twin. */
+/* Runs an exchange on its communicator or, in the background, on the communicator's twin. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
     if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
+    x->runs++;
     hpml_status status = hpmlc_exchange_others(c, x), plain = HPML_OK;
     if (status != HPML_OK && status != HPML_ERR_NONFINITE) return status;
     for (int64_t k = 0; k * x->part < x->plain && plain == HPML_OK; k++) plain = hpmlc_exchange_part(c, x, k);
     return plain != HPML_OK ? plain : status;
 }
 
-/* Waits until more tensors are ready here than it was `told` of, or all, or a quarter of the deadline is over: then it
-   shows up with what it has, so that the others' deadlines are for the tensor. False: its owner has left. */
-HPMLC_FN bool hpmlc_exchange_news(hpml_comm *c, hpml_exchange *x, int *told)
+/* Waits until more than *ready tensors are ready on this rank, or all are, or a quarter of the deadline has passed:
+   then this rank takes part in the next agreement with what it has, because the other ranks' deadlines are for the
+   tensor and not for this rank. Updates *ready. False: the background is stopping. */
+HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
 {
     hpmlc_background *b = x->by;
     double            until = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout / 4;
     unsigned          seen  = __atomic_load_n(&b->worker.changes, __ATOMIC_ACQUIRE);
-    while (__atomic_load_n(&x->said, __ATOMIC_ACQUIRE) == *told && *told < x->d.count && hpml_now() < until) {
+    while (__atomic_load_n(&x->announced, __ATOMIC_ACQUIRE) == *ready && *ready < x->d.count && hpml_now() < until) {
         if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) return false;
         hpmlc_sleep_at(c, &b->worker, &seen, until);
     }
-    *told = __atomic_load_n(&x->said, __ATOMIC_ACQUIRE);
+    *ready = __atomic_load_n(&x->announced, __ATOMIC_ACQUIRE);
     return true;
 }
 
-/* Tensor i is one less, or one more, that its parts wait for; those that wait for none go. */
+/* Adds `by` to the number of tensors for which the parts of tensor i wait, and runs the parts that wait for none. */
 HPMLC_FN hpml_status hpmlc_exchange_count(hpml_comm *c, hpml_exchange *x, int i, int by)
 {
     const hpmlc_item *it = &x->item[i];
     hpml_status       status = HPML_OK;
     int64_t           last = it->plain ? (it->at + it->g.rows * it->g.cols - 1) / x->part : -1;
-    for (int64_t k = it->at / x->part; k <= last && status == HPML_OK; k++)
-        if ((x->missing[k] += by) == 0) status = hpmlc_exchange_part(c, x, k);
+    for (int64_t k = it->at / x->part; k <= last && status == HPML_OK; k++) {
+        x->missing[k] += by;
+        if (x->missing[k] == 0) status = hpmlc_exchange_part(c, x, k);
+    }
     return status;
 }
 
-/* The maximum over all ranks of `late` is 0 where a tensor is ready on all; all see the same, and do the same. */
+/* Finds out which tensors are ready on all ranks, and runs their parts: after the maximum over all ranks, late[i] is 0
+   for those, else 1 + a rank where tensor i is not ready, with the same result on all ranks. Lowers *open, the number
+   of tensors that are not ready everywhere, and sets *late to one of them. */
+HPMLC_FN hpml_status hpmlc_exchange_negotiate(hpml_comm *c, hpml_exchange *x, int *open, int *late)
+{
+    double start = hpml_comm_now(c);
+    int    n = x->d.count;
+    for (int i = 0; i < n; i++)
+        x->late[i] = __atomic_load_n(&x->ready[i], __ATOMIC_ACQUIRE) ? 0 : c->origin[c->rank] + 1;
+    hpml_status status = hpmlc_reduce_all(c, x->late, n, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
+    hpmlc_span(c, "negotiate", start, hpml_comm_now(c), 0);
+    for (int i = 0; i < n && status == HPML_OK; i++) {
+        if (x->late[i]) *late = i;
+        if (x->late[i] || __atomic_load_n(&x->ready[i], __ATOMIC_RELAXED) == 2) continue;
+        __atomic_store_n(&x->ready[i], 2, __ATOMIC_RELAXED);
+        --*open;
+        status = hpmlc_exchange_count(c, x, i, -1);
+    }
+    return status;
+}
+
+/* The job of hpml_exchange_ready: agrees on tensors until all are ready everywhere, then exchanges the packed ones. */
 HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
-    int            n = x->d.count, told = 0, open = n, i;
+    int            n = x->d.count, ready = 0, open = n, i;
     double         since = hpml_now();
     hpml_status    status = HPML_OK;
+    x->runs++;
     for (i = 0; i < n; i++) hpmlc_exchange_count(c, x, i, 1);
     while (open > 0 && status == HPML_OK) {
-        double start = hpml_comm_now(c);
-        int    before = open, late = 0;
-        if (!hpmlc_exchange_news(c, x, &told))
-            return hpmlc_fail(c, HPML_ERR_STATE, "exchange: left with %d of %d tensors ready", told, n);
-        for (i = 0; i < n; i++)
-            x->late[i] = __atomic_load_n(&x->ready[i], __ATOMIC_ACQUIRE) ? 0 : c->origin[c->rank] + 1;
-        status = hpmlc_reduce_all(c, x->late, n, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
-        hpmlc_span(c, "negotiate", start, hpml_comm_now(c), 0);
-        for (i = 0; i < n && status == HPML_OK; i++) {
-            if (x->late[i]) late = i;
-            if (x->late[i] || __atomic_load_n(&x->ready[i], __ATOMIC_RELAXED) == 2) continue;
-            __atomic_store_n(&x->ready[i], 2, __ATOMIC_RELAXED);
-            open--;
-            status = hpmlc_exchange_count(c, x, i, -1);
-        }
+        int before = open, late = 0;
+        if (!hpmlc_exchange_await(c, x, &ready))
+            return hpmlc_fail(c, HPML_ERR_STATE, "exchange: stopped with %d of %d tensors ready; call hpml_job_wait "
+                              "before the communicator is freed", ready, n);
+        status = hpmlc_exchange_negotiate(c, x, &open, &late);
         if (open < before || c->timeout < 0 || c->is_virtual) since = hpml_now();
         const char *name = x->item[late].g.name;
         if (status == HPML_OK && hpml_now() - since > c->timeout)
             return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for tensor %d \"%s\" to get ready on rank %d, "
                               "step %lld", c->timeout, late, name ? name : "", x->late[late] - 1, (long long)c->step);
     }
-    if (status != HPML_OK) return status; /* job_wait says so: the last tensor still gives the job */
+    if (status != HPML_OK) return status; /* hpml_job_wait returns it: the last tensor still gives the job */
     status = hpmlc_exchange_others(c, x);
-    __atomic_store_n(&x->said, 0, __ATOMIC_RELEASE);
-    for (i = 0; i < n; i++) __atomic_store_n(&x->ready[i], 0, __ATOMIC_RELEASE); /* from here on the next run */
+    __atomic_store_n(&x->announced, 0, __ATOMIC_RELEASE);
+    for (i = 0; i < n; i++) __atomic_store_n(&x->ready[i], 0, __ATOMIC_RELEASE); /* now tensors may be ready again */
     return status;
 }
 
@@ -5274,11 +5612,13 @@ HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
     if (!x || hpmlc_failed(x->c)) return NULL;
     if (!x->by) x->by = hpmlc_background_of(x->c);
     if (!x->by) return NULL;
-    if (tensor < 0 || tensor >= x->d.count || __atomic_load_n(&x->ready[tensor], __ATOMIC_ACQUIRE))
-        return hpmlc_fail(x->c, HPML_ERR_ARGUMENT, "exchange: tensor %d of %d: no such one, or ready already", tensor,
-                          x->d.count), (hpml_job *)NULL;
+    if (tensor < 0 || tensor >= x->d.count || __atomic_load_n(&x->ready[tensor], __ATOMIC_ACQUIRE)) {
+        hpmlc_fail(x->c, HPML_ERR_ARGUMENT, "exchange: tensor %d of %d: no such one, or ready already", tensor,
+                   x->d.count);
+        return NULL;
+    }
     __atomic_store_n(&x->ready[tensor], 1, __ATOMIC_RELEASE);
-    bool last = __atomic_add_fetch(&x->said, 1, __ATOMIC_ACQ_REL) == x->d.count;
+    bool last = __atomic_add_fetch(&x->announced, 1, __ATOMIC_ACQ_REL) == x->d.count;
     if (!x->job && (last || x->by->threaded)) x->job = hpml_background(x->c, hpmlc_exchange_agreed, x);
     else if (x->by->threaded) hpmlc_wake_at(x->by->twin, &x->by->worker);
     hpml_job *job = last ? x->job : NULL;
@@ -5289,8 +5629,9 @@ HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count)
 {
     if (!x || tensor < 0 || tensor >= x->d.count) return NULL;
-    if (count) *count = x->item[tensor].residual ? x->item[tensor].g.rows * x->item[tensor].g.cols * x->d.leaves : 0;
-    return x->item[tensor].residual;
+    const hpmlc_item *it = &x->item[tensor];
+    if (count) *count = it->residual ? it->g.rows * it->g.cols * x->d.leaves : 0;
+    return it->residual;
 }
 
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows)
@@ -5301,18 +5642,24 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
     return x->item[tensor].stripe;
 }
 
-/* On a device: the same five steps, hence the same bits, in its memory: packing and adding are its work, moving is the
-   link's, beside it. Begun while the backward pass runs, finished before the update, all buckets together.
-   Packing waits for one flag of the device, which tells of a NaN; no word about it travels with the messages. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>linked   the same five steps on a device, moved by its link
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The same steps, hence the same bits, in the device's memory: the device packs and adds, the link moves in parallel.
+   hpmlc_linked_begin runs during the backward pass, hpmlc_linked_finish before the update, for all buckets together.
+   Messages have no header, because packing waits for one flag of the device that reports a NaN. */
 
 HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
 {
     hpml_comm              *c    = x->c;
     const hpml_device_link *l    = &c->link;
     bool                    mean = x->d.reduce == HPML_MEAN;
-    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x, false) : 0;
+    x->runs++;
+    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
     hpml_status status = l->begin(l->user);
-    if (status == HPML_OK && x->packed > 0) status = l->swap(l->user, x->out, x->out_at, false, x->in, x->in_at);
+    if (status == HPML_OK && x->packed > 0)
+        status = l->swap(l->user, x->sent, x->sent_at, false, x->received, x->received_at);
     if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
     for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
         const hpml_gradient *g = &x->item[i].g;
@@ -5322,14 +5669,15 @@ HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
     return status == HPML_OK ? l->end(l->user) : status;
 }
 
-/* `check`: the device is waited for on the host anyway, and the link has a deadline, which the device has not. */
+/* Makes the device wait for the link. check: the host waits first, because the link has a deadline and the device has
+   none, and the host will wait for the device anyway. */
 HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
 {
     hpml_status status = check ? c->link.check(c->link.user) : HPML_OK;
     return status == HPML_OK ? c->link.wait(c->link.user) : status;
 }
 
-/* Steps 3 to 5 of some exchanges; only packed ones have any. */
+/* Steps 3 to 5 of `count` exchanges; exchanges without packed tensors have no such steps. */
 HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
 {
     const hpml_device_link *l = &c->link;
@@ -5338,8 +5686,8 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
     hpml_status status = hpmlc_linked_wait(c, check || packed);
     if (!packed || status != HPML_OK) return status;
     for (int i = 0; i < count; i++) {
-        int64_t sum = x[i]->packed > 0 ? hpmlc_exchange_add(c, x[i]) : 0;
-        if (x[i]->bad == 0) x[i]->bad = sum;
+        int64_t bad_sum = x[i]->packed > 0 ? hpmlc_exchange_add(c, x[i]) : 0;
+        if (x[i]->bad == 0) x[i]->bad = bad_sum;
     }
     if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
     status = l->begin(l->user);
@@ -5348,53 +5696,53 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
     if (status == HPML_OK) status = l->end(l->user);
     if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
     for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) hpmlc_exchange_pack(c, x[i], true);
+        if (x[i]->packed > 0) hpmlc_exchange_unpack(c, x[i]);
     return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>methods   top-k and low rank
+// >>whole-codecs   top-k and low rank: codecs of whole tensors
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, and there
-   u = v = 0. Everybody gathers the pairs of all and adds them in the order of the ranks.
+   u = v = 0. Every rank gathers the pairs of all ranks and adds them in the order of the ranks.
 
    Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): from the last Q one step of power
    iteration,
        P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
-   Both P and Q are added up as they are: any allreduce will do. With SUM the result is multiplied by p. */
+   P and Q are added up plain, by any allreduce. With SUM the result is multiplied by p. */
+
+struct hpmlc_whole { /* one row for each codec of whole tensors */
+    hpml_codec_kind kind;
+    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* of its arrays, the residual excluded */
+    void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* places its arrays */
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: packing would save nothing: plain */
+    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* not finite: contributes zeros */
+    int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* that this rank sends in one run */
+};
 
 HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
 {
-    return hpmlc_max(1, (int64_t)((double)(it->g.rows * it->g.cols) * (double)(x->d.ratio > 0 ? x->d.ratio : 0.01f)));
+    float ratio = x->d.codec.ratio > 0 ? x->d.codec.ratio : 0.01f;
+    return hpmlc_max(1, (int64_t)((double)(it->g.rows * it->g.cols) * (double)ratio));
 }
 
-HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
+HPMLC_FN int64_t hpmlc_topk_floats(const hpml_exchange *x, const hpmlc_item *it)
 {
-    return hpmlc_min(x->d.lowrank > 0 ? x->d.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
+    return 2 * it->g.rows * it->g.cols + 2 * hpmlc_topk_count(x, it) * x->c->size;
 }
 
-HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
+HPMLC_FN void hpmlc_topk_create(const hpml_exchange *x HPMLC_UNUSED, hpmlc_item *it, float *arrays)
 {
-    int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements, k = hpmlc_topk_count(x, it);
-    int64_t r = hpmlc_lowrank_of(x, it), p = x->c->size;
-    bool    top = x->d.method == HPML_METHOD_TOPK;
-    if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
-    it->plain = (it->g.rows == 1 || it->g.cols == 1 || n < least) && !x->d.codec.compress_all;
-    if (!top && (it->g.rows + it->g.cols) * r >= n) it->plain = true; /* nothing to be saved */
-    if (it->plain) return true;
-    int64_t first = top ? n : it->g.rows * r, second = top ? 2 * k * p : it->g.cols * r;
-    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(2 * n + first + second) * sizeof(float));
-    if (!it->residual) return false;
-    it->work = it->residual + n, it->p = it->work + n, it->q = it->p + first;
-    x->bytes += top ? 8 * k * (p - 1) : 0;
-    hpml_rng rng;
-    rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
-    if (!top) hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
-    return true;
+    int64_t n = it->g.rows * it->g.cols;
+    it->whole.topk.magnitude = arrays;
+    it->whole.topk.velocity  = arrays + n;
+    it->whole.topk.pairs     = arrays + 2 * n;
 }
 
-/* The k-th largest of x, which is reordered (Hoare's selection). */
+HPMLC_FN bool hpmlc_topk_saves(const hpml_exchange *x HPMLC_UNUSED, const hpmlc_item *it HPMLC_UNUSED) { return true; }
+
+/* Returns the k-th largest of x, which is reordered (Hoare's selection). */
 HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
 {
     int64_t low = 0, high = n - 1;
@@ -5405,8 +5753,11 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
             while (x[i] > pivot) i++;
             while (x[j] < pivot) j--;
             if (i > j) break;
-            t = x[i], x[i] = x[j], x[j] = t;
-            i++, j--;
+            t    = x[i];
+            x[i] = x[j];
+            x[j] = t;
+            i++;
+            j--;
         }
         if (k - 1 <= j) high = j;
         else if (k - 1 >= i) low = i;
@@ -5415,40 +5766,83 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
     return x[k - 1];
 }
 
-/* My k pairs (place, value), none where a number is not finite, to their place among all; these added up. */
-HPMLC_FN hpml_status hpmlc_topk(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
+/* Writes this rank's k pairs (place, value) to their place among all ranks' pairs: first the numbers above the k-th
+   largest, then those equal to it, from the first one on. */
+HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_item *it)
 {
-    int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, sent = 0;
-    float  *pairs = it->q + 2 * k * c->rank, *u = it->p, *v = it->residual;
-    memset(pairs, 0, (size_t)(2 * k) * sizeof *pairs);
-    for (int64_t i = 0; i < n && finite; i++) {
-        u[i] = x->d.momentum * u[i] + it->g.data[i];
+    int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, packed = 0;
+    float  *pairs = it->whole.topk.pairs + 2 * k * c->rank, *u = it->whole.topk.velocity, *v = it->residual;
+    for (int64_t i = 0; i < n; i++) {
+        u[i] = x->d.codec.momentum * u[i] + it->g.data[i];
         v[i] += u[i];
-        it->work[i] = fabsf(v[i]);
+        it->whole.topk.magnitude[i] = fabsf(v[i]);
     }
-    const float least = finite ? hpmlc_select(it->work, n, k) : 0;
-    for (int pass = 0; pass < 2; pass++) /* those above the k-th, then those equal to it, from the first on */
-        for (int64_t i = 0; i < n && sent < k && finite; i++) {
-            if (pass == 0 ? !(fabsf(v[i]) > least) : !(fabsf(v[i]) == least && v[i] != 0)) continue;
+    const float least = hpmlc_select(it->whole.topk.magnitude, n, k);
+    for (int pass = 0; pass < 2; pass++)
+        for (int64_t i = 0; i < n && packed < k; i++) {
+            bool above = fabsf(v[i]) > least, equal = fabsf(v[i]) == least && v[i] != 0;
+            if (pass == 0 ? !above : !equal) continue;
             uint32_t place = (uint32_t)i;
-            memcpy(&pairs[2 * sent], &place, sizeof place);
-            pairs[2 * sent + 1] = v[i];
+            memcpy(&pairs[2 * packed], &place, sizeof place);
+            pairs[2 * packed + 1] = v[i];
             u[i] = v[i] = 0;
-            sent++;
+            packed++;
         }
-    hpml_status status = hpml_allgather(c, it->q, 8 * k * c->size, HPML_ELEMENT_BYTE);
+}
+
+HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
+{
+    int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
+    float  *pairs = it->whole.topk.pairs;
+    memset(pairs + 2 * k * c->rank, 0, (size_t)(2 * k) * sizeof *pairs);
+    if (finite) hpmlc_topk_pack(c, x, it);
+    hpml_status status = hpml_allgather(c, pairs, 8 * k * c->size, HPML_ELEMENT_BYTE);
     memset(it->g.data, 0, (size_t)n * sizeof(float));
     for (int64_t i = 0; i < k * c->size; i++) {
         uint32_t place;
-        memcpy(&place, &it->q[2 * i], sizeof place);
-        if ((int64_t)place < n) it->g.data[place] += it->q[2 * i + 1];
+        memcpy(&place, &pairs[2 * i], sizeof place);
+        if ((int64_t)place < n) it->g.data[place] += pairs[2 * i + 1];
     }
     if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
     return status;
 }
 
-/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction
-   as well: a gradient of zeros would else leave Q at zero for ever. */
+HPMLC_FN int64_t hpmlc_topk_bytes(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return 8 * hpmlc_topk_count(x, it) * (x->c->size - 1);
+}
+
+/* Returns r, the columns of P and Q. */
+HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return hpmlc_min(x->d.codec.lowrank > 0 ? x->d.codec.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
+}
+
+HPMLC_FN int64_t hpmlc_lowrank_floats(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return it->g.rows * it->g.cols + (it->g.rows + it->g.cols) * hpmlc_lowrank_of(x, it);
+}
+
+HPMLC_FN bool hpmlc_lowrank_saves(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return (it->g.rows + it->g.cols) * hpmlc_lowrank_of(x, it) < it->g.rows * it->g.cols;
+}
+
+HPMLC_FN void hpmlc_lowrank_create(const hpml_exchange *x, hpmlc_item *it, float *arrays)
+{
+    int64_t r = hpmlc_lowrank_of(x, it);
+    it->whole.lowrank.m = arrays;
+    it->whole.lowrank.p = arrays + it->g.rows * it->g.cols;
+    it->whole.lowrank.q = it->whole.lowrank.p + it->g.rows * r;
+    hpml_rng rng; /* the same numbers on all ranks */
+    rng.seed    = 1;
+    rng.stream  = (uint64_t)(it - x->item);
+    rng.counter = 0;
+    hpml_rng_fill_normal(&rng, it->whole.lowrank.q, it->g.cols * r);
+}
+
+/* Makes the columns of (n, r) orthonormal one after another (Gram & Schmidt, twice is enough). A column of zeros gets a
+   direction as well, because a gradient of zeros would else leave Q at zero for ever. */
 HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 {
     for (int j = 0; j < r; j++)
@@ -5467,36 +5861,83 @@ HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
         }
 }
 
-HPMLC_FN hpml_status hpmlc_lowrank(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
+HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
 {
     const hpml_algorithm a = x->d.algorithm;
     int64_t              rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
-    float               *M = it->work;
-    for (int64_t i = 0; i < n; i++) M[i] = (finite ? it->g.data[i] : 0) + it->residual[i];
-    hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
-    hpml_status status = hpmlc_reduce_all(c, it->p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+    float               *m = it->whole.lowrank.m, *p = it->whole.lowrank.p, *q = it->whole.lowrank.q;
+    for (int64_t i = 0; i < n; i++) m[i] = (finite ? it->g.data[i] : 0) + it->residual[i];
+    hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, m, cols, q, r, 0, p, r);
+    hpml_status status = hpmlc_reduce_all(c, p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
     if (status != HPML_OK) return status;
-    hpmlc_orthonormal(it->p, rows, (int)r);
-    hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, M, cols, it->p, r, 0, it->q, r);
-    status = hpmlc_reduce_all(c, it->q, cols * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+    hpmlc_orthonormal(p, rows, (int)r);
+    hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, m, cols, p, r, 0, q, r);
+    status = hpmlc_reduce_all(c, q, cols * r, HPML_ELEMENT_F32, HPML_MEAN, a);
     if (status != HPML_OK) return status;
-    hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, it->p, r, it->q, r, 0, it->g.data, cols);
-    for (int64_t i = 0; i < n; i++) it->residual[i] = M[i] - it->g.data[i];
+    hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, p, r, q, r, 0, it->g.data, cols);
+    for (int64_t i = 0; i < n; i++) it->residual[i] = m[i] - it->g.data[i];
     for (int64_t i = 0; i < n && x->d.reduce == HPML_SUM; i++) it->g.data[i] *= (float)c->size;
     return HPML_OK;
 }
 
-/* Tensor by tensor; in the end all hear of one of any rank that was not finite. */
-HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x)
+HPMLC_FN int64_t hpmlc_lowrank_bytes(const hpml_exchange *x, const hpmlc_item *it)
+{
+    int64_t r = hpmlc_lowrank_of(x, it);
+    return hpmlc_allreduce_bytes(x->c, it->g.rows * r, sizeof(float), x->d.algorithm) +
+           hpmlc_allreduce_bytes(x->c, it->g.cols * r, sizeof(float), x->d.algorithm);
+}
+
+static const hpmlc_whole hpmlc_whole_codecs[] = {
+    { HPML_CODEC_TOPK, hpmlc_topk_floats, hpmlc_topk_create, hpmlc_topk_saves, hpmlc_topk_run, hpmlc_topk_bytes },
+    { HPML_CODEC_LOWRANK, hpmlc_lowrank_floats, hpmlc_lowrank_create, hpmlc_lowrank_saves, hpmlc_lowrank_run,
+      hpmlc_lowrank_bytes }
+};
+
+/* Returns the row of a codec of whole tensors; NULL: the codec works row by row. */
+HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
+{
+    for (size_t i = 0; i < sizeof hpmlc_whole_codecs / sizeof hpmlc_whole_codecs[0]; i++)
+        if (!codec->custom && hpmlc_whole_codecs[i].kind == codec->kind) return &hpmlc_whole_codecs[i];
+    return NULL;
+}
+
+/* What a checkpoint keeps besides the residual: TOPK's velocity (n), LOWRANK's Q (cols, r), which is the same on all
+   ranks; NULL: the exchange has another codec. */
+HPMLC_FN float *hpmlc_topk_velocity(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return x->whole && x->whole->kind == HPML_CODEC_TOPK ? it->whole.topk.velocity : NULL;
+}
+
+HPMLC_FN float *hpmlc_lowrank_q(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return x->whole && x->whole->kind == HPML_CODEC_LOWRANK ? it->whole.lowrank.q : NULL;
+}
+
+/* Decides whether a tensor is plain; else allocates its residual and the codec's arrays behind it. */
+HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
+{
+    int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
+    if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
+    bool small = it->g.rows == 1 || it->g.cols == 1 || n < least;
+    it->plain = (small && !x->d.codec.compress_all) || !x->whole->saves(x, it);
+    if (it->plain) return true;
+    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(n + x->whole->floats(x, it)) * sizeof(float));
+    if (!it->residual) return false;
+    x->whole->create(x, it, it->residual + n);
+    return true;
+}
+
+/* Runs tensor by tensor; at the end all ranks learn of a tensor that was not finite on any rank. */
+HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x)
 {
     hpml_status status = HPML_OK;
     for (int t = 0; t < x->d.count && status == HPML_OK; t++) {
         hpmlc_item *it = &x->item[t];
         float       bad = 0;
         if (it->plain) continue;
-        for (int64_t i = 0; i < it->g.rows * it->g.cols; i++) bad += it->g.data[i] - it->g.data[i];
+        for (int64_t i = 0; i < it->g.rows * it->g.cols; i++) bad += it->g.data[i] - it->g.data[i]; /* 0, or NaN */
         if (bad != 0) x->bad = hpmlc_bad(c, t);
-        status = (x->d.method == HPML_METHOD_TOPK ? hpmlc_topk : hpmlc_lowrank)(c, x, it, bad == 0);
+        status = x->whole->run(c, x, it, bad == 0);
     }
     if (status == HPML_OK) status = hpmlc_reduce_all(c, &x->bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     return status == HPML_OK && x->bad ? HPML_ERR_NONFINITE : status;
@@ -5505,18 +5946,13 @@ HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x)
 HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 {
     if (!x || x->c->size == 1) return 0;
-    const hpml_algorithm a = x->d.algorithm;
-    int64_t              bytes = x->bytes;
+    int64_t bytes = x->bytes;
     for (int64_t at = 0; at < x->plain; at += x->part)
-        bytes += hpmlc_allreduce_bytes(x->c, hpmlc_min(x->part, x->plain - at), sizeof(float), a);
-    if (x->d.method == HPML_METHOD_CODEC || x->packed == 0) return bytes;
-    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* whether all was finite */
-    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t r = hpmlc_lowrank_of(x, it);
-        if (it->plain || x->d.method != HPML_METHOD_LOWRANK) continue;
-        bytes += hpmlc_allreduce_bytes(x->c, it->g.rows * r, sizeof(float), a);
-        bytes += hpmlc_allreduce_bytes(x->c, it->g.cols * r, sizeof(float), a);
-    }
+        bytes += hpmlc_allreduce_bytes(x->c, hpmlc_min(x->part, x->plain - at), sizeof(float), x->d.algorithm);
+    if (!x->whole || x->packed == 0) return bytes;
+    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* hpml_exchange.bad */
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++)
+        if (!it->plain) bytes += x->whole->bytes(x, it);
     return bytes;
 }
 
@@ -5575,7 +6011,7 @@ typedef struct hpmlc_layout {
     int64_t     buffer_total;
     int64_t     batch;           /* samples that the model's input holds */
     int64_t     grain;           /* samples of the global batch that stay on one rank; 0: 1 */
-    hpmlc_reach reach;           /* host access to arrays of the trainer */
+    hpmlc_host_view view;           /* host access to arrays of the trainer */
 } hpmlc_layout;
 
 /* Contributions to the sum: each rank has one, unless its strategy has cut the batch into more. */
@@ -5611,7 +6047,7 @@ typedef struct hpmlc_trial {
     double loss, samples;        /* loss times samples, added up over the steps; samples */
 } hpmlc_trial;
 
-typedef struct hpmlc_states   hpmlc_states; /* see >>resume */
+typedef struct hpmlc_states   hpmlc_states; /* see >>state */
 typedef struct hpmlc_strategy hpmlc_strategy;
 
 /* Starts the exchange of one bucket. An error of an exchange that is done at once is kept in the bucket's task, because
@@ -5675,7 +6111,7 @@ HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
 {
     hpmlc_layout *l = &d->layout;
     l->host = l->first;
-    if (l->reach.device) l->host = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->span * sizeof(float), NULL);
+    if (l->view.device) l->host = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->span * sizeof(float), NULL);
     return l->host != NULL;
 }
 
@@ -5684,13 +6120,14 @@ HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     const hpmlc_layout *l = &d->layout;
     if (l->host == l->first || n == 0) return;
-    l->reach.device->read(l->reach.at, l->host + at, l->first + at, (size_t)n * sizeof(float));
+    l->view.device->read(l->view.device_user, l->host + at, l->first + at, (size_t)n * sizeof(float));
 }
 
 HPMLC_FN void hpmlc_host_return(hpml_distributed *d)
 {
     const hpmlc_layout *l = &d->layout;
-    if (l->host != l->first) l->reach.device->write(l->reach.at, l->first, l->host, (size_t)l->span * sizeof(float));
+    if (l->host == l->first) return;
+    l->view.device->write(l->view.device_user, l->first, l->host, (size_t)l->span * sizeof(float));
 }
 
 HPMLC_FN void hpmlc_host_close(hpml_distributed *d)
@@ -5749,24 +6186,19 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_d
     memset(e, 0, sizeof *e);
     e->algorithm = d->d.algorithm;
     e->reduce    = d->d.sum ? HPML_SUM : HPML_MEAN;
-    e->padded    = true;
     e->codec     = d->d.codec;
-    e->method    = d->d.method;
-    e->ratio     = d->d.ratio;
-    e->momentum  = d->d.momentum;
-    e->lowrank   = d->d.lowrank;
 }
 
 /* Makes the exchanges of a bucket on c: compressed as e says, and plain for the first steps if there are such. */
-HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b, hpml_comm *c, hpml_exchange_desc *e)
+HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b, hpml_comm *c, hpml_exchange_desc *e,
+                                     hpmlc_exchange_mode mode)
 {
-    b->x = hpml_exchange_create(c, e);
+    b->x = hpmlc_exchange_make(c, e, mode);
     if (!b->x) return false;
     b->x->bucket = (int)(b - d->buckets.item) + 1;
     if (d->d.warm_steps == 0) return true;
     memset(&e->codec, 0, sizeof e->codec);
-    e->method = HPML_METHOD_CODEC;
-    b->warm   = hpml_exchange_create(c, e);
+    b->warm = hpmlc_exchange_make(c, e, mode);
     if (b->warm) b->warm->bucket = b->x->bucket;
     return b->warm != NULL;
 }
@@ -5778,7 +6210,7 @@ HPMLC_FN bool hpmlc_host_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml
     hpmlc_exchange_settings(d, &e);
     e.count   = b->count;
     e.tensors = g;
-    return hpmlc_bucket_exchanges(d, b, d->c, &e);
+    return hpmlc_bucket_exchanges(d, b, d->c, &e, HPMLC_PADDED);
 }
 
 HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
@@ -5880,7 +6312,7 @@ HPMLC_FN void hpmlc_buffers_get(const hpml_distributed *d, float *row)
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
         int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        memcpy(row, hpmlc_open(&l->reach, p->data, n), (size_t)n * sizeof(float));
+        memcpy(row, hpmlc_host_view_begin(&l->view, p->data, n), (size_t)n * sizeof(float));
         row += n;
     }
 }
@@ -5892,8 +6324,8 @@ HPMLC_FN void hpmlc_buffers_set(const hpml_distributed *d, const float *row)
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
         int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        memcpy(l->reach.device ? l->reach.window : p->data, row, (size_t)n * sizeof(float));
-        hpmlc_close(&l->reach, p->data, n);
+        memcpy(l->view.device ? l->view.window : p->data, row, (size_t)n * sizeof(float));
+        hpmlc_host_view_end(&l->view, p->data, n);
         row += n;
     }
 }
@@ -6164,7 +6596,7 @@ typedef struct hpmlc_state {
     char        *name;
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) this rank's part; NULL: none */
-    const hpmlc_reach *reach; /* host access to data */
+    const hpmlc_host_view *view; /* host access to data */
     int64_t      count;      /* floats of a copy */
     int64_t      at, floats; /* this rank's range of a copy */
     hpmlc_copies copies;     /* in the file: `all` */
@@ -6181,7 +6613,7 @@ struct hpmlc_states {
     bool              is_saving; /* the list is for saving; else it is for loading */
     const char       *copy;      /* what a copy of scope RANK is one of: "ranks" */
     bool             *present;   /* of the arrays that are added next */
-    hpmlc_reach       host;      /* of arrays on the host */
+    hpmlc_host_view       host;      /* of arrays on the host */
 };
 
 /* Adds an array of `count` floats a copy, of which this rank has no part yet; NULL: an error on the context. The item
@@ -6213,7 +6645,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     it->name         = name;
     it->scope        = scope;
     it->count        = count;
-    it->reach        = &list->host;
+    it->view         = &list->host;
     it->present      = list->present;
     it->copies.count = 1;
     it->copies.all   = 1;
@@ -6223,7 +6655,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
 /* Sets this rank's part of a copy: floats [at, at + floats), in the memory of an exchange. */
 HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *data, int64_t at, int64_t floats)
 {
-    it->reach  = &x->reach;
+    it->view   = &x->view;
     it->data   = data;
     it->at     = at;
     it->floats = floats;
@@ -6258,10 +6690,11 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     const char *name = it->g.name;
     int64_t     cols = it->g.cols, n = it->g.rows * cols;
     if (it->residual) hpmlc_state_copies(list, x, "residual", name, it->residual, n);
-    if (x->d.method == HPML_METHOD_TOPK && it->p) hpmlc_state_copies(list, x, "velocity", name, it->p, n);
-    if (x->d.method == HPML_METHOD_LOWRANK && it->q) {
-        hpmlc_state *q = hpmlc_state_same(list, "lowrank", name, it->q, cols * hpmlc_lowrank_of(x, it));
-        if (q) q->reach = &x->reach;
+    float *velocity = hpmlc_topk_velocity(x, it), *factor = hpmlc_lowrank_q(x, it);
+    if (velocity) hpmlc_state_copies(list, x, "velocity", name, velocity, n);
+    if (factor) {
+        hpmlc_state *q = hpmlc_state_same(list, "lowrank", name, factor, cols * hpmlc_lowrank_of(x, it));
+        if (q) q->view = &x->view;
     } else if (it->stripe) {
         hpmlc_state *sum = hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", name, n);
         if (sum) hpmlc_state_part(sum, x, it->stripe, it->my_row * cols, it->my_rows * cols);
@@ -6575,9 +7008,10 @@ HPMLC_FN hpml_status hpmlc_exact_legal(hpml_trainer *t, hpml_comm *c, hpml_distr
     if (status != HPML_OK) return status;
     /* leaves are computed one by one, hence no part of the batch knows another */
     bool is_split = hpml_trainer_settings(t)->accumulate > 1 || desc->sync_batchnorm;
-    if (desc->sum || desc->warm_steps || desc->method != HPML_METHOD_CODEC || is_split)
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
-                          "step; not with sum, warm_steps, top-k, low rank, accumulate or sync_batchnorm");
+    if (desc->sum || desc->warm_steps || hpmlc_whole_codec(&desc->codec) || is_split)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs of rows, and one "
+                          "batch a step; not with sum, warm_steps, codecs topk and lowrank, accumulate or "
+                          "sync_batchnorm");
     if (hpmlc_overflows(t, c->ctx))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and integers "
                           "cannot carry an infinity; take bf16, a fixed loss_scale, or sums that are not exact");
@@ -6621,10 +7055,9 @@ HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
         hpmlc_bucket *b = &d->buckets.item[d->buckets.count++];
         e.tensors   = g;
         e.reduce    = HPML_SUM;
-        e.padded    = false;
         e.leaves    = (int32_t)d->copies.count;
         e.leaf_step = own->total;
-        b->x        = hpml_exchange_create(d->c, &e);
+        b->x        = hpmlc_exchange_make(d->c, &e, HPMLC_ANYWHERE);
         b->now      = b->x;
     }
     hpml_ctx_release(d->ctx, g);
@@ -6657,17 +7090,17 @@ HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 {
     const hpmlc_exact *own    = (const hpmlc_exact *)d->own;
-    const hpmlc_reach *reach  = &d->layout.reach;
+    const hpmlc_host_view *view  = &d->layout.view;
     const float       *before = own->before;
     for (int i = 0; i < d->layout.params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpmlc_leaf_floats(d, i);
-        float       *x = hpmlc_open(reach, p->grad ? p->grad : p->data, n);
+        float       *x = hpmlc_host_view_begin(view, p->grad ? p->grad : p->data, n);
         if (p->grad) memcpy(row, x, (size_t)n * sizeof(float));
         else {
             for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)x[k] - (double)before[k]));
             memcpy(x, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
-            hpmlc_close(reach, p->data, n);
+            hpmlc_host_view_end(view, p->data, n);
             before += n;
         }
         for (const float *end = row + n; row < end; row++) {
@@ -6731,7 +7164,7 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
     d->c->about.first = hpmlc_param(d, 0)->name;
     d->c->about.last  = hpmlc_param(d, params - 1)->name;
     status = hpmlc_reduce_all(d->c, own->sum, used, HPML_ELEMENT_I64, HPML_SUM, a);
-    hpmlc_about(d->c, NULL, true, 0, 0);
+    hpmlc_clear_label(d->c);
     return status;
 }
 
@@ -6740,7 +7173,7 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
 {
     const hpmlc_exact *own = (const hpmlc_exact *)d->own;
-    const hpmlc_reach *reach = &d->layout.reach;
+    const hpmlc_host_view *view = &d->layout.view;
     const int64_t     *sum = own->sum;
     int64_t            at  = 0;
     for (int i = 0; i < d->layout.params; i++) {
@@ -6748,13 +7181,13 @@ HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
         int64_t      n = hpmlc_leaf_floats(d, i);
         double       scale = hpmlc_exact_scale(d, own->largest[i]), inverse = scale > 0 ? 1 / scale : 0;
         bool         is_packed = d->layout.bucket_of[i] >= 0;
-        float       *to = p->grad ? p->grad : p->data, *x = hpmlc_open(reach, to, n);
+        float       *to = p->grad ? p->grad : p->data, *x = hpmlc_host_view_begin(view, to, n);
         for (int64_t k = 0; k < n; k++) {
             double total = is_packed ? (double)own->leaf[at + k] : (double)*sum++ * inverse;
             double mean  = total / samples;
             x[k] = p->grad ? (float)mean : (float)((double)x[k] + mean);
         }
-        hpmlc_close(reach, to, n);
+        hpmlc_host_view_end(view, to, n);
         at += n;
     }
 }
@@ -6812,7 +7245,7 @@ HPMLC_FN void hpmlc_exact_close(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* As strategy sync, but the gradients stay on the device: the communicator's link (hpml_device_link: NCCL) adds them up
-   on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin, _finish in >>stripes).
+   on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin, _finish in >>linked).
    The host starts collectives and does not wait for them. It waits for the collectives of a step at the start of the
    next one, because the link's wait has a deadline and the host's own wait for the loss has none. */
 
@@ -6827,8 +7260,8 @@ HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_distribute_desc *des
 {
     const hpml_backend *b = hpml_ctx_backend(c->ctx);
     bool packs = desc->codec.kind == HPML_CODEC_NONE || (b->encode && b->decode);
-    bool plain = desc->method == HPML_METHOD_CODEC && !desc->codec.custom;
-    return b != hpml_backend_cpu() && c->link.begin && plain && packs;
+    bool by_rows = !desc->codec.custom && !hpmlc_whole_codec(&desc->codec);
+    return b != hpml_backend_cpu() && c->link.begin && by_rows && packs;
 }
 
 HPMLC_FN hpml_status hpmlc_link_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_distribute_desc *desc,
@@ -6847,10 +7280,9 @@ HPMLC_FN bool hpmlc_link_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml
 {
     hpml_exchange_desc e;
     hpmlc_exchange_settings(d, &e);
-    e.linked  = true;
     e.count   = b->count;
     e.tensors = g;
-    return hpmlc_bucket_exchanges(d, b, d->c, &e);
+    return hpmlc_bucket_exchanges(d, b, d->c, &e, HPMLC_PADDED_LINKED);
 }
 
 HPMLC_FN bool hpmlc_link_attach(hpml_distributed *d, hpmlc_link *own)
@@ -7032,8 +7464,6 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
     hpml_gradient *part = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *part * (size_t)(b->count + 1), NULL);
     if (!part) return false;
     hpmlc_exchange_settings(d, &e);
-    e.padded  = false;
-    e.share   = true;
     e.tensors = part;
     for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
         int64_t first = g[i].data - d->layout.first - b->at - s->at; /* where the tensor begins in the shard */
@@ -7050,7 +7480,7 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
         part->cols = s->floats + 1;
         e.count    = 1;
     }
-    bool good = hpmlc_bucket_exchanges(d, b, s->l->across, &e);
+    bool good = hpmlc_bucket_exchanges(d, b, s->l->across, &e, HPMLC_NODE_SHARE);
     hpml_ctx_release(d->ctx, part);
     return good;
 }
@@ -7191,7 +7621,7 @@ HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_di
 HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
 {
     hpml_status status = HPML_OK;
-    bool        is_lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
+    bool        is_lossy = d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
     if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
         d->history < 0)
         status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative");
@@ -7225,8 +7655,8 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        status = hpml_broadcast(d->c, hpmlc_open(&l->reach, p->data, n), (size_t)n * sizeof(float), 0);
-        if (status == HPML_OK) hpmlc_close(&l->reach, p->data, n);
+        status = hpml_broadcast(d->c, hpmlc_host_view_begin(&l->view, p->data, n), (size_t)n * sizeof(float), 0);
+        if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
     }
     return status;
 }
@@ -7268,7 +7698,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
         if (p->grad) l->grad_total += n;
         else if (p->param->buffer) l->buffer_total += n;
     }
-    return hpml_ctx_backend(ctx) == hpml_backend_cpu() || hpmlc_reach_create(&l->reach, ctx, most);
+    return hpml_ctx_backend(ctx) == hpml_backend_cpu() || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
 HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
@@ -7284,7 +7714,7 @@ HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
 {
     void *const own[] = { d->own, d->stats.sum, d->stats.buffers, d->report.row, d->layout.bucket_of,
-                          d->layout.by_name, d->layout.reach.window };
+                          d->layout.by_name, d->layout.view.window };
     d->strategy->close(d);
     for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) hpml_ctx_release(d->ctx, own[i]);
     hpml_ctx_release(d->ctx, d);
@@ -7489,7 +7919,7 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
     for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
         float       *data = it->data + l * it->floats;
-        const float *host = hpmlc_open(it->reach, data, it->floats);
+        const float *host = hpmlc_host_view_begin(it->view, data, it->floats);
         memcpy(rows + (it->copies.first + l) * it->count + it->at, host, (size_t)it->floats * sizeof(float));
     }
 }
@@ -7498,32 +7928,33 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
 {
     if (it->floats == 0) return;
-    float *host = hpmlc_open(it->reach, it->data, it->floats);
+    float *host = hpmlc_host_view_begin(it->view, it->data, it->floats);
     memcpy(host, row + (size_t)it->at * sizeof(float), (size_t)it->floats * sizeof(float));
-    hpmlc_close(it->reach, it->data, it->floats);
+    hpmlc_host_view_end(it->view, it->data, it->floats);
 }
 
 /* Adds factor times the row to this rank's part of its copy l. */
 HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
 {
+    if (it->floats == 0) return;
     float *data = it->data + l * it->floats;
-    float *host = hpmlc_open(it->reach, data, it->floats);
+    float *host = hpmlc_host_view_begin(it->view, data, it->floats);
     for (int64_t i = 0; i < it->floats; i++) {
         float x;
         memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
         x *= factor;
         host[i] += x;
     }
-    hpmlc_close(it->reach, data, it->floats);
+    hpmlc_host_view_end(it->view, data, it->floats);
 }
 
 HPMLC_FN void hpmlc_state_clear(const hpmlc_state *it)
 {
     for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
         float *data = it->data + l * it->floats;
-        float *host = hpmlc_open(it->reach, data, it->floats);
+        float *host = hpmlc_host_view_begin(it->view, data, it->floats);
         memset(host, 0, (size_t)it->floats * sizeof(float));
-        hpmlc_close(it->reach, data, it->floats);
+        hpmlc_host_view_end(it->view, data, it->floats);
     }
 }
 
@@ -7564,15 +7995,15 @@ HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *rows, int64_t floats)
 {
     hpml_distributed  *d     = list->d;
-    const hpmlc_reach *r     = &d->layout.reach;
+    const hpmlc_host_view *r     = &d->layout.view;
     size_t             bytes = (size_t)floats * sizeof(float);
     float             *from = rows, *copy = NULL;
     hpmlc_writing      writing;
     hpml_progress      progress;
     if (r->device && bytes > 0) {
-        copy = (float *)r->device->alloc(r->at, bytes);
+        copy = (float *)r->device->alloc(r->device_user, bytes);
         from = copy;
-        if (copy) r->device->write(r->at, copy, rows, bytes);
+        if (copy) r->device->write(r->device_user, copy, rows, bytes);
         else hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute save: no %zu bytes on %s", bytes, r->device->name);
     }
     for (int i = 0; i < list->count && from; i++) {
@@ -7589,7 +8020,7 @@ HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *ro
     hpml_ctx_progress(d->ctx, writing.progress);
     hpml_comm_busy(d->c, 0);
     for (int i = list->count - 1; i >= 0; i--) hpml_trainer_add_state(d->t, list->item[i].name, NULL, 0);
-    if (copy) r->device->free(r->at, copy, bytes);
+    if (copy) r->device->free(r->device_user, copy, bytes);
 }
 
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
@@ -7922,12 +8353,12 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
 // >>simulate   moves in virtual time, by a queue of ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Every rank has a clock. Ranks that want to send wait in a queue by (clock, rank), as threads do in >>clock, so
-   messages enter the cards in the same order and the times are the same. That costs some 50 to 100 ns a message. Two
-   shapes have p^2 messages and need less, because the order of turns does not matter in them:
+/* Every rank has a clock. Ranks that are about to send wait in a queue by (clock, rank), as threads do in >>clock, so
+   that messages enter the cards in the same order and the times are the same. That costs some 50 to 100 ns a message.
+   Two shapes have p^2 messages and need less, because the order of turns does not matter in them:
      ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
-                  alike, what happens on one happens on all: the ranks of one node stand for all
-     all to all   the ranks of one node stand for all likewise
+                  in the same state, the ranks of one node represent those of all nodes
+     all to all   the ranks of one node represent those of all nodes likewise
    Tests compare both with the queue. */
 
 typedef struct hpmlc_sim_event {
@@ -7936,15 +8367,15 @@ typedef struct hpmlc_sim_event {
     int    run;  /* in the heap: the run whose first event this is */
 } hpmlc_sim_event;
 
-typedef struct hpmlc_sim_letter { /* has been sent to a rank that waits for something else */
-    int    from, next;
+typedef struct hpmlc_sim_letter { /* a message to a rank that does not wait for it yet */
+    int    from, next; /* the sender; the next letter of the receiver, -1: none */
     double arrival;
 } hpmlc_sim_letter;
 
-typedef struct hpmlc_sim_rank { /* what the queue keeps of a rank, side by side because turns come in any order */
+typedef struct hpmlc_sim_rank { /* a rank in the queue. One struct: turns come in any order, so members share a line */
     int     phase, round;
     int     to, from;    /* of its move, -1: none */
-    int64_t bytes;       /* that the move sends */
+    int64_t bytes;       /* sent by the move */
     int     want;        /* the rank whose message is awaited, or -1 */
     int     first, last; /* letters, -1: none */
     int     next;        /* the next rank of its run, -1: none */
@@ -7953,35 +8384,41 @@ typedef struct hpmlc_sim_rank { /* what the queue keeps of a rank, side by side 
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
 typedef struct hpmlc_sim {
-    hpml_comm         layout;             /* what a communicator knows of them */
+    hpml_comm         layout;             /* a communicator without a transport: nodes and links of the ranks */
     int               p, nodes, per_node; /* per_node: 0 where nodes are not all alike */
     bool              mixed;              /* neighbours in a ring are on different nodes, several on each */
-    bool              plain;              /* no short cuts; for tests */
+    bool              plain;              /* for tests: always play the queue */
     double            latency[2], rate[2]; /* inside, between: seconds, seconds a byte */
     int32_t          *node;               /* (p) */
     double           *clock;              /* (p) */
-    double           *out, *in;           /* (p + nodes) when cards are free: of ranks inside their node, of nodes */
+    double           *out, *in;           /* (p + nodes) seconds when cards get free: of ranks inside nodes, of nodes */
     int64_t          *bytes, *messages;   /* (p) sent */
     int64_t           between;            /* bytes between nodes */
     double           *work;               /* (4 p) scratch */
-    /* of the queue */
+    /* The collective that is played, and the queue: */
     hpmlc_sim_kind    kind;
     int64_t           n;
     size_t            size;               /* of an element */
     hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) */
-    int32_t          *phases;             /* (p) how many of them a rank has; in an all to all: scratch */
+    int32_t          *phases;             /* (p) phases of each rank; in an all to all: scratch */
     hpmlc_sim_rank   *rank;               /* (p) */
     hpmlc_sim_event  *run;                /* (p) the last event of each run, the latest first */
     hpmlc_sim_event  *heap;               /* (p) the first event of each run, the earliest at the top */
     int               runs;
     hpmlc_sim_letter *letter;
-    int               letters, free_letter; /* room, first of the unused */
+    int               letters, free_letter; /* letters allocated; first unused one, -1: none */
     bool              failed;             /* out of memory */
 } hpmlc_sim;
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
 {
-    free(s->node), free(s->clock), free(s->bytes), free(s->phase), free(s->rank), free(s->run), free(s->letter);
+    free(s->node);
+    free(s->clock);
+    free(s->bytes);
+    free(s->phase);
+    free(s->rank);
+    free(s->run);
+    free(s->letter);
 }
 
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
@@ -7992,7 +8429,8 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->p           = p;
     s->nodes       = hpmlc_network_nodes(net, p);
     size_t cards   = n + (size_t)s->nodes;
-    s->latency[0]  = net->inside.latency, s->latency[1] = net->between.latency;
+    s->latency[0]  = net->inside.latency;
+    s->latency[1]  = net->between.latency;
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
@@ -8004,10 +8442,16 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* with heap */
     s->failed      = !s->node || !s->clock || !s->bytes || !s->phase || !s->rank || !s->run;
     if (s->failed) return false;
-    s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
-    s->phases = s->node + n, s->heap = s->run + n;
+    s->out      = s->clock + n;
+    s->in       = s->out + cards;
+    s->work     = s->in + cards;
+    s->messages = s->bytes + n;
+    s->phases   = s->node + n;
+    s->heap     = s->run + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
-    c->size = p, c->node = s->node, c->is_virtual = true;
+    c->size = p;
+    c->node = s->node;
+    c->is_virtual = true;
     hpmlc_comm_links(c, net, s->nodes);
     hpmlc_comm_layout(c);
     s->mixed    = c->spread || c->per_node == 0;
@@ -8015,18 +8459,20 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     return true;
 }
 
-/* Who stands for a rank where nodes are all alike: the one in the same place on the first node; on one node rank 0. */
-HPMLC_FN int hpmlc_sim_stand(const hpmlc_sim *s, int rank)
+/* Returns the rank that represents a rank where all nodes are in the same state: the one in the same place of the first
+   node; where there is only one node, rank 0. */
+HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
 {
-    return s->nodes == 1 ? 0 : s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
+    if (s->nodes == 1) return 0;
+    return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* The cards of a message: its own ranks' inside a node, else the nodes'. */
+/* Returns the index of the card that a message of this rank uses: the rank's own inside a node, else the node's. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
 
-/* When a message that is sent now will be there: the rule of hpmlc_arrival. But in an all to all as many bytes enter a
-   node as leave it, all the time; so the card coming in is not counted. (Reserved in the order of sending, it would
-   hold up the card going out, and that one the next: a traffic jam that no switch has.) */
+/* Sends a message now and returns when it arrives, in seconds: the rule of hpmlc_arrival. But in an all to all as many
+   bytes enter a node as leave it at any time, so the receiving card is not counted: reserved in the order of sending,
+   it would delay the sending card, and that card the next one, a congestion that no switch has. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->node[from] != s->node[to];
@@ -8049,15 +8495,16 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
     return a.time < b.time || (a.time <= b.time && a.rank < b.rank);
 }
 
-/* The queue is made of runs: lists of ranks in the order of their turns. A rank goes behind the latest of the runs'
-   ends that is before it, else it begins a run; so the ends stay sorted, and a run that gets empty is the one that
-   ends earliest, the last. Ranks that do the same at the same time need few runs, whose ends stay in the cache; a heap
-   of all ranks misses it at every step. */
+/* Puts a rank into the queue. The queue is a set of runs: lists of ranks in the order of their turns. A rank is
+   appended to the run with the latest end that is before the rank's turn; where there is none, it begins a run. So the
+   ends stay sorted, and a run that gets empty is the one with the earliest end, the last. Ranks that do the same at the
+   same time need few runs, whose ends stay in the cache; a heap of all ranks would miss the cache at every step. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
     int             low = 0, high = s->runs;
-    e.time = s->clock[rank], e.rank = rank;
+    e.time = s->clock[rank];
+    e.rank = rank;
     s->rank[rank].next = -1;
     while (low < high) {
         int middle = (low + high) / 2;
@@ -8074,12 +8521,16 @@ HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
     s->run[low] = e;
 }
 
+/* Takes the rank with the next turn out of the queue. */
 HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
 {
     hpmlc_sim_event e = s->heap[0];
     int             top = e.rank, next = s->rank[top].next, i = 0, child;
     if (next < 0) e = s->heap[--s->runs];
-    else e.time = s->clock[next], e.rank = next;
+    else {
+        e.time = s->clock[next];
+        e.rank = next;
+    }
     while ((child = 2 * i + 1) < s->runs) {
         if (child + 1 < s->runs && hpmlc_sim_before(s->heap[child + 1], s->heap[child])) child++;
         if (!hpmlc_sim_before(s->heap[child], e)) break;
@@ -8090,6 +8541,7 @@ HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
     return top;
 }
 
+/* Returns the elements of block i. */
 HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
 {
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
@@ -8099,27 +8551,30 @@ HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
 HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
-    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* in round k with the rank k further on, as hpmlc_blocks */
+    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* round k: to the rank k after r, as in hpmlc_blocks */
         int k = q->round + 1;
         if (k >= s->p) return false;
-        q->to = (r + k) % s->p, q->from = (r + s->p - k) % s->p;
+        q->to    = (r + k) % s->p;
+        q->from  = (r + s->p - k) % s->p;
         q->bytes = hpmlc_sim_block(s, q->to) * (int64_t)s->size;
         return true;
     }
     for (; q->phase < s->phases[r]; q->phase++, q->round = 0) {
         const hpmlc_phase *f = &s->phase[(size_t)q->phase * (size_t)s->p + (size_t)r];
-        bool               star = (f->kind == HPMLC_STAR_UP || f->kind == HPMLC_STAR_DOWN) && f->team.me > 0;
+        bool               once = f->kind->one_round && f->team.me > 0;
         hpml_move          m;
-        if (star && q->round < f->team.me - 1) q->round = f->team.me - 1; /* its only turn, of p - 1 rounds */
-        if (q->round >= (star ? f->team.me : f->rounds)) continue;
+        if (once && q->round < f->team.me - 1) q->round = f->team.me - 1;
+        if (q->round >= (once ? f->team.me : f->rounds)) continue;
         hpmlc_move_of(f, q->round, &m);
-        q->to = m.to, q->from = m.from, q->bytes = m.out_count * (int64_t)s->size;
+        q->to    = m.to;
+        q->from  = m.from;
+        q->bytes = m.send_count * (int64_t)s->size;
         return true;
     }
     return false;
 }
 
-/* Takes the letter from this rank out of r's box. */
+/* Receives the first letter of `from` that rank r has, and advances r's clock to its arrival. False: there is none. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -8137,28 +8592,37 @@ HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
     return false;
 }
 
+/* Keeps a letter for rank r, which does not wait for it yet. */
 HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
 {
     if (s->free_letter < 0) {
-        int               room = s->letters ? 2 * s->letters : 1024;
-        hpmlc_sim_letter *more = (hpmlc_sim_letter *)realloc(s->letter, sizeof *more * (size_t)room);
-        if (!more) { s->failed = true; return; }
+        int               count = s->letters ? 2 * s->letters : 1024;
+        hpmlc_sim_letter *more = (hpmlc_sim_letter *)realloc(s->letter, sizeof *more * (size_t)count);
+        if (!more) {
+            s->failed = true;
+            return;
+        }
         s->letter = more;
-        for (int i = room - 1; i >= s->letters; i--) more[i].next = s->free_letter, s->free_letter = i;
-        s->letters = room;
+        for (int i = count - 1; i >= s->letters; i--) {
+            more[i].next   = s->free_letter;
+            s->free_letter = i;
+        }
+        s->letters = count;
     }
     hpmlc_sim_rank *q = &s->rank[r];
     int             i = s->free_letter;
     s->free_letter = s->letter[i].next;
-    s->letter[i].from = from, s->letter[i].arrival = arrival, s->letter[i].next = -1;
+    s->letter[i].from    = from;
+    s->letter[i].arrival = arrival;
+    s->letter[i].next    = -1;
     if (q->first < 0) q->first = i;
     else s->letter[q->last].next = i;
     q->last = i;
 }
 
-/* Receives what is there, round by round, until rank r wants to send (then it queues), must wait, or is through. sent:
-   the message of this round is on its way. */
-HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, bool sent)
+/* Plays the rounds of rank r until r is about to send (then r is queued), must wait for a message, or has no round
+   left. sent: the message of the current round has been sent. */
+HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
 {
     hpmlc_sim_rank *q = &s->rank[r];
     for (; sent || hpmlc_sim_move(s, r); q->round++, sent = false) {
@@ -8173,6 +8637,7 @@ HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, bool sent)
     }
 }
 
+/* Plays the collective turn by turn. */
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
     s->runs = 0;
@@ -8181,18 +8646,18 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         q->phase = q->round = 0;
         q->want = q->first = q->last = -1;
     }
-    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r, false);
+    for (int r = 0; r < s->p; r++) hpmlc_sim_advance(s, r, false);
     while (s->runs > 0 && !s->failed) {
         int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
         double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
         hpmlc_sim_rank *q = &s->rank[to];
-        if (q->want == r) { /* is waiting for just this */
+        if (q->want == r) { /* waits for this message */
             if (s->clock[to] < arrival) s->clock[to] = arrival;
             q->want = -1;
             q->round++;
-            hpmlc_sim_go_on(s, to, false);
+            hpmlc_sim_advance(s, to, false);
         } else hpmlc_sim_keep(s, to, r, arrival);
-        hpmlc_sim_go_on(s, r, true);
+        hpmlc_sim_advance(s, r, true);
     }
 }
 
@@ -8200,19 +8665,21 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // >>simulate-fast   rings and all to all in virtual time without a queue
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* How many ranks stand for all of them in a ring: 1, those of a node, or p. Blocks must be equal, or so many that the
-   longest may stand for all (the time is an upper bound then). free_at: (p) when the link from i to i + 1 is free. */
+/* Returns how many ranks represent all ranks of a ring: 1, those of a node, or p. Fewer than p only where blocks are
+   equal, or so many that each may count as the longest (the time is an upper bound then). free_at: (p) when the link
+   from i to i + 1 gets free, seconds. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
 {
-    int q = s->nodes == 1 || s->nodes == s->p ? 1 : s->per_node > 0 && !s->mixed ? s->per_node : s->p;
+    int q = s->per_node > 0 && !s->mixed ? s->per_node : s->p;
+    if (s->nodes == 1 || s->nodes == s->p) q = 1;
     if (n % s->p != 0 && s->p <= 256) return s->p;
     for (int i = q; i < s->p; i++)
         if (s->clock[i] != s->clock[i % q] || free_at[i] != free_at[i % q]) return s->p;
     return q;
 }
 
-/* A ring of all ranks in which no two pairs share a card. rounds: 2 (p - 1), or p - 1 for the allgather. In round k
-   rank i sends block i - 1 - k; in the allgather i - k. */
+/* Plays a ring of all ranks in which no two pairs share a card. rounds: 2 (p - 1), or p - 1 for an allgather alone. In
+   round k rank i sends block i - 1 - k; in an allgather alone block i - k. */
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
@@ -8224,7 +8691,9 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
-        s->bytes[i] += sent, s->messages[i] += rounds, s->between += far ? sent : 0;
+        s->bytes[i] += sent;
+        s->messages[i] += rounds;
+        s->between += far ? sent : 0;
     }
     int q = hpmlc_sim_period(s, s->n, free_at);
     if (q < p)
@@ -8247,12 +8716,12 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
     }
 }
 
-/* True when all nodes are in the same state: what one does, all do. */
+/* Returns whether all nodes are in the same state, so that one node represents all. */
 HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
 {
     if (s->per_node == 0) return false;
     for (int r = 0; r < s->p; r++) {
-        int i = hpmlc_sim_stand(s, r);
+        int i = hpmlc_sim_representative(s, r);
         if (s->clock[r] != s->clock[i] || s->out[r] != s->out[i] || s->in[r] != s->in[i]) return false;
     }
     for (int i = s->p + 1; i < s->p + s->nodes; i++)
@@ -8260,8 +8729,8 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
     return true;
 }
 
-/* Nodes alike. Blocks are taken to be as long as the longest. As in hpmlc_sim_send, the card coming in is not waited
-   for: messages come in one by one, as they leave. */
+/* Plays an all to all where all nodes are in the same state. Each block counts as the longest one. As in
+   hpmlc_sim_send, the receiving card is not counted. */
 HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 {
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
@@ -8270,13 +8739,13 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     int32_t *order = s->phases; /* (m) ranks that represent all others, sorted by clock */
     for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
-        for (int j = 1; j < m; j++) { /* by insertion: there is little to move */
+        for (int j = 1; j < m; j++) { /* insertion sort: the ranks are nearly sorted */
             int r = order[j], i = j;
             for (; i > 0 && s->clock[order[i - 1]] > s->clock[r]; i--) order[i] = order[i - 1];
             order[i] = r;
         }
         for (int j = 0; j < m; j++) {
-            int     r = order[j], to = (r + k) % p, at = hpmlc_sim_stand(s, to);
+            int     r = order[j], to = (r + k) % p, at = hpmlc_sim_representative(s, to);
             bool    far = s->node[r] != s->node[to];
             double *out = far ? &card : &s->out[r], *in = far ? &card : &s->in[at];
             double  start = s->clock[r];
@@ -8290,9 +8759,11 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     }
     for (int i = 0; i < s->nodes; i++) s->out[p + i] = card;
     for (int r = 0; r < p; r++) {
-        int     i = hpmlc_sim_stand(s, r);
+        int     i = hpmlc_sim_representative(s, r);
         int64_t near_part = 0;
-        s->clock[r] = s->clock[i], s->out[r] = s->out[i], s->in[r] = s->in[i];
+        s->clock[r] = s->clock[i];
+        s->out[r]   = s->out[i];
+        s->in[r]    = s->in[i];
         for (int j = 0; j < s->per_node; j++) {
             int to = s->layout.spread ? s->node[r] + j * s->nodes : r - r % s->per_node + j;
             near_part += hpmlc_sim_block(s, to);
@@ -8303,30 +8774,58 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     }
 }
 
-/* One collective of n elements, from the ranks' clocks on. */
-HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
+/* True when the plan is nothing but the ring that hpmlc_sim_ring plays: all ranks, the whole array, reduce-scatter and
+   allgather, or allgather alone. Rank 0's plan stands for all, because a team of all ranks has all of them. */
+HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
-    int p = s->p;
-    if (p == 1) return true;
-    s->kind = kind, s->n = n, s->size = size;
-    if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
-    for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
-        hpmlc_plan plan;
-        plan.count = 0, plan.level = NULL;
-        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&plan, a, p, s->layout.per_node, s->layout.spread, r, n);
-        else hpmlc_plan_add(&plan, HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
-        s->phases[r] = plan.count;
-        for (int i = 0; i < plan.count; i++) s->phase[(size_t)i * (size_t)p + (size_t)r] = plan.phase[i];
+    const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
+    int                     count = s->phases[0];
+    if (count != 1 && count != 2) return false;
+    for (int i = 0; i < count; i++) {
+        const hpmlc_phase *f = &s->phase[(size_t)i * (size_t)s->p];
+        bool               whole = f->team.size == s->p && f->team.stride == 1 && f->at == 0 && f->count == s->n;
+        if (!whole || f->kind != ring[i + 2 - count]) return false;
     }
-    const hpmlc_phase *f = &s->phase[0];
-    bool ring = f->team.size == p && (f->kind == HPMLC_RING_SCATTER || f->kind == HPMLC_RING_GATHER);
-    if (kind == HPMLC_SIM_ALL_TO_ALL && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
-    else if (kind != HPMLC_SIM_ALL_TO_ALL && !s->plain && ring && !s->mixed)
-        hpmlc_sim_ring(s, kind == HPMLC_SIM_ALLREDUCE ? 2 * (p - 1) : p - 1);
+    return true;
+}
+
+/* Keeps the plan of one rank for the queue. */
+HPMLC_FN void hpmlc_sim_set_plan(hpmlc_sim *s, int rank, const hpmlc_plan *plan)
+{
+    s->phases[rank] = plan->count;
+    for (int i = 0; i < plan->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = plan->phase[i];
+}
+
+/* Plays the collective whose kind, elements and plans are set, from the ranks' clocks on. */
+HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
+{
+    bool to_all = s->kind == HPMLC_SIM_ALL_TO_ALL;
+    if (to_all && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
+    else if (!to_all && !s->plain && !s->mixed && hpmlc_sim_is_ring(s))
+        hpmlc_sim_ring(s, s->phases[0] == 2 ? 2 * (s->p - 1) : s->p - 1);
     else hpmlc_sim_queue(s);
     return !s->failed;
 }
 
+/* Plays one collective of n elements, from the ranks' clocks on. False: out of memory. */
+HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
+{
+    int p = s->p;
+    if (p == 1) return true;
+    s->kind = kind;
+    s->n    = n;
+    s->size = size;
+    if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
+    for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
+        hpmlc_plan plan;
+        if (kind == HPMLC_SIM_ALLGATHER) hpmlc_plan_single(&plan, &hpmlc_ring_gather, p, r, 0, n);
+        else hpmlc_plan_make(&plan, a, p, s->layout.per_node, s->layout.spread, r, n);
+        hpmlc_sim_set_plan(s, r, &plan);
+    }
+    return hpmlc_sim_run(s);
+}
+
+/* Returns the latest clock of all ranks: seconds. */
 HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 {
     double t = s->clock[0];
@@ -8341,12 +8840,12 @@ HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
-    if (p < 1 || p > 65536) return hpmlc_refuse(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
+    if (p < 1 || p > 65536) return hpmlc_refuse(to, wrong, "simulate: %d ranks: expected 1 to 65536", p);
     if ((unsigned)a >= HPML_ALGORITHM_COUNT)
-        return hpmlc_refuse(to, wrong, "simulate: there is no algorithm %d", (int)a);
-    if (a == HPML_NATIVE)
-        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
-                            "another algorithm");
+        return hpmlc_refuse(to, wrong, "simulate: there is no algorithm %d; take a word of hpml_algorithm", (int)a);
+    if (hpmlc_algorithm_row(a)->native)
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "simulate: the moves of an MPI's own allreduce are not known; "
+                            "choose another algorithm");
     if (p > 1 && !net->node && net->ranks_per_node == 0 && (net->between.latency > 0 || net->between.bandwidth > 0))
         return hpmlc_refuse(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
@@ -8381,7 +8880,8 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     return HPML_OK;
 }
 
-/* Exchanges one bucket, which rank r has at time ready * slow[r]. False: out of memory. */
+/* Exchanges one bucket, which is ready on rank r at ready * slow[r] seconds. Adds its seconds to *comm. False: out of
+   memory. */
 HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double ready, int64_t n, int64_t packed,
                                double *comm)
 {
@@ -8402,18 +8902,24 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     return good;
 }
 
+/* Plays one step of training, bucket by bucket. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
     double   now = 0, slowest = d->network.slow ? 0 : 1, whole = 0;
     int64_t  n = 0, packed = 0;
     double   limit = d->bucket_bytes == 0 ? 25 * 1048576. : (double)d->bucket_bytes;
-    for (int i = 0; i < d->layers; i++) now += d->forward_s ? d->forward_s[i] : 0, whole += d->backward_s[i];
+    for (int i = 0; i < d->layers; i++) {
+        now += d->forward_s ? d->forward_s[i] : 0;
+        whole += d->backward_s[i];
+    }
     whole += now;
     for (int i = d->layers - 1; i >= 0; i--) {
         now += d->backward_s[i];
-        n += d->elements[i], packed += d->packed ? d->packed[i] : 0;
+        n += d->elements[i];
+        packed += d->packed ? d->packed[i] : 0;
         if (n == 0 || ((double)n * 4 < limit && i > 0)) continue;
-        double ready = d->delayed ? 0 : d->no_overlap ? whole : now;
+        double ready = d->no_overlap ? whole : now;
+        if (d->delayed) ready = 0;
         if (!hpmlc_sim_bucket(s, d, ready, n, packed, &out->comm_s)) return false;
         out->buckets++;
         n = packed = 0;
@@ -8439,7 +8945,7 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     const hpmlc_text to = { error, size };
     HPMLC_ZERO(hpml_simulation, result);
     hpmlc_refuse(&to, HPML_OK, "%s", "");
-    if (!out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
+    if (!out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "simulate: out is NULL; pass a struct for the result");
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;

@@ -49,7 +49,7 @@ static hpml_distributed *join(hpml_comm *comm, hpml_trainer *t, const options *o
 {
     hpml_distribute_desc d = { .global_batch = o->batch, .exact = o->exact, .leaf = leaf };
     if (hpml_comm_size(comm) == 1 && !o->exact && o->table == 0 && strcmp(o->codec, "none") == 0) return NULL;
-    d.codec.kind         = codec_kind(o->codec);
+    d.codec.kind         = hpml_codec_find(o->codec); /* the command line refuses unknown names */
     d.codec.min_elements = 1024; /* not the first filters: 25 numbers each */
     d.algorithm          = hpml_algorithm_find(o->allreduce);
     d.history            = (int32_t)o->table;

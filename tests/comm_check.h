@@ -250,8 +250,8 @@ static hpml_status count_one(hpml_comm *c, void *user)
         rounds += m.to >= 0 || m.from >= 0;
         if (m.to < 0) continue;
         messages++, to[m.to][0]++;
-        bytes += 4 * m.out_count, to[m.to][1] += 4 * m.out_count;
-        if (hpml_comm_node(c, m.to) != hpml_comm_node(c, rank)) between += 4 * m.out_count;
+        bytes += 4 * m.send_count, to[m.to][1] += 4 * m.send_count;
+        if (hpml_comm_node(c, m.to) != hpml_comm_node(c, rank)) between += 4 * m.send_count;
     }
     const hpml_counters *got = &t->rank[rank];
     CHECK(messages == got->messages && bytes == got->bytes && rounds == got->rounds && between == got->between_bytes);

@@ -112,7 +112,8 @@ report() { # PROGRAM...: reads what start prints
     done
     took="$((($(date +%s) - began) / 60)) min $((($(date +%s) - began) % 60)) s"
     echo "$took" >$log/took
-    echo "took $took, $(cat $log/*.time | awk '{ cpu += $4 } END { printf "%.1f", cpu / 60 }') minutes of processor time"
+    cpu=$(cat $log/*.time | awk '{ cpu += $4 } END { printf "%.1f", cpu / 60 }')
+    echo "took $took, $cpu minutes of processor time"
     echo the slowest: $(cat $log/*.time | sort -rn | head -n 5 | sed 's/ [^ ]*$/,/') | sed 's/,$//'
     reasons
     echo "$passed passed, $failed failed, $skipped skipped"

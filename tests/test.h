@@ -20,6 +20,12 @@
 #define SLOW_BUILD 0
 #endif
 
+/* for (...), over the allreduce algorithms from `first` on, without the transport's own. */
+#define EACH_ALGORITHM(a, first) \
+    for (int a = (first); a < HPML_ALGORITHM_COUNT; a++) \
+        if (a == HPML_NATIVE) continue; \
+        else
+
 typedef struct test_case {
     const char       *name;
     void            (*run)(void);
