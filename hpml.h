@@ -96,8 +96,9 @@
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
-//     trainer   the trainer: settings, creation, one step
-//     step   one step, and the names of what is not finite in it
+//     trainer   the trainer: settings, creation, a batch in its inputs
+//     nonfinite   a step's scalars; the names of layers whose numbers are not finite
+//     step   one step: micro-batch, gradients, update
 //     fit   passes over data, evaluation, prediction
 // PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
 //     files   reading files, writing files that appear whole
@@ -894,7 +895,7 @@ typedef struct hpml_trainer_desc {
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
     int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
-    float         clip_norm;       /* scales gradients so that their norm, over all parameters, is at most this; 0: no */
+    float         clip_norm;       /* scales gradients so that the norm of all of them is at most this; 0: no */
     int32_t       accumulate;      /* micro-batches of an update; each weighs as many as it has samples; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before they are used, because
                                       small ones would be 0 in halves; 0: 1, but dynamic where results are stored as
@@ -6933,21 +6934,36 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 // =====================================================================================================================
 
+/* An update of parameters w, from k micro-batches (k = accumulate, one call of hpml_trainer_step each; B_i samples in
+   the i-th), does in order
+
+       x, y -> inputs                       hpml_trainer_step: the next micro-batch, copied to the device
+       l_i = mean over B_i of loss          forward pass
+       G  = L a_i dl_i/dw, added from i = 2 backward pass; L: loss scale, a_i = B_i / (k B_1)
+       g  = G / (L s)                       s = sum of a_i: so g is the mean over all samples, short batches included
+       g  = g min(1, clip_norm / |g|)       |g|: norm over all parameters; overflow: no update
+       w, states = step(w, g, states)       see >>optimizers; lr by schedule and lr_rule
+       L  = L / 2 after an overflow, 2 L after 2,000 updates without one, where L is dynamic
+
+   G / (L s) and clipping are factors of the step (hpml_update.grad_scale, .clip), not passes over memory. Hooks
+   (hpml_hooks) stand between these lines: `run` replaces the second and third, `grad` is called within the third when
+   a gradient is final, `update` before the fifth. Without hooks they cost a branch. */
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>optimizers   the table of optimizers, the driver of their steps, schedules
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A step of parameter w at time t, with gradient G of the loss times its scale L, does in order
+/* The step of one parameter w, from its gradient G in memory, in order:
 
-       g = G / L                                                   micro-batches are added up in G already
-       g = g clip / |all g|    where the norm of all gradients is above clip
-       rates from |w|, |g|     prepare(): LARS
-       w, s = step(w, g, s)    states s of the row; weight decay is the formula's business
-       w = w - lr |w| / |r| r  where step gave a direction r instead: LAMB
+       g = grad_scale G                   grad_scale: 1 / loss scale, times clip / norm if all gradients are clipped
+       row->prepare(u, |w|, |g|)          may change rates: LARS
+       w, states = row->step(w, g, ..)    or, in a row with `direction`: r = row->step(w, g, ..), and then
+       w = w - lr r                       layer_ratio: w - lr |w| / |r| r (LAMB)
 
-   Built-in rows have their formulas as vector kernels (>>vupdate) and on devices (hpml_cuda.cuh, >>gpu-update); a row
-   of your own has `step`. A parameter is cut into pieces that threads step at once, and a linear layer steps each block
-   of its weights where the product has just made the gradient, because the block is in the cache then. */
+   Weight decay is part of a row's formula. Built-in rows have no function `step`, but vector kernels (>>vupdate) and,
+   for devices, kernels of the device (hpml_cuda.cuh, >>gpu-update). Threads step pieces of a parameter at once. A large
+   linear layer steps each block of its weights right after the product that makes their gradient, because the block is
+   still in the cache; that needs a row whose step reads no other gradient, without prepare and direction. */
 
 #define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
 #define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
@@ -7023,7 +7039,7 @@ HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
     return true;
 }
 
-/* Checks a row that is not built in; false: an error says what it lacks. */
+/* Checks a row of the user's (built-in rows are right); false: an error names the field that is wrong. */
 HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
 {
     const char *name = row->name ? row->name : "";
@@ -7034,7 +7050,7 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
                            HPMLI_OPTIMIZER_NAME);
     if (hpml_optimizer_find(name))
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has the name of a built-in row; "
-                           "take another name, because checkpoints go by it", name);
+                           "take another name, because a checkpoint names its optimizer", name);
     if (!row->step)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has no step; set .step to a "
                            "function", name);
@@ -7449,21 +7465,27 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>trainer   the trainer: settings, creation, one step
+// >>trainer   the trainer: settings, creation, a batch in its inputs
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer.
-   The hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
+/* A trainer is a graph that ends in a loss, the settings of its steps, and what they keep: states of the optimizer, the
+   number of updates, the place in the data. Everything is checked, planned and allocated here; >>step runs it. */
 
-typedef struct hpmli_named_array { /* an array that checkpoints hold */
-    const char         *name;
-    float              *values; /* on the device */
-    int64_t             count;
+typedef struct hpmli_named_array { /* an array of the user's that checkpoints hold */
+    const char *name;   /* in the same allocation, behind this struct */
+    float      *values; /* on the device */
+    int64_t     count;
     struct hpmli_named_array *next;
 } hpmli_named_array;
 
-/* What a step tells: the loss, hits and rows that count, the gradients' sum of squares. */
-typedef struct hpmli_step_scalars { float loss, none; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
+/* Results of a step on the device: the loss; rows of the output whose largest number is at the label, and rows that
+   have a label; the gradients' sum of squares. They stand in the memory of the loss, because one copy to the host then
+   reads all: the planner rounds each array up to 64 bytes and gives a scalar's to no other array (hpmli_plan_slots). */
+typedef struct hpmli_step_scalars { float loss, unused; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
+typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= 64 ? 1 : -1];
+
+#define HPMLI_LOSS_SCALE_START 65536.0f /* dynamic: 2^16, and at most ... */
+#define HPMLI_LOSS_SCALE_MAX   1099511627776.0f /* 2^40, because gradients that stay 0 never overflow */
 
 struct hpml_trainer {
     hpml_ctx           *ctx;
@@ -7481,20 +7503,20 @@ struct hpml_trainer {
     int                 rank, ranks;
     int64_t             global_batch, grain; /* samples */
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
-    const int32_t      *labels;          /* host: labels of this micro-batch; NULL: nobody asked for its accuracy */
+    const int32_t      *labels;          /* host: labels of this micro-batch; NULL: its accuracy is not wanted */
     int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
     int64_t             step, epoch, epoch_step;
     int32_t             micro_batch;     /* micro-batches since the last update */
     int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
-    float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): 1 if all are full */
+    float               accumulate_weight; /* s of the introduction above: 1 if all micro-batches are full */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
     hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
-    hpmli_step_scalars *device_scalars;  /* in the loss's place in memory, which has room for them */
+    hpmli_step_scalars *device_scalars;  /* where they are: t->loss->data */
     bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
     bool                norm_ready;      /* this step: the norm is in device_scalars ... */
     bool                norm_fetched;    /* ... and in scalars */
-    bool                whole;           /* no hook comes between backward pass and update */
+    bool                update_follows;  /* no hook comes between this backward pass and the update */
     bool                overflowed;      /* this step: a gradient is infinite or NaN because of the loss scale */
 };
 
@@ -7514,31 +7536,60 @@ HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trai
     out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
 }
 
-/* The loss node and the input for its targets, recorded when the desc does not give them. */
+/* Records the loss and the input for its targets, unless the desc gives them; false: an error. */
 HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t)
 {
     const hpml_trainer_desc *d      = &t->d;
+    const hpml_tensor       *y      = d->output;
     bool                     labels = d->loss == HPML_LOSS_CROSS_ENTROPY;
-    hpml_cross_entropy_desc  ce = HPMLI_ZEROED;
+    hpml_cross_entropy_desc  ce     = HPMLI_ZEROED;
     if (d->loss_tensor || d->target) {
         t->loss   = d->loss_tensor;
         t->target = d->target;
         if (t->loss && t->target) return true;
-        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together (no target: input)");
+        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: .loss_tensor without .target, or the other way round; "
+                           "set both (.target is .input if there are no targets)");
     }
-    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->d.output->ndim - (labels ? 1 : 0),
-                           t->d.output->shape);
+    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, y->ndim - (labels ? 1 : 0), y->shape);
     if (!t->target) return false;
     t->target->name = "target";
-    if (t->d.output->batch_rows) t->target->batch_rows = t->d.output->batch_rows;
+    if (y->batch_rows) t->target->batch_rows = y->batch_rows;
     ce.label_smoothing = d->label_smoothing;
     switch (d->loss) {
-    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->d.output, t->target, &ce); break;
-    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(t->d.output, t->target); break;
-    case HPML_LOSS_MSE: t->loss = hpml_mse(t->d.output, t->target); break;
-    case HPML_LOSS_HUBER: t->loss = hpml_huber(t->d.output, t->target, d->huber_delta); break;
+    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(d->output, t->target, &ce); break;
+    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(d->output, t->target); break;
+    case HPML_LOSS_MSE: t->loss = hpml_mse(d->output, t->target); break;
+    case HPML_LOSS_HUBER: t->loss = hpml_huber(d->output, t->target, d->huber_delta); break;
     }
     return t->loss != NULL;
+}
+
+/* Checks that each number of the desc is in its range; false: an error names the first that is not. */
+HPMLI_FN bool hpmli_trainer_ranges_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
+{
+    bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
+    const char  *warmup     = ends ? "schedule.warmup_steps, part of total_steps," : "schedule.warmup_steps";
+    const double warmup_max = ends ? (double)d->schedule.total_steps : 1e15;
+    const struct { const char *name; double value, most; } in[] = {
+        { "lr", (double)d->lr, 1e30 }, { "momentum", (double)d->momentum, 1 }, { "trust", (double)d->trust, 1e30 },
+        { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
+        { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
+        { "beta1", (double)d->beta1, 0.999999 }, { "beta2", (double)d->beta2, 0.999999 },
+        { "label_smoothing", (double)d->label_smoothing, 1 }, { "loss", (double)d->loss, HPML_LOSS_HUBER },
+        { "accumulate", (double)d->accumulate, 1e9 },
+        { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
+        { warmup, (double)d->schedule.warmup_steps, warmup_max },
+        { "schedule.gamma", (double)d->schedule.gamma, 1e30 }, { "lr_base_batch", (double)d->lr_base_batch, 1e15 },
+        { "lr_rule", (double)d->lr_rule, HPML_LR_SQRT }, { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
+    for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
+        if (!(in[i].value >= 0 && in[i].value <= in[i].most))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
+                               in[i].most);
+    if (ends && d->schedule.total_steps < 1)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: a COSINE or LINEAR schedule needs .schedule.total_steps");
+    if (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: a STEP schedule needs .schedule.period");
+    return true;
 }
 
 HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
@@ -7547,32 +7598,14 @@ HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d
     if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
     if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-    bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
-    const struct { const char *name; double value, most; } in[] = {
-        { "lr", (double)d->lr, 1e30 }, { "momentum", (double)d->momentum, 1 }, { "trust", (double)d->trust, 1e30 },
-        { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
-        { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
-        { "beta1", (double)d->beta1, 0.999999 }, { "beta2", (double)d->beta2, 0.999999 },
-        { "label_smoothing", (double)d->label_smoothing, 1 },
-        { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
-        { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
-        { ends ? "schedule.warmup_steps, part of total_steps," : "schedule.warmup_steps",
-          (double)d->schedule.warmup_steps, ends ? (double)d->schedule.total_steps : 1e15 },
-        { "schedule.gamma", (double)d->schedule.gamma, 1e30 }, { "lr_base_batch", (double)d->lr_base_batch, 1e15 },
-        { "lr_rule", (double)d->lr_rule, 2 }, { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
-    for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
-        if (!(in[i].value >= 0 && in[i].value <= in[i].most))
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
-                               in[i].most);
-    if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
+    if (!hpmli_trainer_ranges_check(ctx, d)) return false;
     const hpml_optimizer *row = hpmli_optimizer_row(d->optimizer, d->custom_optimizer);
     if (!row)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: optimizer %d is not a built-in one; set .optimizer to an "
                            "HPML_OPT_ value, or .custom_optimizer", (int)d->optimizer);
     if (!hpmli_optimizer_check(ctx, row)) return false;
     if (d->nesterov && row->nesterov && hpmli_default_if_zero(d->momentum, row->momentum) == 0)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: .nesterov needs a .momentum");
     return true;
 }
 
@@ -7582,7 +7615,7 @@ HPMLI_FN void hpmli_trainer_destroy(void *object)
     if (t->hooks.free) t->hooks.free(t->hooks.user);
 }
 
-/* True when the loss depends on what the trainer feeds and trains. */
+/* Checks that the loss depends on .input, on .target and on a parameter that may be trained; false: an error. */
 HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 {
     const hpml_tensor *missing[2] = { t->d.input, t->target };
@@ -7593,12 +7626,13 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
             hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: .%s is %s, expected an input that the loss depends on",
                        i ? "target" : "input", hpmli_text(missing[i]));
     if (t->graph->grad_count == 0)
-        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
+        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained; is "
+                   "every layer frozen?");
     if (hpmli_failed(t->ctx)) hpmli_graph_leave(t->graph);
     return !hpmli_failed(t->ctx);
 }
 
-/* Everything but memory: what hpml_trainer_memory and hpml_trainer_create share. */
+/* Checks the desc, records the loss and plans the graph: all of hpml_trainer_create but its memory. NULL: an error. */
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_graph_desc gd = HPMLI_ZEROED;
@@ -7606,17 +7640,23 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_destroy);
     if (!t) return NULL;
     t->ctx   = ctx;
-    t->ranks = 1, t->accumulate_weight = 1;
+    t->ranks = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
     t->optimizer = hpmli_optimizer_row(t->d.optimizer, t->d.custom_optimizer);
-    bool dynamic   = desc->loss_scale == 0 && hpmli_activation_dtype(ctx) == HPML_DTYPE_F16;
-    t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
-    t->scale_age = dynamic ? 0 : -1, t->wants_norm = dynamic || t->d.clip_norm > 0;
+    bool dynamic = desc->loss_scale == 0 && hpmli_activation_dtype(ctx) == HPML_DTYPE_F16;
+    t->accumulate_weight = 1;
+    t->loss_scale        = desc->loss_scale > 0 ? desc->loss_scale : 1.0f;
+    if (dynamic) t->loss_scale = HPMLI_LOSS_SCALE_START;
+    t->scale_age  = dynamic ? 0 : -1;
+    t->wants_norm = dynamic || t->d.clip_norm > 0;
     if (!hpmli_trainer_record_loss(t)) return NULL;
-    gd.output_count = 1, gd.outputs = &t->d.output, gd.loss = t->loss;
-    t->graph = hpml_graph_create(ctx, &gd);
+    gd.output_count = 1;
+    gd.outputs      = &t->d.output;
+    gd.loss         = t->loss;
+    t->graph        = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_check_inputs(t)) return NULL;
-    t->graph->trainer = t, t->graph->hooks = &t->hooks;
+    t->graph->trainer = t;
+    t->graph->hooks   = &t->hooks;
     for (int k = 0; k < HPML_MAX_STATES; k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
             t->graph->memory.optimizer += t->graph->memory.gradients;
@@ -7626,7 +7666,8 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
 
 HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out)
 {
-    if (ctx && !out) return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer memory: nowhere to write it to");
+    if (ctx && !out) return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer memory: `out` is NULL, expected a hpml_memory "
+                                       "to fill");
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (out) memset(out, 0, sizeof *out);
     if (!t) return hpml_ctx_status(ctx);
@@ -7645,12 +7686,14 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
     return HPML_OK;
 }
 
+/* True if targets are labels, so that the output has an accuracy. */
 HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t)
 {
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
 
-/* Host memory for a batch of the output, allocated on first use; an f32 output on the CPU is in host memory already. */
+/* Returns host memory for a batch of the output: the output itself if it is in host memory in f32, else an array that
+   the first call allocates. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
     if (t->ctx->backend == hpml_backend_cpu() && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
@@ -7658,42 +7701,52 @@ HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
     return t->host_out;
 }
 
+/* Allocates a planned trainer's arrays; on failure the error is on the context. */
+HPMLI_FN void hpmli_trainer_alloc(hpml_trainer *t)
+{
+    hpml_ctx   *ctx = t->ctx;
+    hpml_graph *g   = t->graph;
+    if (hpml_graph_alloc(g) != HPML_OK) return;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            t->state[k] = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+    t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
+    t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
+    if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+    t->host_y         = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
+    t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
+}
+
+/* Fills in what stays the same in each step of parameter i. */
+HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i)
+{
+    hpml_tensor *p = t->ctx->params[i];
+    hpml_update *u = &t->updates[i];
+    u->opt      = t->d.optimizer;
+    u->custom   = t->optimizer;
+    u->user     = t->d.optimizer_user;
+    u->param    = p;
+    u->momentum = t->d.momentum;
+    u->beta1    = t->d.beta1;
+    u->beta2    = t->d.beta2;
+    u->eps      = t->d.eps;
+    u->nesterov = t->d.nesterov;
+    if (!p->grad) return;
+    u->n = hpml_tensor_count(p);
+    u->w = p->data;
+    u->g = p->grad;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        u->state[k] = t->state[k] ? t->state[k] + (p->grad - t->graph->grads) : NULL;
+}
+
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (!t) return NULL;
-    hpml_graph *g = t->graph;
-    if (hpml_graph_alloc(g) == HPML_OK) {
-        for (int k = 0; k < HPML_MAX_STATES; k++)
-            if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-                t->state[k] = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count);
-        t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
-        if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
-        t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
-    }
-    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) {
-        hpml_tensor *p = ctx->params[i];
-        hpml_update *u = &t->updates[i];
-        u->opt      = t->d.optimizer;
-        u->custom   = t->optimizer;
-        u->user     = t->d.optimizer_user;
-        u->param    = p;
-        u->momentum = t->d.momentum;
-        u->beta1    = t->d.beta1;
-        u->beta2    = t->d.beta2;
-        u->eps      = t->d.eps;
-        u->nesterov = t->d.nesterov;
-        if (!p->grad) continue;
-        u->n = hpml_tensor_count(p);
-        u->w = p->data;
-        u->g = p->grad;
-        for (int k = 0; k < HPML_MAX_STATES; k++)
-            u->state[k] = t->state[k] ? t->state[k] + (p->grad - g->grads) : NULL;
-    }
+    hpmli_trainer_alloc(t);
+    for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) hpmli_update_init(t, i);
     if (ctx->status == HPML_OK) return t;
-    if (!g->arena) hpmli_graph_leave(g);
+    if (!t->graph->arena) hpmli_graph_leave(t->graph);
     return NULL;
 }
 
@@ -7704,8 +7757,8 @@ HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->
 HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
     if (!t) return 0;
-    double batch = (double)(t->global_batch > 0 ? t->global_batch : t->graph->batch * t->ranks) * t->d.accumulate;
-    double factor = t->d.lr_base_batch > 0 ? batch / (double)t->d.lr_base_batch : 1;
+    double samples = (double)(t->global_batch > 0 ? t->global_batch : t->graph->batch * t->ranks) * t->d.accumulate;
+    double factor  = t->d.lr_base_batch > 0 ? samples / (double)t->d.lr_base_batch : 1;
     return hpml_schedule_lr(&t->d.schedule, hpml_lr_scale(t->d.lr_rule, t->d.lr, factor), t->step);
 }
 
@@ -7713,9 +7766,13 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
 {
     if (!t) return HPML_ERR_ARGUMENT;
     if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld",
-                          rank, ranks, (long long)global_batch, (long long)grain);
-    t->rank = rank, t->ranks = ranks, t->global_batch = global_batch, t->grain = grain;
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld: "
+                          "expected a rank from 0 to ranks - 1, and no negative sizes", rank, ranks,
+                          (long long)global_batch, (long long)grain);
+    t->rank         = rank;
+    t->ranks        = ranks;
+    t->global_batch = global_batch;
+    t->grain        = grain;
     return HPML_OK;
 }
 
@@ -7733,28 +7790,32 @@ HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param)
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
-    hpmli_named_array **at, *s;
-    size_t        length = name ? strlen(name) + 1 : 0;
+    size_t length = name ? strlen(name) + 1 : 0; /* bytes */
     if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
-    for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
-    s = *at;
-    if (s) *at = s->next;
-    hpmli_free(t->ctx, s); /* which was called so */
+    hpmli_named_array **link = &t->states;
+    while (*link && strcmp((*link)->name, name) != 0) link = &(*link)->next;
+    hpmli_named_array *s = *link;
+    if (s) *link = s->next;
+    hpmli_free(t->ctx, s); /* the earlier array of that name */
     s = values ? (hpmli_named_array *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
     if (!s) return t->ctx->status;
-    s->name = (const char *)memcpy(s + 1, name, length), s->values = values, s->count = count, s->next = t->states;
+    s->name   = (const char *)memcpy(s + 1, name, length);
+    s->values = values;
+    s->count  = count;
+    s->next   = t->states;
     t->states = s;
     return HPML_OK;
 }
 
-/* Puts samples into an input. */
-HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
+/* Copies `samples` samples from host memory into an input. */
+HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *input, const void *from, int64_t samples)
 {
-    int64_t n = hpml_tensor_count(to) / to->shape[0] * to->batch_rows * samples;
-    t->ctx->backend->write(t->ctx->device, to->data, from, (size_t)n * hpml_dtype_size(to->dtype));
+    int64_t n = hpml_tensor_count(input) / input->shape[0] * input->batch_rows * samples;
+    t->ctx->backend->write(t->ctx->device, input->data, from, (size_t)n * hpml_dtype_size(input->dtype));
 }
 
-/* Sets the batch and fills inputs. A graph that cannot run fewer rows gets the rest as labels that do not count. */
+/* Sets the batch and copies x and y (NULL: none) into the inputs. A graph that mixes samples cannot run fewer rows than
+   it was recorded with: a short batch of labels is filled up with HPML_IGNORE, which does not count in the loss. */
 HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const void *y, int64_t samples)
 {
     hpml_graph *g    = t->graph;
@@ -7773,39 +7834,58 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
     if (hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
     hpmli_write_samples(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
-    for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; rows > samples && i < n; i++)
-        t->host_y[i] = i < real ? ((const int32_t *)y)[i] : HPML_IGNORE;
-    hpmli_write_samples(t, t->target, rows > samples ? t->host_y : y, rows);
+    if (rows > samples) {
+        int64_t labels = hpml_tensor_count(t->target), given = labels / rows * samples;
+        for (int64_t i = 0; i < labels; i++) t->host_y[i] = i < given ? ((const int32_t *)y)[i] : HPML_IGNORE;
+        y = t->host_y;
+    }
+    hpmli_write_samples(t, t->target, y, rows);
     return HPML_OK;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step, and the names of what is not finite in it
+// >>nonfinite   a step's scalars; the names of layers whose numbers are not finite
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
+/* A step finds a NaN or infinity in one of its scalars (loss, gradients' sum of squares) or while it steps a parameter.
+   Only then it searches for the place: it runs forward once more and checks each result. */
+
+/* Counts into t->scalars the rows of the output whose largest number is at their label, and the rows whose label is a
+   class (HPML_IGNORE is not); adds each to the confusion matrix, if there is one. On the host. */
+HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
+{
+    const hpml_tensor *out = t->d.output;
+    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out);
+    const float       *y = hpmli_trainer_host_out(t); /* (rows, classes) */
+    if (!y) return;
+    if (y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
+    t->scalars.counts[0] = 0;
+    t->scalars.counts[1] = 0;
+    for (int64_t r = 0; r < n / classes; r++, y += classes) {
+        if (labels[r] < 0 || labels[r] >= classes) continue;
+        int64_t best = 0;
+        for (int64_t c = 1; c < classes; c++)
+            if (y[c] > y[best]) best = c;
+        if (best == labels[r]) t->scalars.counts[0]++;
+        t->scalars.counts[1]++;
+        if (confusion) confusion[labels[r] * classes + best]++;
+    }
+}
+
+/* Reads the step's scalars from the device, and so waits for it. With labels (host) counts hits too, on the device if
+   its backend can and no confusion matrix is wanted. */
 HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
     const hpml_tensor  *out = t->d.output;
-    int64_t             classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out), best;
-    bool                there = labels && b->correct && !confusion; /* where the outputs are */
-    if (there)
+    int64_t             classes = out->shape[out->ndim - 1];
+    bool                on_device = labels && b->correct && !confusion;
+    if (on_device)
         b->correct(t->ctx->device, t->ctx, out->dtype, out->data, (const int32_t *)(const void *)t->target->data,
-                   n / classes, classes, t->device_scalars->counts);
+                   hpml_tensor_count(out) / classes, classes, t->device_scalars->counts);
     b->read(t->ctx->device, &t->scalars, t->device_scalars, sizeof t->scalars);
     t->norm_fetched = t->norm_ready;
-    const float *y = labels && !there ? hpmli_trainer_host_out(t) : NULL;
-    if (y && y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
-    if (y) t->scalars.counts[0] = t->scalars.counts[1] = 0;
-    for (int64_t r = 0; y && r < n / classes; r++, y += classes) {
-        if (labels[r] < 0 || labels[r] >= classes) continue;
-        best = 0;
-        for (int64_t c = 1; c < classes; c++)
-            if (y[c] > y[best]) best = c;
-        t->scalars.counts[0] += best == labels[r], t->scalars.counts[1] += 1;
-        if (confusion) confusion[labels[r] * classes + best]++;
-    }
+    if (labels && !on_device) hpmli_count_hits(t, labels, confusion);
 }
 
 /* Adds `samples` (negative: subtracts) to the offset of every input, and of every reshape of an input, in its array. */
@@ -7824,21 +7904,21 @@ HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
     }
 }
 
-/* The next pass begins with sample `first` of the batch in the inputs, until hpmli_inputs_rewind by as many. */
+/* Lets the next passes begin with sample `first` of the batch in the inputs, until hpmli_inputs_rewind by as many. */
 HPMLI_FN void hpmli_inputs_advance(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, first); }
 HPMLI_FN void hpmli_inputs_rewind(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, -first); }
 
-/* What the steps of all parameters have found; see hpml_update.found_nonfinite. */
+/* Returns the HPML_NONFINITE_ bits of all parameters' last steps. */
 HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t)
 {
-    int32_t bad = 0;
-    for (int i = 0; i < t->graph->param_count; i++) bad |= t->found_nonfinite[i];
-    return bad;
+    int32_t found = 0;
+    for (int i = 0; i < t->graph->param_count; i++) found |= t->found_nonfinite[i];
+    return found;
 }
 
 HPMLI_FN double hpmli_plain_nan(double value) { return value == value ? value : fabs(value); } /* "nan", not "-nan" */
 
-/* The first of n floats that is NaN or infinite; n where there is none. */
+/* Returns the index of the first of n floats that is NaN or infinite; n: there is none. */
 HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
 {
     int64_t i = 0;
@@ -7846,19 +7926,18 @@ HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
     return i;
 }
 
-/* True when one of the numbers x of tensor y is not finite. Where the backend's sum of squares is not finite, which may
-   be an overflow, each number is looked at. */
+/* True if one of the numbers x (on the device, laid out as tensor y) is not finite. If the device's sum of squares is
+   not finite, which an overflow may be, the host checks each number. */
 HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
 {
-    int64_t     count = hpml_tensor_count(y), c;
+    int64_t     count = hpml_tensor_count(y);
     size_t      size  = hpml_dtype_size(y->dtype);
     hpml_tensor piece = *y;
     float       host[HPMLI_PIECE];
     t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->device_scalars->sumsq);
     hpmli_read_step_scalars(t, NULL, NULL);
     if (t->scalars.sumsq - t->scalars.sumsq == 0) return false;
-    for (int64_t i = 0; i < count; i += c) {
-        c = hpmli_min(count - i, HPMLI_PIECE);
+    HPMLI_PIECES(i, c, count) {
         piece.data = (float *)(void *)((char *)(uintptr_t)x + (size_t)i * size);
         hpmli_read_floats(t->ctx, &piece, c, host);
         if (hpmli_first_nonfinite(host, c) < c) return true;
@@ -7866,33 +7945,36 @@ HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const f
     return false;
 }
 
-/* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
-HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double value, const char *where,
+/* Fails with an error that names `place` of tensor y, if a number of x there is not finite, or `known` says so; false:
+   all are finite. what, value: the quantity in which the step has found a NaN or infinity. */
+HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double value, const char *place,
                                      const hpml_tensor *y, const float *x, bool known)
 {
     if (!known && (!x || !hpmli_has_nonfinite(t, y, x))) return false;
+    bool stepped = hpmli_updates_found(t) != 0;
     hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
                "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what,
-               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_updates_found(t) ? ""
-               : ". The rest of this step is in the parameters: go on from a checkpoint");
+               hpmli_plain_nan(value), place, y->name, (double)hpml_trainer_lr(t),
+               stepped ? ". The rest of this step is in the parameters: go on from a checkpoint" : "");
     return true;
 }
 
-/* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
+/* Finds the first layer with a NaN or infinity, by running forward once more and checking each result, and fails with
+   an error that names it. */
 HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, double value)
 {
     hpml_ctx           *ctx = t->ctx;
     hpml_graph         *g   = t->graph;
     hpml_tensor *const *p   = ctx->params;
     hpml_run            run = hpmli_run_of(g, true, g->step, 1);
-    run.sum = NULL; /* the others are elsewhere */
+    run.sum = NULL; /* a sum over all ranks would wait, because the others are not here */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
     for (int i = -g->leaf_count; i < g->count; i++) {
         const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
-        const char *where = i < 0 ? "the data of" : "the result of";
-        if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, where, y, y->data, false)) return ctx->status;
+        const char *place = i < 0 ? "the data of" : "the result of";
+        if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, place, y, y->data, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
         if (hpmli_report_nonfinite(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
@@ -7900,19 +7982,31 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
                       hpmli_plain_nan(value));
 }
 
-HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* reports non-finite gradients and parameters */
+/* After the parameters' steps: fails if one has found a non-finite gradient or a non-finite result. */
+HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t)
 {
-    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_updates_found(t) : 0;
-    bool    grad = bad & HPML_NONFINITE_GRADIENT;
-    for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_report_nonfinite(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
-                        grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
-                        t->found_nonfinite[i] & (grad ? HPML_NONFINITE_GRADIENT : HPML_NONFINITE_STEP)))
-            break;
+    int32_t     found = t->ctx->status == HPML_OK ? hpmli_updates_found(t) : 0;
+    bool        grad  = (found & HPML_NONFINITE_GRADIENT) != 0;
+    int32_t     bit   = grad ? HPML_NONFINITE_GRADIENT : HPML_NONFINITE_STEP;
+    const char *what  = grad ? "a gradient" : "an update";
+    const char *place = grad ? "the gradient of" : "the step of parameter";
+    double      value = grad ? (double)NAN : (double)INFINITY;
+    for (int i = t->graph->param_count - 1; found && i >= 0; i--) { /* in the order of the backward pass */
+        bool here = (t->found_nonfinite[i] & bit) != 0;
+        if (hpmli_report_nonfinite(t, what, value, place, t->ctx->params[i], NULL, here)) break;
+    }
     return t->ctx->status;
 }
 
-/* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>step   one step: micro-batch, gradients, update
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* hpml_trainer_step runs the lines of the table at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
+   hpmli_step_update and hpmli_step_fill_info. Data parallelism calls two of its pieces by itself, from its hooks:
+   hpml_trainer_forward_backward and hpml_trainer_apply. */
+
+/* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs it. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
 {
     if (!t->norm_ready && t->wants_norm)
@@ -7921,17 +8015,16 @@ HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
     t->norm_ready = t->wants_norm;
 }
 
-/* The host looks at it, too. */
+/* Reads the norm on the host: notes an overflow due to the loss scale, fails if it is not finite without one. */
 HPMLI_FN hpml_status hpmli_grad_norm_on_host(hpml_trainer *t)
 {
     if (!t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
-    double sum = t->scalars.sumsq;
-    t->overflowed = t->scale_age >= 0 && sum - sum != 0 && t->loss_scale > 1;
-    if (t->d.no_finite_check || t->overflowed || sum - sum == 0) return t->ctx->status;
+    double sum    = t->scalars.sumsq;
+    bool   finite = sum - sum == 0;
+    t->overflowed = t->scale_age >= 0 && !finite && t->loss_scale > 1;
+    if (t->d.no_finite_check || t->overflowed || finite) return t->ctx->status;
     return hpmli_find_nonfinite(t, "the gradient norm", sqrt(sum));
 }
-
-#define HPMLI_LOSS_SCALE_MAX 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
 
 /* Halves a dynamic loss scale after an overflow and doubles it after 2,000 updates without one. */
 HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
@@ -7944,53 +8037,73 @@ HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
     if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
+/* Reads loss, and hits where they are wanted, of the pass over `samples` samples from `first` on. */
+HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
+{
+    const int32_t *labels = t->labels;
+    if (labels) labels += first * hpml_tensor_count(t->target) / t->graph->batch_now;
+    hpmli_read_step_scalars(t, labels, NULL);
+    if (!labels) return;
+    t->correct += t->scalars.counts[0];
+    t->counted += t->scalars.counts[1];
+}
+
+/* Forward and backward on what the inputs now begin with; see hpml_trainer_forward_backward. */
+HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, bool accumulate)
+{
+    hpml_graph *g      = t->graph;
+    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
+    if (status != HPML_OK) return status;
+    if (g->updates && !t->d.no_finite_check) { /* before a NaN gets into parameters, which step during this pass */
+        hpmli_read_step_scalars(t, NULL, NULL);
+        float loss = t->scalars.loss;
+        if (loss - loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)loss);
+    }
+    return hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
+}
+
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
-                                            bool accumulate, float *loss)
+                                                   bool accumulate, float *loss)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    hpml_graph *g = t->graph;
+    hpml_graph *g    = t->graph;
     bool        part = samples > 0 && (first != 0 || samples != t->batch_samples);
     if (first < 0 || samples < 0 || first + samples > t->batch_samples)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
                           (long long)first, (long long)(first + samples), (long long)t->batch_samples);
     if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
     hpmli_inputs_advance(t, first);
-    g->idle = samples == 0, g->last = t->micro_batch + 1 == t->d.accumulate;
-    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
-    if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
-        hpmli_read_step_scalars(t, NULL, NULL);
-        if (t->scalars.loss - t->scalars.loss != 0)
-            status = hpmli_find_nonfinite(t, "the loss", (double)t->scalars.loss);
-    }
-    if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
+    g->idle = samples == 0;
+    g->last = t->micro_batch + 1 == t->d.accumulate;
+    hpml_status status = hpmli_forward_backward(t, grad_scale, accumulate);
     g->idle = false;
-    if (status == HPML_OK && t->whole) hpmli_grad_norm_on_device(t); /* so that the host waits once */
-    if (status == HPML_OK && samples > 0 && (loss || t->labels)) {
-        const int32_t *labels = t->labels;
-        if (labels) labels += first * hpml_tensor_count(t->target) / g->batch_now;
-        hpmli_read_step_scalars(t, labels, NULL);
-        if (t->labels) t->correct += t->scalars.counts[0], t->counted += t->scalars.counts[1];
+    if (status == HPML_OK) {
+        if (t->update_follows) hpmli_grad_norm_on_device(t); /* so that the host waits once, for loss and norm */
+        if (samples > 0 && (loss || t->labels)) hpmli_read_pass(t, first);
+        if (loss) *loss = samples > 0 ? t->scalars.loss : 0;
     }
-    if (status == HPML_OK && loss) *loss = samples > 0 ? t->scalars.loss : 0;
     hpmli_inputs_rewind(t, first);
     return status;
 }
 
-/* The steps of parameters, ready to be taken. */
+/* Fills in what changes with each step in the updates of parameters first_param .. first_param + param_count - 1. */
 HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_count)
 {
     float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
     for (int i = first_param; i < first_param + param_count; i++) {
         const hpml_param *p = t->ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
-        u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
-        u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
+        bool              no_decay = p->no_decay && !t->d.decay_all;
+        u->n          = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
+        u->step       = (uint64_t)t->step + 1;
+        u->lr         = lr * p->lr_scale;
         u->grad_scale = 1 / scale;
         u->clip       = t->d.clip_norm * scale;
-        u->sumsq = t->d.clip_norm > 0 ? &t->device_scalars->sumsq : NULL;
-        u->found_nonfinite   = t->d.no_finite_check ? NULL : &t->found_nonfinite[i], t->found_nonfinite[i] = 0;
-        u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
-        u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
+        u->sumsq      = t->d.clip_norm > 0 ? &t->device_scalars->sumsq : NULL;
+        u->weight_decay = no_decay ? 0 : t->d.weight_decay;
+        u->trust        = no_decay ? 0 : t->d.trust;
+        t->found_nonfinite[i] = 0;
+        u->found_nonfinite    = t->d.no_finite_check ? NULL : &t->found_nonfinite[i];
     }
 }
 
@@ -8003,8 +8116,8 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
                           "more of both", param_count, first_param);
     hpmli_grad_norm_on_device(t);
-    bool sees = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
-    if (sees && (hpmli_grad_norm_on_host(t) != HPML_OK || t->overflowed)) return ctx->status;
+    bool host_needs_norm = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
+    if (host_needs_norm && (hpmli_grad_norm_on_host(t) != HPML_OK || t->overflowed)) return ctx->status;
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
@@ -8014,129 +8127,239 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     return hpmli_updates_check(t);
 }
 
-/* What a batch's gradients are multiplied by, to add up to `share` times the mean over all samples of the update. */
+/* Returns what a micro-batch's gradients are multiplied by, so that over all of them they add up to accumulate_weight
+   times the mean over the update's samples. A `run` hook weights its gradients itself. */
 HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
 {
-    if (t->hooks.run || t->d.accumulate == 1) return t->accumulate_weight = 1;
-    if (t->micro_batch == 0) t->first_batch_samples = samples, t->samples_so_far = 0;
+    t->accumulate_weight = 1;
+    if (t->hooks.run || t->d.accumulate == 1) return 1;
+    if (t->micro_batch == 0) {
+        t->first_batch_samples = samples;
+        t->samples_so_far      = 0;
+    }
     t->samples_so_far += samples;
-    t->accumulate_weight = (float)((double)t->samples_so_far / ((double)t->first_batch_samples * t->d.accumulate));
-    return (float)((double)samples / (double)t->first_batch_samples) / (float)t->d.accumulate;
+    double first = (double)t->first_batch_samples;
+    t->accumulate_weight = (float)((double)t->samples_so_far / (first * t->d.accumulate));
+    return (float)((double)samples / first) / (float)t->d.accumulate;
+}
+
+/* Where the parameters take their step, in one call of hpml_trainer_step. */
+typedef enum hpmli_road {
+    HPMLI_NO_UPDATE,    /* nowhere: more micro-batches of this update follow */
+    HPMLI_UPDATE_EARLY, /* each with the op that makes its gradient final, because the gradient is in the cache then */
+    HPMLI_UPDATE_HOOK,  /* in hooks.update, which calls hpml_trainer_apply */
+    HPMLI_UPDATE_LOCAL  /* in hpml_trainer_apply, after the backward pass */
+} hpmli_road;
+
+/* One call of hpml_trainer_step. */
+typedef struct hpmli_step {
+    int64_t    number;    /* updates before */
+    int64_t    samples;
+    hpmli_road road;
+    double     start, traced_start; /* seconds: of hpml_now, of the timeline */
+    float      weight;    /* see hpmli_batch_weight */
+    float      lr, scale; /* learning rate; loss scale times accumulate_weight */
+    float      loss;      /* 0 unless loss_known */
+    bool       loss_known, info;
+} hpmli_step;
+
+/* Chooses the road of this micro-batch. Early steps need a host that neither waits for all gradients (a norm) nor for a
+   device, and no hook that uses gradients. */
+HPMLI_FN hpmli_road hpmli_step_road(const hpml_trainer *t)
+{
+    const hpml_backend *b = t->ctx->backend;
+    if (t->micro_batch + 1 < t->d.accumulate) return HPMLI_NO_UPDATE;
+    if (t->hooks.update) return HPMLI_UPDATE_HOOK;
+    if (t->hooks.run || t->hooks.grad || t->wants_norm || b->sync || b->begin) return HPMLI_UPDATE_LOCAL;
+    return HPMLI_UPDATE_EARLY;
+}
+
+/* Copies the micro-batch into the inputs and sets what this call works with. */
+HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
+{
+    int64_t samples = s->samples;
+    s->start = hpml_now();
+    if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
+        hpml_status status = hpmli_write_batch(t, x, y, samples);
+        if (status != HPML_OK) return status;
+    }
+    t->batch_samples = samples;
+    t->correct       = 0;
+    t->counted       = 0;
+    t->norm_ready    = false;
+    t->norm_fetched  = false;
+    t->overflowed    = false;
+    t->labels        = NULL;
+    if (s->info && hpmli_is_classifier(t)) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
+    hpmli_trace_step(t->ctx, t->step);
+    s->number       = t->step;
+    s->traced_start = hpmli_trace_time(t->ctx, s->start);
+    s->weight       = hpmli_batch_weight(t, samples);
+    s->lr           = hpml_trainer_lr(t);
+    s->scale        = t->loss_scale * t->accumulate_weight;
+    s->road         = hpmli_step_road(t);
+    s->loss_known   = t->hooks.run || s->info || !t->d.no_finite_check;
+    return HPML_OK;
+}
+
+/* Forward and backward of the micro-batch, by the hook or here, with the steps of the parameters that go early. */
+HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
+{
+    hpml_status status;
+    if (t->hooks.run) status = t->hooks.run(t->hooks.user, t, s->samples, &s->loss);
+    else {
+        float *loss = s->loss_known ? &s->loss : NULL;
+        bool   updates = s->road == HPMLI_UPDATE_EARLY || s->road == HPMLI_UPDATE_LOCAL;
+        t->update_follows = updates && !t->hooks.grad;
+        if (s->road == HPMLI_UPDATE_EARLY) {
+            hpmli_updates_prepare(t, 0, t->graph->param_count);
+            t->graph->updates = t->updates;
+        }
+        status = hpml_trainer_forward_backward(t, 0, s->samples, s->weight, t->micro_batch > 0, loss);
+        t->graph->updates = NULL;
+        t->update_follows = false;
+    }
+    if (status != HPML_OK) return status;
+    if (!t->d.no_finite_check && s->loss - s->loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)s->loss);
+    return HPML_OK;
+}
+
+/* Counts the micro-batch, and after the last of an update takes the rest of the road. */
+HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t, const hpmli_step *s)
+{
+    hpml_status status = HPML_OK;
+    t->micro_batch++;
+    if (s->road == HPMLI_NO_UPDATE) return HPML_OK;
+    switch (s->road) {
+    case HPMLI_NO_UPDATE: break;
+    case HPMLI_UPDATE_EARLY: status = hpmli_updates_check(t); break;
+    case HPMLI_UPDATE_HOOK: status = t->hooks.update(t->hooks.user, t); break;
+    case HPMLI_UPDATE_LOCAL: status = hpml_trainer_apply(t, 0, t->graph->param_count); break;
+    }
+    t->micro_batch = 0;
+    if (status == HPML_OK && !t->overflowed) t->step++;
+    hpmli_trainer_rescale(t);
+    return status;
+}
+
+HPMLI_FN void hpmli_step_fill_info(hpml_trainer *t, const hpmli_step *s, hpml_step_info *info)
+{
+    if (t->norm_ready && !t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
+    memset(info, 0, sizeof *info);
+    info->step      = t->step;
+    info->epoch     = t->epoch;
+    info->samples   = s->samples;
+    info->lr        = s->lr;
+    info->loss      = s->loss;
+    info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
+    info->grad_norm = t->norm_ready ? (float)sqrt(t->scalars.sumsq) / s->scale : -1;
+    info->skipped   = t->overflowed;
+    info->seconds   = hpml_now() - s->start;
 }
 
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info)
 {
-    float  loss  = 0, lr, scale, weight;
-    double start = hpml_now();
+    hpmli_step s;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
-    if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
-        hpml_status fed = hpmli_write_batch(t, x, y, samples);
-        if (fed != HPML_OK) return fed;
-    }
-    t->batch_samples     = samples;
-    t->correct = t->counted = 0, t->norm_ready = t->norm_fetched = t->overflowed = false;
-    t->labels  = NULL;
-    if (info && hpmli_is_classifier(t)) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
-    hpmli_trace_step(t->ctx, t->step);
-    const int64_t number = t->step;
-    const double  since  = hpmli_trace_time(t->ctx, start);
-    weight = hpmli_batch_weight(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
-    /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
-       the op that makes its gradient final: it is still in the cache. */
-    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro_batch + 1 == t->d.accumulate;
-    bool early = t->whole && !t->wants_norm && !t->ctx->backend->sync && !t->ctx->backend->begin;
-    if (early) hpmli_updates_prepare(t, 0, t->graph->param_count), t->graph->updates = t->updates;
-    hpml_status status =
-        t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                     : hpml_trainer_forward_backward(t, 0, samples, weight, t->micro_batch > 0,
-                                              info || !t->d.no_finite_check ? &loss : NULL);
-    t->graph->updates = NULL, t->whole = false;
+    memset(&s, 0, sizeof s);
+    s.samples = samples;
+    s.info    = info != NULL;
+    hpml_status status = hpmli_step_begin(t, x, y, &s);
+    if (status == HPML_OK) status = hpmli_step_run(t, &s);
     if (status != HPML_OK) return status;
-    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)loss);
-    if (++t->micro_batch == t->d.accumulate) {
-        status = early             ? hpmli_updates_check(t)
-                 : t->hooks.update ? t->hooks.update(t->hooks.user, t)
-                                   : hpml_trainer_apply(t, 0, t->graph->param_count);
-        t->micro_batch = 0;
-        t->step += status == HPML_OK && !t->overflowed;
-        hpmli_trainer_rescale(t);
-    }
-    bool known = t->hooks.run || info || !t->d.no_finite_check; /* what the loss is */
-    if (t->ctx->trace) hpmli_trace_stepped(t->ctx, number, since, known ? loss : (float)NAN);
-    if (!info || status != HPML_OK) return status;
-    memset(info, 0, sizeof *info);
-    info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
-    info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
-    if (t->norm_ready && !t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
-    info->grad_norm = t->norm_ready ? (float)sqrt(t->scalars.sumsq) / scale : -1;
-    info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
-    return HPML_OK;
+    status = hpmli_step_update(t, &s);
+    if (t->ctx->trace) hpmli_trace_stepped(t->ctx, s.number, s.traced_start, s.loss_known ? s.loss : (float)NAN);
+    if (info && status == HPML_OK) hpmli_step_fill_info(t, &s, info);
+    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>fit   passes over data, evaluation, prediction
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A loader over `data` that fits the trainer. */
+/* Fails if a sample of the data has not the shape and type of the model's input and target. */
+HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool augments)
+{
+    const hpml_tensor *x = t->d.input, *y = t->target;
+    int64_t x_data = hpmli_cropped(data), x_model = hpml_tensor_count(x) / t->graph->batch; /* numbers of a sample */
+    int64_t y_model = hpml_tensor_count(y) / t->graph->batch;
+    bool    tokens = data->x_dtype == HPML_DTYPE_I32; /* pixels become floats */
+    bool    x_fits = x_data == x_model && x->dtype == (tokens ? HPML_DTYPE_I32 : HPML_DTYPE_F32);
+    bool    y_fits = !data->y || (data->y_size == y_model && data->y_dtype == y->dtype);
+    if (!x_fits || !y_fits)
+        return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of "
+                           "%s to learn, the model takes %lld of %s and %lld of %s", (long long)x_data,
+                           hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
+                           (long long)x_model, hpml_dtype_name(x->dtype), (long long)y_model,
+                           hpml_dtype_name(y->dtype));
+    bool moves = augments || data->x_crop > 0 || memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0;
+    if (x->layout == HPML_NHWC && moves)
+        return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
+                           "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
+                           "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x),
+                           hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
+    return true;
+}
+
+/* Creates a loader over `data` for this trainer: in order and all samples to evaluate, else this rank's share; NULL: an
+   error, or no data. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
 {
     hpml_loader_desc d = HPMLI_ZEROED;
-    const hpml_tensor *x = t->d.input, *y = t->target;
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpmli_graph_whole(t->graph);
-    int64_t have  = hpmli_cropped(data), need = hpml_tensor_count(x) / t->graph->batch;
-    int64_t learn = hpml_tensor_count(y) / t->graph->batch;
-    if (have != need || x->dtype != (data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32) ||
-        (data->y && (data->y_size != learn || data->y_dtype != y->dtype)))
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of %s "
-                          "to learn, the model takes %lld of %s and %lld of %s", (long long)have,
-                          hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
-                          (long long)need, hpml_dtype_name(x->dtype), (long long)learn, hpml_dtype_name(y->dtype));
     if (given) d = *given;
-    if (x->layout == HPML_NHWC && (d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0 || data->x_crop > 0 ||
-                                   memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0))
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
-                          "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
-                          "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x),
-                          hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
+    if (!hpmli_data_fits(t, data, d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0)) return NULL;
     if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
         return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",
                           d.batch, (long long)t->graph->batch);
     if (evaluate) d.in_order = true;
-    else if (d.ranks == 0)
-        d.rank = t->rank, d.ranks = t->ranks, d.global_batch = t->global_batch, d.grain = t->grain;
+    else if (d.ranks == 0) {
+        d.rank         = t->rank;
+        d.ranks        = t->ranks;
+        d.global_batch = t->global_batch;
+        d.grain        = t->grain;
+    }
     return hpml_loader_create(t->ctx, data, &d);
 }
 
-static uint64_t hpmli_loader_mark(const hpml_loader *l); /* see >>loader */
+static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and order; see >>loader */
 
-HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start,
-                                     int64_t *samples, int64_t *steps)
+/* What one call of fit counts. */
+typedef struct hpmli_fit {
+    double  start;   /* seconds */
+    int64_t samples, updates;
+} hpmli_fit;
+
+/* Trains from the trainer's place in the data to the end of the epoch. HPML_ERR_STOPPED: the callback or max_steps has
+   ended the fit. */
+HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, hpmli_fit *f)
 {
     hpml_batch     b;
     hpml_step_info info;
     hpml_loader_seek(l, t->epoch, t->epoch_step);
     while (hpml_loader_next(l, &b)) {
-        hpml_status status;
-        int64_t     before = t->step;
-        bool        last   = b.index + 1 == hpml_loader_steps(l);
+        int64_t before = t->step;
+        bool    last   = b.index + 1 == hpml_loader_steps(l);
         t->graph->first_sample = b.first;
-        status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
+        hpml_status status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
         if (status != HPML_OK) return status;
-        t->epoch += last;
+        if (last) t->epoch++;
         t->epoch_step = last ? 0 : b.index + 1;
-        *samples += b.samples;
-        *steps += t->step - before;
+        f->samples += b.samples;
+        f->updates += t->step - before;
         if (d->on_step) {
-            info.epoch_step = b.index + 1, info.epoch_steps = hpml_loader_steps(l);
-            info.seconds = hpml_now() - start, info.samples_per_second = (double)*samples / info.seconds;
+            info.epoch_step         = b.index + 1;
+            info.epoch_steps        = hpml_loader_steps(l);
+            info.seconds            = hpml_now() - f->start;
+            info.samples_per_second = (double)f->samples / info.seconds;
             if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
         }
-        if (d->max_steps > 0 && *steps >= d->max_steps && !last) return HPML_ERR_STOPPED;
+        if (d->max_steps > 0 && f->updates >= d->max_steps && !last) return HPML_ERR_STOPPED;
     }
     return t->ctx->status;
 }
@@ -8144,9 +8367,8 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
 {
     hpml_fit_desc d;
-    hpml_status   status  = HPML_OK;
-    int64_t       samples = 0, steps = 0;
-    double        start = hpml_now();
+    hpml_status   status = HPML_OK;
+    hpmli_fit     f      = { hpml_now(), 0, 0 };
     if (!t) return HPML_ERR_ARGUMENT;
     if (!HPMLI_TAKE(t->ctx, "fit", d, desc)) return t->ctx->status;
     if (d.epochs < 0 || d.max_steps < 0)
@@ -8159,18 +8381,19 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         status = t->hooks.data(t->hooks.user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
     }
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
-        if (d.max_steps > 0 && steps >= d.max_steps) break; /* they ended with a pass */
-        status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
+        if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last of them ended an epoch */
+        status = hpmli_fit_epoch(t, l, &d, &f);
     }
     hpml_loader_free(l);
     hpmli_graph_whole(t->graph);
-    if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
-    /* reports non-finite values that a device found in the last step */
+    if (status == HPML_ERR_STOPPED && d.max_steps > 0 && f.updates >= d.max_steps) status = HPML_OK;
+    /* waits for the device, which returns an error if its last step has found a non-finite number */
     if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
     return status;
 }
 
-/* Names the sample whose loss is not finite, of a batch that begins with sample `first`, by running one at a time. */
+/* Fails with an error that names the sample whose loss is not finite, among `samples` in the inputs that begin with
+   number `first` of the data, by running one sample at a time. */
 HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64_t samples)
 {
     hpml_graph *g    = t->graph;
@@ -8184,43 +8407,63 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
         if (status != HPML_OK) return status;
         hpmli_read_step_scalars(t, NULL, NULL);
         found = t->scalars.loss - t->scalars.loss != 0;
-        if (found) loss = (double)t->scalars.loss, first += i, samples = 1;
+        if (!found) continue;
+        loss = (double)t->scalars.loss;
+        first += i;
+        samples = 1;
     }
     return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "evaluate: the loss of sample %lld%s is %g: look at the data, and "
                       "whether training has left the parameters finite", (long long)first,
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
+/* Adds one batch to the metrics, accuracy: the number of hits; false: an error. */
+HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
+{
+    bool classifier = hpmli_is_classifier(t);
+    if (!b->y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
+    if (hpmli_failed(t->ctx) || hpmli_write_batch(t, b->x, b->y, b->samples) != HPML_OK) return false;
+    if (hpml_graph_forward(t->graph, false, 0) != HPML_OK) return false;
+    hpmli_read_step_scalars(t, classifier ? (const int32_t *)b->y : NULL, out->confusion);
+    if (!t->d.no_finite_check && t->scalars.loss - t->scalars.loss != 0) {
+        hpmli_evaluate_report(t, out->samples, b->samples);
+        return false;
+    }
+    out->loss += (double)t->scalars.loss * (double)b->samples;
+    out->samples += b->samples;
+    if (!classifier) return true;
+    out->accuracy += (double)t->scalars.counts[0];
+    *counted += t->scalars.counts[1];
+    return true;
+}
+
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
 {
     hpml_batch b;
-    int64_t    correct = 0, counted = 0, *confusion;
+    int64_t    counted = 0;
     double     start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
     hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
-    confusion = out->confusion;
+    int64_t *confusion = out->confusion;
     memset(out, 0, sizeof *out);
     out->confusion = confusion;
-    while (hpml_loader_next(l, &b)) {
-        if (!b.y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
-        if (hpmli_failed(t->ctx) || hpmli_write_batch(t, b.x, b.y, b.samples) != HPML_OK ||
-            hpml_graph_forward(t->graph, false, 0) != HPML_OK)
-            break;
-        hpmli_read_step_scalars(t, hpmli_is_classifier(t) ? (const int32_t *)b.y : NULL, confusion);
-        if (!t->d.no_finite_check && t->scalars.loss - t->scalars.loss != 0) {
-            hpmli_evaluate_report(t, out->samples, b.samples);
-            break;
-        }
-        out->loss += (double)t->scalars.loss * (double)b.samples;
-        out->samples += b.samples;
-        if (hpmli_is_classifier(t)) correct += t->scalars.counts[0], counted += t->scalars.counts[1];
-    }
+    while (hpml_loader_next(l, &b) && hpmli_evaluate_batch(t, &b, out, &counted)) {}
     hpml_loader_free(l);
     hpmli_graph_whole(t->graph);
     if (out->samples > 0) out->loss /= (double)out->samples;
-    out->accuracy = counted > 0 ? (double)correct / (double)counted : -1;
+    out->accuracy = counted > 0 ? out->accuracy / (double)counted : -1;
     out->seconds  = hpml_now() - start;
+    return t->ctx->status;
+}
+
+/* Runs the forward pass without the node of the loss, because there are no targets. */
+HPMLI_FN hpml_status hpmli_predict_pass(hpml_trainer *t)
+{
+    hpml_graph *g   = t->graph;
+    hpml_run    run = hpmli_run_of(g, false, 0, 1);
+    for (int i = 0; i < g->count; i++)
+        if (g->nodes[i]->out != t->loss && hpmli_run_node(g, &run, i, false) != HPML_OK) break;
     return t->ctx->status;
 }
 
@@ -8231,24 +8474,20 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g = t->graph;
     hpmli_graph_whole(g);
-    int64_t each = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
-    int64_t row  = hpml_tensor_count(t->d.output) / g->batch;
+    int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
+    int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* both of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
-        int64_t n = samples - i < g->batch ? samples - i : g->batch;
+        int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
         if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
-        hpmli_write_samples(t, t->d.input, (const char *)x + i * each, n);
-        for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
-            hpml_run run = hpmli_run_of(g, false, 0, 1);
-            if (g->nodes[p]->out == t->loss) continue;
-            if (hpmli_run_node(g, &run, p, false) != HPML_OK) break;
-        }
-        if (t->ctx->status != HPML_OK) break;
-        hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
-        int64_t at = t->d.no_finite_check ? n * row : hpmli_first_nonfinite(out + i * row, n * row);
-        if (at < n * row)
+        hpmli_write_samples(t, t->d.input, (const char *)x + i * x_bytes, n);
+        if (hpmli_predict_pass(t) != HPML_OK) break;
+        hpmli_read_floats(t->ctx, t->d.output, floats, out + i * out_floats);
+        if (t->d.no_finite_check) continue;
+        int64_t at = hpmli_first_nonfinite(out + i * out_floats, floats);
+        if (at < floats)
             hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the data, and "
-                       "whether training has left the parameters finite", (long long)(at % row),
-                       (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
+                       "whether training has left the parameters finite", (long long)(at % out_floats),
+                       (long long)(i + at / out_floats), hpmli_plain_nan((double)out[i * out_floats + at]));
     }
     hpmli_graph_whole(g);
     return t->ctx->status;
@@ -10319,9 +10558,10 @@ HPMLI_FN void hpmli_arrays_add_state(hpmli_arrays *a, const hpml_trainer *t, int
     const hpml_optimizer_state *state = &t->optimizer->states[k];
     for (int i = 0; i < t->graph->param_count; i++) { /* parameters recorded after the trainer have none */
         const hpml_tensor *p = t->ctx->params[i];
-        a->nonnegative[a->count] = state->nonnegative;
         char *name = hpmli_arrays_add(a, t->updates[i].state[k], p->ndim, p->shape);
-        if (name) snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", state->name, p->name);
+        if (!name) continue; /* a buffer, or frozen: it is not stepped */
+        snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", state->name, p->name);
+        a->nonnegative[a->count - 1] = state->nonnegative;
     }
 }
 
@@ -11658,10 +11898,17 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
 // >>vupdate   optimizer steps, one pass over the data
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
-   same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
-   LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.found_nonfinite gets. */
+/* The formulas of the built-in optimizers: those of PyTorch's optimizers of the same names. g = grad_scale gradient;
+   b1, b2, c: beta1, beta2, weight_decay; t: the step, from 1; states m (first moment) and v (second) start with 0.
+
+     SGD      g = g + c w;  m = momentum m + g (t = 1: m = g);  w = w - lr m (nesterov: lr (g + momentum m))
+     Adagrad  g = g + c w;  v = v + g g;  w = w - lr g / (sqrt(v) + eps)                   Duchi et al. 2011
+     RMSprop  g = g + c w;  v = b2 v + (1 - b2) g g;  m = momentum m + g / (sqrt(v) + eps);  w = w - lr m
+     Adam     g = g + c w;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g g;  r = (m / (1 - b1^t)) /
+              (sqrt(v / (1 - b2^t)) + eps);  w = w - lr r                                  Kingma & Ba 2015
+     AdamW    Adam without c in g;  w = w - lr c w - lr r                                  Loshchilov & Hutter 2019
+     LARS     SGD with lr 1; hpmli_lars_prepare has put the layer's rate into g and c      You et al. 2017
+     LAMB     AdamW's r + c w, written over the gradient; hpmli_direction_apply steps      You et al. 2020 */
 
 /* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
 typedef struct HV(update_check) { HV(f32) weight, square, gradient, instead; } HV(update_check);
@@ -11755,9 +12002,9 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     return found;
 }
 
-/* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
-   direction over the gradient, which no later op reads; a gradient that is not finite counts as 0 there, because
-   the length of the whole direction would not be finite either. */
+/* Each optimizer has a loop of its own, over a copy of its arguments that the compiler knows no store to change. LAMB
+   writes its direction over the gradient, which no later op reads; there a gradient that is not finite counts as 0,
+   because the length of the whole direction would not be finite either. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         HV(f32) g = HV(load_upto)(dw + i, c);                                                                                      \

@@ -195,8 +195,8 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
 HPML_API void       hpml_comm_free(hpml_comm *c);
 
 /* Creates the world of ranks that are threads which you start yourself (hpml_launch does both). Free the world after
-   all contexts of its ranks. NULL: neither THREADS nor CLOCK, not 1 to 65536 ranks, a node out of range, or no memory.
-   */
+   all contexts of its ranks. NULL: neither THREADS nor CLOCK, not 1 to 65536 ranks, a node out of range, or no
+   memory. */
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network);
 HPML_API void        hpml_world_free(hpml_world *w);
 
@@ -1772,8 +1772,8 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     pthread_mutex_unlock(&in->wait.mutex);
 }
 
-/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not wait.
-   */
+/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not
+   wait. */
 HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
@@ -2368,8 +2368,8 @@ HPMLC_FN void hpmlc_mpi_announce_failure(hpml_comm *c, const char *text)
     hpmlc_mpi_send_final(hpmlc_mpi_of(c)->shared, 'F', text);
 }
 
-/* Receives the next control message that has arrived into x->control. Returns its sender, or -1 where none has arrived.
-   */
+/* Receives the next control message that has arrived into x->control. Returns its sender, or -1 where none has
+   arrived. */
 HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
 {
     MPI_Status status;
@@ -2555,8 +2555,8 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
     else hpmlc_nap(30e-6);
 }
 
-/* Handles the deadline of hpmlc_mpi_wait_all. Returns a later deadline where the rank that delays the others is busy.
-   */
+/* Handles the deadline of hpmlc_mpi_wait_all. Returns a later deadline where the rank that delays the others is
+   busy. */
 HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
 {
     hpmlc_shared *x       = hpmlc_mpi_of(c)->shared;
@@ -2974,8 +2974,8 @@ HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Connects this rank with the others; c NULL: notifies them that this rank cannot start. Returns NULL after an error.
-   */
+/* Connects this rank with the others; c NULL: notifies them that this rank cannot start. Returns NULL after an
+   error. */
 HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
 {
     hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
@@ -3733,9 +3733,9 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 // >>timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the seconds by which this rank's clock is ahead of rank 0's. Rank 0 answers each question with its time; the
-   answer of the quickest of 8 exchanges is taken as given in the middle of it, so the error is at most half its time.
-   */
+/* Returns the seconds by which this rank's clock is ahead of rank 0's. Rank 0 answers each question with its time;
+   the answer of the quickest of 8 exchanges is taken as given in the middle of it, so the error is at most half its
+   time. */
 HPMLC_FN double hpmlc_clock_offset(hpml_comm *c)
 {
     double best = 1e300, ahead = 0, theirs = 0;
@@ -6050,7 +6050,7 @@ typedef struct hpmlc_trial {
     double loss, samples;        /* loss times samples, added up over the steps; samples */
 } hpmlc_trial;
 
-typedef struct hpmlc_states   hpmlc_states; /* see >>resume */
+typedef struct hpmlc_states   hpmlc_states; /* see >>state */
 typedef struct hpmlc_strategy hpmlc_strategy;
 
 /* Starts the exchange of one bucket. An error of an exchange that is done at once is kept in the bucket's task, because
@@ -7939,6 +7939,7 @@ HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
 /* Adds factor times the row to this rank's part of its copy l. */
 HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
 {
+    if (it->floats == 0) return;
     float *data = it->data + l * it->floats;
     float *host = hpmlc_host_view_begin(it->view, data, it->floats);
     for (int64_t i = 0; i < it->floats; i++) {

@@ -337,7 +337,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
      ln_1                 hpmlg_k_norm_back, _params                                   -     40.1     15.0
    Outside of the layers (21 launches)
      embedding, wpe, ln_f and their gradients                                          -    0.1 GB   0.05 GB
-     head                 cuBLASLt: y, dw, dx       (N, C) (C, V)                  1,899    1.9 GB   1.0 GB
+     head                 cuBLASLt: y, dw, dx       (N, C) (C, V)                  1,899    1.8 GB   1.0 GB
      cross-entropy        hpmlg_k_cross_entropy, _back                                 -    1.6 GB   0.8 GB
      clip_norm, AdamW     hpmlg_k_sum_terms; hpmlg_k_update: 30 bytes a parameter      -    2.5 GB   1.7 GB
 
@@ -365,9 +365,9 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 // >>gpu-language   the CUDA features that kernels use
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Kernels are plain CUDA C++. This section has all that differs between nvcc and the emulation in tests/emulator/cuda_on_cpu.h,
-   which runs the same text on a CPU, thread by thread: how a kernel is launched, its dynamic shared memory, the
-   tensor-core instructions and asynchronous copies.
+/* Kernels are plain CUDA C++. This section has all that differs between nvcc and the emulation in
+   tests/emulator/cuda_on_cpu.h, which runs the same text on a CPU, thread by thread: how a kernel is launched, its
+   dynamic shared memory, the tensor-core instructions and asynchronous copies.
 
    Sums are taken in an order that depends on the shape and the kind of GPU alone: no kernel adds floats atomically. */
 
@@ -466,8 +466,8 @@ static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("c
 #define HPMLG_WARP 32
 #define HPMLG_ALL_LANES 0xffffffffu
 
-/* The index of this thread among all threads of a launch, and their count. The loops deal n elements out to threads, 8
-   neighbouring elements to each thread, or n rows to warps. */
+/* Return the index of this thread among all threads of a launch, and their count. The loops assign n elements to
+   threads, 8 neighbouring elements to each thread, or n rows to warps. */
 HPMLG_DEVICE int64_t hpmlg_thread_index(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 HPMLG_DEVICE int64_t hpmlg_thread_count(void) { return (int64_t)gridDim.x * blockDim.x; }
 #define HPMLG_FOR_EACH(i, n)                                                                                           \
@@ -477,13 +477,17 @@ HPMLG_DEVICE int64_t hpmlg_thread_count(void) { return (int64_t)gridDim.x * bloc
 #define HPMLG_FOR_EACH_WARP(i, n)                                                                                      \
     for (int64_t i = hpmlg_thread_index() / HPMLG_WARP; i < (n); i += hpmlg_thread_count() / HPMLG_WARP)
 
-/* a / b, by the 32-bit division, which is several times faster, where both fit. */
+/* Returns a / b, by the 32-bit division, which is several times faster, where both fit. */
 HPMLG_DEVICE int64_t hpmlg_quotient(int64_t a, int64_t b)
 {
     return (((uint64_t)a | (uint64_t)b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
 }
 
-HPMLG_DEVICE float hpmlg_combine(float v, float w, bool maximum) { return !maximum ? v + w : w > v || w != w ? w : v; }
+HPMLG_DEVICE float hpmlg_combine(float v, float w, bool maximum)
+{
+    if (!maximum) return v + w;
+    return w > v || w != w ? w : v;
+}
 
 /* Returns, to each of tx neighbouring threads (a power of two), the sum of their v, or the maximum, where a NaN counts
    as the largest. With more than a warp all threads of the block must call. space: shared, a float for each warp; not
@@ -529,7 +533,7 @@ HPMLG_DEVICE void hpmlg_put(hpmlg_array a, int64_t i, float v)
     else ((__half *)a.p)[i] = __float2half_rn(v);
 }
 
-/* Two halves of one 32-bit word, the first in its low bits, as floats. */
+/* Returns the two halves of one 32-bit word, the first in its low bits, as floats. */
 HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
 {
     unsigned short low = (unsigned short)w, high = (unsigned short)(w >> 16);
@@ -537,7 +541,7 @@ HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
     return make_float2(__half2float(__ushort_as_half(low)), __half2float(__ushort_as_half(high)));
 }
 
-/* Two floats as halves of one word, the first in its low bits. */
+/* Returns two floats as halves of one word, the first in its low bits. */
 HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
 {
     __nv_bfloat162 x = __floats2bfloat162_rn(a, b); /* one instruction for both */
@@ -548,7 +552,7 @@ HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
     return w;
 }
 
-/* v, rounded to the type. */
+/* Returns v rounded to the type. */
 HPMLG_DEVICE float hpmlg_round_to(float v, int64_t type)
 {
     return type == HPML_DTYPE_F32 ? v : hpmlg_widen(hpmlg_narrow(v, v, (int)type), (int)type).x;
@@ -556,7 +560,7 @@ HPMLG_DEVICE float hpmlg_round_to(float v, int64_t type)
 
 typedef struct hpmlg_vec8 { float v[8]; } hpmlg_vec8;
 
-/* Elements 8 i to 8 i + 7 of an array whose address is a multiple of 16 bytes. */
+/* Read or write elements 8 i to 8 i + 7 of an array whose address is a multiple of 16 bytes. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get8(hpmlg_array a, int64_t i)
 {
     hpmlg_vec8 e;
@@ -600,7 +604,7 @@ HPMLG_DEVICE bool hpmlg_is_one_access(hpmlg_array a, int64_t at, int64_t from, i
     return at >= from && at + 8 <= to && (((uintptr_t)a.p & 15) | (uintptr_t)(at & 7)) == 0;
 }
 
-/* Elements at to at + 7; those outside [from, to) are not read and have the value `fill`. */
+/* Reads elements at to at + 7; those outside [from, to) are not read and have the value `fill`. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get_range(hpmlg_array a, int64_t at, int64_t from, int64_t to, float fill)
 {
     hpmlg_vec8 e;
@@ -622,7 +626,8 @@ HPMLG_DEVICE void hpmlg_put_range(hpmlg_array a, int64_t at, int64_t from, int64
             if (at + j >= from && at + j < to) hpmlg_put(a, at + j, e.v[j]);
 }
 
-/* Elements c to c + 7 of a row of `cols`; those past the end of the row have the value `fill` and are not written. */
+/* Read or write elements c to c + 7 of a row of `cols`; those past the end of the row have the value `fill` and are not
+   written. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, float fill)
 {
     return hpmlg_get_range(a, row * cols + c, row * cols + c, row * cols + cols, fill);
@@ -633,7 +638,8 @@ HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_
     hpmlg_put_range(a, row * cols + c, row * cols + c, row * cols + cols, e, add);
 }
 
-/* Elements c to c + 7 of a parameter (cols); all are `fallback` where the layer has no such parameter (p NULL). */
+/* Reads elements c to c + 7 of a parameter (cols); all are `fallback` where the layer has no such parameter (p
+   NULL). */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_param_get8(const float *p, int64_t cols, int64_t c, float fallback)
 {
     hpmlg_array a = { (void *)p, HPML_DTYPE_F32 };
@@ -798,8 +804,8 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
 #define HPMLG_TRY(s, ...)                                                                                              \
     if ((int)(s) == 0) s = __VA_ARGS__
 
-/* True until the context has an error. It keeps the first one, and HPMLG_RUN launches nothing after it, so ops launch
-   one kernel after the other without asking and return nothing. */
+/* Returns true until the context has an error. After an error HPMLG_RUN launches nothing, so ops launch one kernel
+   after the other without asking and return nothing. */
 HPMLG_FN bool hpmlg_ok(const hpmlg_device *d) { return hpml_ctx_status(d->ctx) == HPML_OK; }
 
 /* Launches a kernel on the device's stream. */
@@ -846,7 +852,7 @@ HPMLG_FN hpmlg_array hpmlg_value_or_grad(const hpml_tensor *t, bool grad)
     return grad ? hpmlg_grad(t) : hpmlg_value(t);
 }
 
-/* The arrays that an op of one operand reads and writes: forward x and y, backward dy and dx. */
+/* Return the arrays that an op of one operand reads and writes: forward x and y, backward dy and dx. */
 HPMLG_FN hpmlg_array hpmlg_op_input(const hpml_node *n, bool back)
 {
     return hpmlg_value_or_grad(back ? n->out : n->src[0], back);
@@ -862,14 +868,16 @@ HPMLG_FN bool hpmlg_op_adds(const hpml_node *n, bool back) { return back && n->a
 
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
 
-/* Blocks for n items, `each` items to a block, of a kernel whose blocks loop: as many as fill the device, at most. */
+/* Returns the number of blocks for n items, `each` items to a block, of a kernel whose blocks loop: at most as many as
+   fill the device. */
 HPMLG_FN unsigned hpmlg_grid_blocks(const hpmlg_device *d, int64_t n, int64_t each)
 {
-    int64_t blocks = (n + each - 1) / each, most = (int64_t)d->sms * 16;
-    return (unsigned)(blocks < 1 ? 1 : blocks < most ? blocks : most);
+    int64_t blocks = (n + each - 1) / each, limit = (int64_t)d->sms * 16;
+    if (blocks > limit) blocks = limit;
+    return (unsigned)(blocks < 1 ? 1 : blocks);
 }
 
-/* The backend's `alloc`: zeroed device memory; NULL: out of memory, which the caller reports with the size. */
+/* The backend's `alloc`: returns zeroed device memory; NULL: out of memory, which the caller reports with the size. */
 HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
 {
     hpmlg_device     *d = hpmlg_make_current(device);
@@ -877,12 +885,12 @@ HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
     if (!b) return NULL;
     cudaError_t e = cudaMalloc(&b->p, bytes);
     if (e != cudaSuccess) {
+        cudaGetLastError();
         if (e != cudaErrorMemoryAllocation) hpmlg_check(d, e, "cudaMalloc");
-        if (e != cudaErrorMemoryAllocation) hpmlg_check(d, e, "cudaMalloc"); /* the caller tells that, with the size */
         hpml_ctx_release(d->ctx, b);
         return NULL;
     }
-    b->next   = d->allocations;
+    b->next        = d->allocations;
     d->allocations = b;
     cudaMemsetAsync(b->p, 0, bytes, d->stream);
     return b->p;
@@ -1009,7 +1017,7 @@ HPMLG_FN void hpmlg_half_copies_expire(hpmlg_device *d, const void *dst, size_t 
         if ((const char *)w->w < to && from < (const char *)(w->w + w->n)) w->fresh = false;
 }
 
-/* The backend's `write`. */
+/* The backend's `write`: uploads without waiting for the device. */
 HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size_t bytes)
 {
     hpmlg_device *d      = hpmlg_make_current(device);
@@ -1022,7 +1030,7 @@ HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size
     return status;
 }
 
-/* The backend's `zero`. */
+/* The backend's `zero`: sets device memory to 0. */
 HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
 {
     hpmlg_device *d = hpmlg_make_current(device);
@@ -1206,7 +1214,7 @@ HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w);
 
 enum hpmlg_pass_kind { HPMLG_OP_BY_OP, HPMLG_RECORDED, HPMLG_REPLAYED, HPMLG_GIVEN_UP };
 
-/* to += from - less, count by count; less NULL: zeros. */
+/* Adds counts: to += from - less; less NULL: zeros. */
 HPMLG_FN void hpmlg_work_add(hpmlg_work_counts *to, const hpmlg_work_counts *from, const hpmlg_work_counts *less)
 {
     long long       *t = (long long *)(void *)to;
@@ -1303,7 +1311,7 @@ HPMLG_DEVICE float hpmlg_act_gate(float x)
     return hpmlg_act_sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
-/* The derivative of x s(u(x)), with a sigmoid s and du = u'(x). */
+/* Returns the derivative of x s(u(x)), with a sigmoid s and du = u'(x). */
 HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { return s + x * s * (1 - s) * du; }
 
 /* Activations: name, does the derivative need x (else y = act(x)), y, dy / dx. */
@@ -1324,7 +1332,7 @@ HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { retu
     X(NEG, false, -x, -1)                                                                                              \
     X(ABS, true, fabsf(x), x > 0 ? 1 : x < 0 ? -1 : 0)
 
-/* slope: LEAKY_RELU's for negative x. */
+/* Returns act(x). slope: LEAKY_RELU's for negative x. */
 HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
 {
 #define HPMLG_X(name, needs_x, value, derivative) if (act == HPML_ACT_##name) return value;
@@ -1333,7 +1341,7 @@ HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
     return x;
 }
 
-/* v: x or y, as hpmlg_act_needs_x returns. */
+/* Returns act'. v: x or y, as hpmlg_act_needs_x tells. */
 HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
 {
     const float x = v, y = v;
@@ -1363,7 +1371,7 @@ HPMLG_FN bool hpmlg_act_needs_x(hpml_act act)
     return false;
 }
 
-/* y = act(x), or, with dy, y (+)= dy act'. y may be x or dy. */
+/* Computes y = act(x) or, with dy, y (+)= dy act'. y may be x or dy. */
 static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy, int act, float slope, int64_t n,
                                    bool add)
 {
@@ -1379,7 +1387,7 @@ static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy,
     }
 }
 
-/* y (+)= x; the types may differ. */
+/* Copies or adds: y (+)= x; the types may differ. */
 HPMLG_FN void hpmlg_copy_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, int64_t n, bool add)
 {
     HPMLG_RUN_ITEMS(d, hpmlg_k_act, n, 2048, y, x, hpmlg_array_null(), (int)HPML_ACT_NONE, 0.0f, n, add);
@@ -1431,7 +1439,7 @@ HPMLG_FN void hpmlg_strides_push(hpmlg_strides *w, int64_t size, int64_t stride0
     w->ndim = to + 1;
 }
 
-/* Elements at to at + 7 of the shape from array s; those beyond `count` have any value. */
+/* Reads elements at to at + 7 of the shape from array s; those beyond `count` have any value. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get_strided(hpmlg_array a, const hpmlg_strides &w, int s, int64_t at, int64_t count)
 {
     hpmlg_vec8 e;
@@ -1451,7 +1459,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_get_strided(hpmlg_array a, const hpmlg_strides &w,
     return e;
 }
 
-/* y (+)= a x + b. flat: x has all elements of y in order, else they are read by the strides w. y may be x. */
+/* Computes y (+)= a x + b. flat: x has all elements of y in order, else they are read by the strides w. y may be x. */
 template <bool flat>
 static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid_constant__ hpmlg_strides w, float a,
                                       float b, int64_t n, bool add)
@@ -1463,7 +1471,7 @@ static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid
     }
 }
 
-/* y (+)= scale x, where x is repeated as w's strides say. */
+/* Computes y (+)= scale x, where x is repeated by w's strides. */
 HPMLG_FN void hpmlg_broadcast_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_strides *w, float scale,
                                   bool add)
 {
@@ -1489,8 +1497,8 @@ typedef struct hpmlg_binary { /* add, sub, mul, div */
     float         slope;
 } hpmlg_binary;
 
-/* Elements at to at + 7 of operand s. flat: no operand is broadcast, which takes half the registers, so that more loads
-   are in flight. */
+/* Reads elements at to at + 7 of operand s. flat: no operand is broadcast, which takes half the registers, so that more
+   loads are in flight. */
 template <bool flat> HPMLG_DEVICE hpmlg_vec8 hpmlg_binary_operand(const hpmlg_binary &b, int s, int64_t at)
 {
     if (flat || b.same_shape[s]) return hpmlg_get_range(b.src[s], at, 0, b.w.count, 1);
@@ -1512,9 +1520,9 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 6 : 4)
     }
 }
 
-/* The terms that elements at to at + 7 of the result add to the gradient of src[side]; 0 outside of [from, to). For a /
-   b: da = dy / b, db = -dy a / b^2. Outside, act' is computed from 1, because from 0 it may be infinite, which gives
-   NaN when multiplied by 0. plain: op is ADD and there is no act. */
+/* Returns the terms that elements at to at + 7 of the result add to the gradient of src[side]; 0 outside of [from, to).
+   For a / b: da = dy / b, db = -dy a / b^2. Outside, act' is computed from 1, because from 0 it may be infinite, which
+   gives NaN when multiplied by 0. plain: op is ADD and there is no act. */
 template <bool flat, bool plain = false>
 HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
@@ -1537,7 +1545,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int6
     return d;
 }
 
-/* Gradients of operands that are not broadcast. Both operands may be the same tensor. */
+/* Computes the gradients of operands that are not broadcast. Both operands may be the same tensor. */
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
     const int64_t n = b.w.count;
@@ -1665,7 +1673,7 @@ static __global__ void __launch_bounds__(HPMLG_REDUCE_THREADS, plain ? 5 : 3) hp
     if (lane == 0 && k < f.kept.count) hpmlg_put(f.out, to, f.add ? hpmlg_get(f.out, to) + sum : sum);
 }
 
-/* The smallest power of two that is at least n, but at most `most`. */
+/* Returns the smallest power of two that is at least n, but at most `most`. */
 HPMLG_FN int hpmlg_power_of_two(int64_t n, int most)
 {
     int p = 1;
@@ -1673,7 +1681,7 @@ HPMLG_FN int hpmlg_power_of_two(int64_t n, int most)
     return p;
 }
 
-/* The strides that repeat an array (outer, inner) over a shape (outer, dim, inner). */
+/* Returns the strides that repeat an array (outer, inner) over a shape (outer, dim, inner). */
 HPMLG_FN hpmlg_strides hpmlg_broadcast_strides(int64_t outer, int64_t dim, int64_t inner)
 {
     hpmlg_strides w = {};
@@ -1683,7 +1691,7 @@ HPMLG_FN hpmlg_strides hpmlg_broadcast_strides(int64_t outer, int64_t dim, int64
     return w;
 }
 
-/* out (+)= scale * the sums of x over the dimensions that are broadcast in w; x is read in w's order. */
+/* Computes out (+)= scale * the sums of x over the dimensions that are broadcast in w; x is read in w's order. */
 HPMLG_FN void hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpmlg_strides w, float scale, bool add)
 {
     hpmlg_binary b = {};
@@ -1693,7 +1701,7 @@ HPMLG_FN void hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpm
     hpmlg_reduce_run(d, &b, 0, out, scale, add);
 }
 
-/* out (+)= scale * the gradient of operand `side`, which is broadcast. */
+/* Computes out (+)= scale * the gradient of operand `side`, which is broadcast. */
 HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale, bool add)
 {
     hpmlg_reduce f = {};
@@ -1733,7 +1741,7 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
     if (splits > 1) hpmlg_sum_run(d, out, f.out, hpmlg_broadcast_strides(1, splits, kept), scale, add);
 }
 
-/* Sizes (outer, middle, inner) of t around dimension dim; HPML_ALL_DIMS: (1, all, 1). */
+/* Returns the sizes (outer, middle, inner) of t around dimension dim; HPML_ALL_DIMS: (1, all, 1). */
 HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, int64_t *middle, int64_t *inner)
 {
     *outer  = 1;
@@ -1757,19 +1765,20 @@ HPMLG_FN void hpmlg_op_sum(HPMLG_OP_ARGUMENTS)
 /* The functions of two arrays whose sums are taken over all elements: squares, and the losses. */
 enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
 
-/* BCE: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. Huber with delta 0 is |x - t|. */
+/* Returns the term of one element. BCE: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. Huber with delta 0
+   is |x - t|. */
 HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
 {
-    float d = fabsf(x - t);
+    float d = fabsf(x - t), huber = d <= delta ? 0.5f * d * d : delta * (d - 0.5f * delta);
     switch (what) {
     case HPMLG_SQUARE: return x * x;
     case HPMLG_BCE: return (x > 0 ? x : 0) - x * t + log1pf(expf(-fabsf(x)));
     case HPMLG_MSE: return d * d;
-    default: return delta == 0 ? d : d <= delta ? 0.5f * d * d : delta * (d - 0.5f * delta);
+    default: return delta == 0 ? d : huber;
     }
 }
 
-/* part[block] = the sum of the block's terms. */
+/* Computes part[block] = the sum of the block's terms. */
 static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array t, int what, float delta, int64_t n)
 {
     __shared__ float space[256 / HPMLG_WARP];
@@ -1823,7 +1832,7 @@ HPMLG_FN void hpmlg_sum_terms_run(hpmlg_device *d, hpmlg_sum_finish f, hpmlg_arr
     HPMLG_RUN(d, hpmlg_k_sum_finish, 1, 1024, 0, f);
 }
 
-/* The backend's `sumsq`: *out, on the device, = the sum of squares of x. */
+/* The backend's `sumsq`: writes the sum of squares of x to *out, on the device. */
 HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
 {
     hpmlg_sum_finish f = {};
@@ -1838,8 +1847,8 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const 
 // >>gpu-shape   reshape, permute, slice, concat
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The result of a reshape has the memory of its source where an op computed the source; inputs and parameters are
-   copied. */
+/* Copies only inputs and parameters: where an op computed the source, the result of a reshape has the source's
+   memory. */
 HPMLG_FN void hpmlg_op_reshape(HPMLG_OP_ARGUMENTS)
 {
     hpmlg_array to = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
@@ -1875,7 +1884,7 @@ static __global__ void hpmlg_k_transpose(hpmlg_transpose t)
     }
 }
 
-/* Backward is the inverse permutation. */
+/* Permutes dimensions; backward, by the inverse permutation. */
 HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
 {
     const hpml_tensor *shape = back ? n->src[0] : n->out, *other = back ? n->out : n->src[0];
@@ -2013,7 +2022,7 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
     for (int64_t tile = 8 * (int64_t)(threadIdx.x % TEAM), end = cols + tile; tile < end; tile += 8 * TEAM * G)        \
         HPMLG_UNROLL for (int64_t k = 0, c = tile; k < G; k++, c += 8 * TEAM)
 
-/* y = softmax(x), or its logarithm, of each row. */
+/* Computes y = softmax(x), or its logarithm, of each row. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log)
 {
@@ -2044,7 +2053,7 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
     }
 }
 
-/* dx (+)= y (dy - <dy, y>); for the logarithm dx (+)= dy - exp(y) sum(dy). */
+/* Computes dx (+)= y (dy - <dy, y>); for the logarithm dx (+)= dy - exp(y) sum(dy). */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg_array dy, int64_t rows, int64_t cols,
                                             bool log, bool add)
@@ -2085,10 +2094,10 @@ HPMLG_FN void hpmlg_softmax_pass(hpmlg_device *d, hpml_node *n, bool back)
 HPMLG_FN void hpmlg_op_softmax(HPMLG_OP_ARGUMENTS) { hpmlg_softmax_pass(d, n, back); }
 HPMLG_FN void hpmlg_op_log_softmax(HPMLG_OP_ARGUMENTS) { hpmlg_softmax_pass(d, n, back); }
 
-/* xhat = (x - mean - rest) rstd, y = xhat gamma + beta; rmsnorm (not centred): mean = rest = 0. The mean is the sum of
-   two floats, mean + rest, so that numbers far from 0 lose no digits. saved: mean and rstd of each row, then, after
-   those of all rows, rest of each. A residual sum x = p + q right before the norm can be fused (p.p not NULL): the
-   kernel writes x and does not read it again. */
+/* Computes xhat = (x - mean - rest) rstd and y = xhat gamma + beta; rmsnorm (not centred): mean = rest = 0. The mean is
+   the sum of two floats, mean + rest, so that numbers far from 0 lose no digits. saved: mean and rstd of each row,
+   then, after those of all rows, rest of each. A residual sum x = p + q right before the norm can be fused (p.p not
+   NULL): the kernel writes x and does not read it again. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, const float *gamma,
                                     const float *beta, float2 *saved, int64_t rows, int64_t cols, float eps,
@@ -2133,8 +2142,9 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
     }
 }
 
-/* With g = dy gamma: dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block writes the sums of dgamma and dbeta
-   over its rows to part (blocks, 2, cols): every thread sums its own columns, then the teams are added in order. */
+/* Computes, with g = dy gamma, dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block writes the sums of dgamma
+   and dbeta over its rows to part (blocks, 2, cols): every thread sums its own columns, then the teams are added in
+   order. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, const float *gamma,
                                          const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
@@ -2199,8 +2209,8 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     for (int64_t i = threadIdx.x; i < 2 * cols && teams > 1; i += blockDim.x) part[i] = sums[i];
 }
 
-/* dgamma (cols) and dbeta (cols) (+)= the sums of part (parts, 2, cols). A block has 32 columns; its 8 warps sum every
-   8th part each, and are then added in order. */
+/* Computes dgamma (cols) and dbeta (cols) (+)= the sums of part (parts, 2, cols). A block has 32 columns; its 8 warps
+   sum every 8th part each, and are then added in order. */
 static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const float *part, int parts, int64_t cols,
                                            bool add_gamma, bool add_beta)
 {
@@ -2219,7 +2229,7 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
     out[c] = (add ? out[c] : 0) + sum;
 }
 
-/* The number of blocks of hpmlg_k_norm_back, and so of its parts. */
+/* Returns the number of blocks of hpmlg_k_norm_back, and so of its parts. */
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int blocks = (int)hpmlg_row_blocks(d, rows, cols);
@@ -2310,7 +2320,7 @@ typedef struct hpmlg_bn {           /* batchnorm */
     bool         train, relu, add[3];
 } hpmlg_bn;
 
-/* The offset of unit u of channel c. */
+/* Returns the offset of unit u of channel c. */
 HPMLG_DEVICE int64_t hpmlg_bn_offset(const hpmlg_bn &s, int64_t c, int64_t u)
 {
     int64_t i = u * s.unit, image = hpmlg_quotient(i, s.P);
@@ -2397,8 +2407,8 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
     s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
 
-/* y = a (x - mean) + b with a = rstd gamma, b = beta - rest a, then relu if wanted; dx (+)= a (dy - s1 / N - xhat s2 /
-   N). Each thread has vec8s of the whole array; the channel may change within a vec8. */
+/* Computes y = a (x - mean) + b with a = rstd gamma, b = beta - rest a, then relu if wanted; dx (+)= a (dy - s1 / N -
+   xhat s2 / N). Each thread has vec8s of the whole array; the channel may change within a vec8. */
 template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
@@ -2471,8 +2481,8 @@ HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
     return (size_t)(s.C * s.splits) * sizeof *s.part + (size_t)s.C * sizeof *s.means;
 }
 
-/* Where ranks share a batch: joins the splits of each channel on the host, as sums, adds these up over the ranks, and
-   uploads them as the only split. The host waits for the device, so such passes are not recorded. */
+/* Called where ranks share a batch: joins the splits of each channel on the host, as sums, adds these up over the
+   ranks, and uploads them as the only split. The host waits for the device, so such passes are not recorded. */
 HPMLG_FN void hpmlg_bn_sum_ranks(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
 {
     size_t      bytes = (size_t)(s->C * s->splits) * sizeof *s->part;
@@ -2546,7 +2556,7 @@ HPMLG_DEVICE int64_t hpmlg_plane_position(int64_t i, int h, int w, int *row, int
     return plane;
 }
 
-/* The part [from, to) of window o that lies inside [0, size). */
+/* Returns the part [from, to) of window o that lies inside [0, size). */
 HPMLG_DEVICE void hpmlg_window(int o, int stride, int pad, int kernel, int size, int *from, int *to)
 {
     int first = o * stride - pad, end = first + kernel;
@@ -2631,7 +2641,7 @@ HPMLG_FN void hpmlg_op_avg_pool2d(HPMLG_OP_ARGUMENTS) { hpmlg_pool_pass(d, n, ba
 // >>gpu-random   Philox, dropout
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Words 4 block to 4 block + 3 of a stream of random numbers, the same as hpml_philox4x32's. */
+/* Returns words 4 block to 4 block + 3 of a stream of random numbers, the same as hpml_philox4x32's. */
 HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stream, unsigned long long block)
 {
     unsigned k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
@@ -2646,7 +2656,8 @@ HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stre
     return c;
 }
 
-/* Words first to first + 7 of a stream: two blocks, three where the first word is not the first of its block. */
+/* Computes words first to first + 7 of a stream: two blocks, three where the first word is not the first of its
+   block. */
 HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, unsigned long long stream,
                                       unsigned long long first)
 {
@@ -2657,8 +2668,8 @@ HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, un
     HPMLG_UNROLL for (int j = 0; j < 8; j++) w[j] = first & 1 ? all[j + 1] : all[j];
 }
 
-/* y (+)= x scale where the random word of the element is at least `least`, else 0. Word i belongs to element i, counted
-   from the first sample of the global batch. each: elements of a sample. */
+/* Computes y (+)= x scale where the random word of the element is at least `least`, else 0. Word i belongs to element
+   i, counted from the first sample of the global batch. each: elements of a sample. */
 static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_random_key *key, int index,
                                        unsigned least, float scale, int64_t each, int64_t n, bool add)
 {
@@ -2710,7 +2721,7 @@ typedef struct hpmlg_token_lists {
     float     *sums;               /* (most_pieces, width): the sum of each piece */
 } hpmlg_token_lists;
 
-/* y[i] = table[token[i]], a warp for each row; a token out of range gives a row of zeros and a note. */
+/* Computes y[i] = table[token[i]], a warp for each row; a token out of range gives a row of zeros and a note. */
 static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg_token_lists b, int64_t width,
                                          hpmlg_note *note, int *taken, const hpml_node *node)
 {
@@ -2724,9 +2735,9 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg
     }
 }
 
-/* Step 0 counts positions and gives each a slot in its token's list; in step 1 the position with slot 0 reserves
-   entries of `order` for its token; step 2 fills `order`; step 3 sorts each token's positions into `slot`, which is not
-   needed any more. */
+/* Builds the lists in four launches. Step 0 counts positions and gives each a slot in its token's list; in step 1 the
+   position with slot 0 reserves entries of `order` for its token; step 2 fills `order`; step 3 sorts each token's
+   positions into `slot`, which is not needed any more. */
 static __global__ void hpmlg_k_token_lists(hpmlg_token_lists b, int step)
 {
     int64_t i = hpmlg_thread_index();
@@ -2745,7 +2756,8 @@ static __global__ void hpmlg_k_token_lists(hpmlg_token_lists b, int step)
     b.slot[b.start[t] + rank] = (int)i;
 }
 
-/* The sum, for columns c to c + 7, of n rows of x: rows at[0], at[1], ..., or, where `at` is NULL, the first n. */
+/* Returns the sum, for columns c to c + 7, of n rows of x: rows at[0], at[1], ..., or, where `at` is NULL, the
+   first n. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int64_t width, int64_t c)
 {
     hpmlg_vec8 sum = {}, e[4];
@@ -2774,7 +2786,7 @@ static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_token_list
     }
 }
 
-/* Row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
+/* Computes row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
 static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_token_lists b, int64_t width,
                                               bool add)
 {
@@ -2908,7 +2920,7 @@ typedef struct hpmlg_operand {
     int64_t     ld;           /* not 0: the elements are neighbours along one axis, and `ld` apart along the other */
 } hpmlg_operand;
 
-/* The element at a line and a k; 0 outside. base: offset of the matrix in the batch. */
+/* Returns the element at a line and a k; 0 outside. base: offset of the matrix in the batch. */
 HPMLG_DEVICE float hpmlg_operand_get(const hpmlg_operand &o, int64_t base, hpmlg_coord line, hpmlg_coord k)
 {
     int64_t at = base + line.at + k.at;
@@ -2946,7 +2958,7 @@ HPMLG_DEVICE float hpmlg_add_bias(const hpmlg_product &g, int64_t batch, int64_t
     return g.bias ? v + g.bias[batch * g.bias_batch + row * g.bias_row + col * g.bias_col] : v;
 }
 
-/* The epilogue of one sum, and its store. */
+/* Computes the epilogue of one sum and stores the result. */
 HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, float v)
 {
     int64_t at = batch * g.c_batch + row * g.ldc + (g.flat ? col : hpmlg_coord_of(g.col, col, g.n).at);
@@ -2958,7 +2970,7 @@ HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int6
     hpmlg_put(g.c, at, v);
 }
 
-/* The same for eight neighbours of a row; col and the offset of the row are multiples of 8. */
+/* Does the same for eight neighbours of a row; col and the offset of the row are multiples of 8. */
 HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, hpmlg_vec8 e)
 {
     int64_t    at  = (batch * g.c_batch + row * g.ldc + col) / 8;
@@ -3012,8 +3024,8 @@ HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int
 
 typedef struct hpmlg_tile { int64_t batch, split, row, col, k0, k1; } hpmlg_tile;
 
-/* The tile of this block. Blocks that run at the same time have tiles in 8 rows of tiles, so that they share rows of a
-   and columns of b in the cache. */
+/* Returns the tile of this block. Blocks that run at the same time have tiles in 8 rows of tiles, so that they share
+   rows of a and columns of b in the cache. */
 template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g)
 {
     unsigned   m = (unsigned)g.tiles_m, n = (unsigned)g.tiles_n;
@@ -3029,7 +3041,8 @@ template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g
     return t;
 }
 
-/* The index of element (row, col) of a tile of sums in shared memory: neither writes nor reads have bank conflicts. */
+/* Returns the index of element (row, col) of a tile of sums in shared memory: neither writes nor reads have bank
+   conflicts. */
 template <int T> HPMLG_DEVICE int hpmlg_sum_offset(int row, int col) { return row * T + (col ^ (row & 3) << 3); }
 
 /* Stores the sums of a tile, which the threads hold in the layout of the tensor cores (MMA) or of hpmlg_f32_step: they
@@ -3073,7 +3086,7 @@ HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const f
    exchanged so that ldmatrix has no bank conflicts, or gathered as [line][16 k]. */
 enum hpmlg_layout { HPMLG_K_MAJOR, HPMLG_LINE_MAJOR, HPMLG_GATHERED };
 
-/* The index of an element in the shared memory of its tile. */
+/* Returns the index of an element in the shared memory of its tile. */
 template <int T, int L> HPMLG_DEVICE int hpmlg_tile_offset(int line, int k)
 {
     if (L == HPMLG_K_MAJOR) return line * 32 + ((k >> 3) ^ (line >> 1 & 3)) * 8 + (k & 7);
@@ -3143,7 +3156,7 @@ HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t,
     hpmlg_copy_commit(); /* a group for each step, also empty, because hpmlg_copy_wait counts groups */
 }
 
-/* Dense halves: four stages of 32 k, three in flight while one is multiplied. */
+/* Multiplies dense halves: four stages of 32 k, three in flight while one is multiplied. */
 template <int T, int LA, int LB>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __grid_constant__ hpmlg_product g)
 {
@@ -3183,7 +3196,8 @@ HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t ba
     }
 }
 
-/* v rounded to tf32. The device's NaN, 0x7fffffff, is kept: adding the half of the last place would make it -0. */
+/* Returns v rounded to tf32. The device's NaN, 0x7fffffff, is kept: adding the half of the last place would make it
+   -0. */
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
 /* Stores the same 16 k into shared memory: f32 as [k][line], tf32 as [line][k], halves as hpmlg_tile_offset says. */
@@ -3235,7 +3249,7 @@ template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a
 #define HPMLG_TILE_BYTES(T, KIND)                                                                                      \
     ((KIND) == HPMLG_IN_F32 ? 16 * ((T) + 4) * 4 : (KIND) == HPMLG_IN_TF32 ? (T) * 80 : (T) * 48)
 
-/* Any operands: 16 k at a time through registers, in two stages. */
+/* Multiplies any operands: 16 k at a time through registers, in two stages. */
 template <int T, int KIND>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __grid_constant__ hpmlg_product g)
 {
@@ -3278,7 +3292,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     hpmlg_store_tile<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
 }
 
-/* Many products of few rows or columns (depthwise convolutions): each sum by one thread, or by a block. */
+/* Computes many products of few rows or columns (depthwise convolutions): each sum by one thread, or by a block. */
 static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_product g, bool block)
 {
     __shared__ float space[HPMLG_WARP];
@@ -3362,7 +3376,7 @@ HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T
     g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
 }
 
-/* The column of hpmlg_product_kernels for these operands. */
+/* Returns the column of hpmlg_product_kernels for these operands. */
 HPMLG_FN int hpmlg_product_variant(const hpmlg_device *d, const hpmlg_product *g)
 {
     bool dense = hpmlg_is_dense(&g->a, g->m, g->k) && hpmlg_is_dense(&g->b, g->n, g->k) && g->a.x.type == g->b.x.type;
@@ -3410,16 +3424,15 @@ typedef struct hpmlg_epilogue {
     bool row_sums;   /* hpmlg_gemm.sums has been written */
 } hpmlg_epilogue;
 
-/* The array from element `at` on. */
+/* Returns the array from element `at` on. */
 HPMLG_FN hpmlg_array hpmlg_array_at(hpmlg_array x, int64_t at)
 {
     x.p = (char *)x.p + at * (int64_t)hpml_dtype_size((hpml_dtype)x.type);
     return x;
 }
 
-/* batch: elements to the next matrix. H 0: not an image. */
-HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
-                                        int64_t H = 0, int64_t W = 0)
+/* Describes an operand by its axes. batch: elements to the next matrix. */
+HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
 {
     hpmlg_operand o = {};
     o.x       = x;
@@ -3427,13 +3440,21 @@ HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis
     o.line    = line;
     o.k       = k;
     o.along_k = along_k;
-    o.H       = H;
-    o.W       = W;
     return o;
 }
 
-/* A matrix whose rows are ld elements apart. along_k: k runs along its rows, else down its columns. batch: elements to
-   the next matrix. */
+/* Describes an operand in images of (H, W). */
+HPMLG_FN hpmlg_operand hpmlg_image_operand(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
+                                           int64_t H, int64_t W)
+{
+    hpmlg_operand o = hpmlg_operand_of(x, batch, line, k, along_k);
+    o.H = H;
+    o.W = W;
+    return o;
+}
+
+/* Describes a matrix whose rows are ld elements apart. along_k: k runs along its rows, else down its columns. batch:
+   elements to the next matrix. */
 HPMLG_FN hpmlg_operand hpmlg_matrix(hpmlg_array x, int64_t ld, int64_t batch, bool along_k)
 {
     hpmlg_axis    one = hpmlg_axis_1d(1), far = hpmlg_axis_1d(ld);
@@ -3476,8 +3497,7 @@ HPMLG_FN hpmlg_epilogue hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
     return done;
 }
 
-/* Half copies of parameters are made when first needed, and again when the parameter has changed. The first run of a
-   pass is not recorded, so that memory can be allocated in it. */
+/* Writes a half copy again if its parameter has changed. */
 HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w)
 {
     if (w->fresh) return;
@@ -3485,7 +3505,8 @@ HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w)
     w->fresh = hpmlg_ok(d);
 }
 
-/* The half copy of a parameter; NULL, and an error on the context, when there is no memory for it. */
+/* Returns the half copy of a parameter, allocated when first needed (the first run of a pass is not recorded, so memory
+   can be allocated); NULL, and an error on the context, when there is no memory for it. */
 HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t)
 {
     hpmlg_half_copy *w = d->half_copies;
@@ -3503,8 +3524,8 @@ HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t)
     return w->half;
 }
 
-/* A tensor as an operand of products: the half copy of a parameter; an f32 input of a half model, narrowed into `place`
-   if that is not NULL; else the tensor itself. */
+/* Returns a tensor as an operand of products: the half copy of a parameter; an f32 input of a half model, narrowed into
+   `place` if that is not NULL; else the tensor itself. */
 HPMLG_FN hpmlg_array hpmlg_product_input(hpmlg_device *d, const hpml_tensor *t, void *place)
 {
     hpmlg_array x = hpmlg_value(t);
@@ -3515,7 +3536,7 @@ HPMLG_FN hpmlg_array hpmlg_product_input(hpmlg_device *d, const hpml_tensor *t, 
     return hpmlg_array_of(place, d->act_dtype);
 }
 
-/* The bytes that hpmlg_product_input needs at `place`. */
+/* Returns the bytes that hpmlg_product_input needs at `place`. */
 HPMLG_FN size_t hpmlg_narrowed_bytes(const hpmlg_device *d, const hpml_tensor *t)
 {
     bool narrow = d->act_dtype != HPML_DTYPE_F32 && t->dtype == HPML_DTYPE_F32 && !t->param;
@@ -3714,8 +3735,8 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const vo
     return (k->batch == 1 || !g->bias) && (uintptr_t)line % 16 == 0;
 }
 
-/* The epilogue to fuse into the product. full: with activation, derivative or sums, as far as cuBLASLt has them; else
-   only with the bias. cuBLASLt's B is our a, so BGRADB sums the rows of a. */
+/* Returns the epilogue to fuse into the product. full: with activation, derivative or sums, as far as cuBLASLt has
+   them; else only with the bias. cuBLASLt's B is our a, so BGRADB sums the rows of a. */
 HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpmlg_gemm *g, bool full)
 {
     bool bias = g->bias != NULL, z = g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0;
@@ -3807,8 +3828,8 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
    possible: the column sums into dw = dz^T x, whose left operand they belong to, and act'(z) of a layer into the dx of
    the linear layer after it, which writes this layer's dy (hpmlg_op_notes.activation_grad_done). */
 
-/* In one kernel: dy *= act'(v), if there is an activation; db, if not NULL, (+)= the sums of dy over the dimensions
-   that are broadcast in w. */
+/* Computes in one kernel: dy *= act'(v), if there is an activation; db, if not NULL, (+)= the sums of dy over the
+   dimensions that are broadcast in w. */
 HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
                                   hpmlg_strides w, float *db, bool add)
 {
@@ -3828,7 +3849,7 @@ typedef struct hpmlg_dims {
     bool    shared; /* all products of the batch have the same b */
 } hpmlg_dims;
 
-/* Products with a shared b and an a that is not transposed are one tall product. */
+/* Returns the sizes of the products. Those with a shared b and an a that is not transposed are one tall product. */
 HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 {
     const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
@@ -3846,16 +3867,16 @@ HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
     return d;
 }
 
-/* c (m, n) (+)= a b; transposed: c is (n, m), the transpose of that. */
+/* Computes c (m, n) (+)= a b; transposed: c is (n, m), the transpose of that. */
 HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_operand a,
-                                    hpmlg_operand b, hpmlg_array c, bool add, bool transposed = false)
+                                    hpmlg_operand b, hpmlg_array c, bool add, bool transposed)
 {
     hpmlg_gemm g = transposed ? hpmlg_gemm_of(n, m, k, b, a, c, m, add) : hpmlg_gemm_of(m, n, k, a, b, c, n, add);
     g.batch = batch;
     hpmlg_gemm_run(d, &g);
 }
 
-/* The operand op(A) (m, k) or, second, op(B) (k, n); transposed: of its transpose. */
+/* Returns the operand op(A) (m, k) or, second, op(B) (k, n); transposed: of its transpose. */
 HPMLG_FN hpmlg_operand hpmlg_matmul_operand(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second,
                                             bool transposed)
 {
@@ -3873,7 +3894,7 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
     int64_t      mn = s.m * s.n;
     if (!back)
         return hpmlg_batched_product(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_operand(n, &s, a, false, false),
-                                     hpmlg_matmul_operand(n, &s, b, true, false), hpmlg_value(n->out), false);
+                                     hpmlg_matmul_operand(n, &s, b, true, false), hpmlg_value(n->out), false, false);
     if (ta->grad) /* dA (m, k) = dC op(B)^T, as A is stored */
         hpmlg_batched_product(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true),
                               hpmlg_matmul_operand(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
@@ -3886,7 +3907,7 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
     }
 }
 
-/* The array that act' is computed from: z if it is saved, else y. */
+/* Returns the array that act' is computed from: z if it is saved, else y. */
 HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
 {
     return n->saved ? hpmlg_array_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
@@ -3907,16 +3928,16 @@ HPMLG_FN void hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
     hpmlg_gemm_run(d, &g);
 }
 
-/* The linear layer m before n whose act'(z) the dx of n can include; NULL: none. n must be recorded right after m: then
-   n is the first reader of m's result, and so the last one to add to its gradient. */
+/* Returns the linear layer m before n whose act'(z) the dx of n can include; NULL: none. n must be recorded right after
+   m: then n is the first reader of m's result, and so the last one to add to its gradient. */
 HPMLG_FN const hpml_node *hpmlg_linear_before(const hpml_node *n)
 {
     const hpml_node *m = n->src[0]->node;
     return m && m->op == HPML_OP_LINEAR && m->attr.act.act && m->index + 1 == n->index ? m : NULL;
 }
 
-/* dz = dy act'(z), db = the column sums of dz, dw = dz^T x. The sums are fused into the product for dw if dy needs no
-   act' first, or has it already. */
+/* Computes dz = dy act'(z), db = the column sums of dz, dw = dz^T x. The sums are fused into the product for dw if dy
+   needs no act' first, or has it already. */
 HPMLG_FN void hpmlg_linear_dw(hpmlg_device *d, hpml_node *n, hpml_act act)
 {
     hpml_tensor  *x = n->src[0], *w = n->src[1], *bias = n->src[2];
@@ -4037,7 +4058,7 @@ HPMLG_FN hpmlg_residue hpmlg_residue_of(const hpmlg_conv *c, int i, int first, i
     return r;
 }
 
-/* dx (+)= the gradient of a convolution by its input, one product for each remainder. */
+/* Computes dx (+)= the gradient of a convolution by its input, one product for each remainder. */
 HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array w, hpmlg_array dx,
                             bool add)
 {
@@ -4064,7 +4085,7 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
         taps.w    = (int16_t)-v.back;
         j.a = hpmlg_operand_of(hpmlg_array_at(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_axis_1d(c->taps),
                                hpmlg_axis_3d(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
-        j.b = hpmlg_operand_of(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
+        j.b = hpmlg_image_operand(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
         j.ldc     = size;
         j.c_batch = c->C * size;
         j.col = hpmlg_axis_3d(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
@@ -4072,7 +4093,7 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
     }
 }
 
-/* y (images, C, P) = act(y + bias), in place. */
+/* Computes y (images, C, P) = act(y + bias), in place. */
 static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
     bool one = P % 8 == 0; /* the eight pixels of a vec8 are of one plane */
@@ -4115,7 +4136,7 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     j.add      = add;
     if (pass == HPMLG_DNN_Y) {
         j.a          = hpmlg_matrix(w, size, c.OC * size, true);
-        j.b          = hpmlg_operand_of(x, image, windows, taps, false, c.H, c.W);
+        j.b          = hpmlg_image_operand(x, image, windows, taps, false, c.H, c.W);
         j.c          = y;
         j.n          = c.B * c.P;
         j.k          = size;
@@ -4129,7 +4150,7 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
         j.slope      = 0.01f;
     } else {
         j.a       = hpmlg_operand_of(y, c.OC * c.P, hpmlg_axis_1d(c.P), pixels, true);
-        j.b       = hpmlg_operand_of(x, image, taps, windows, true, c.H, c.W);
+        j.b       = hpmlg_image_operand(x, image, taps, windows, true, c.H, c.W);
         j.c       = w;
         j.n       = size;
         j.k       = c.B * c.P;
@@ -4201,8 +4222,8 @@ HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const cha
                       "; hpml_cuda_desc.own_kernels does without cuDNN");
 }
 
-/* Does the library refuse, so that own kernels run? Since version 9 the last three digits of a status are the reason.
-   */
+/* Does the library refuse, so that own kernels run? Since version 9 the last three digits of a status are the
+   reason. */
 HPMLG_FN bool hpmlg_dnn_refused(cudnnStatus_t s)
 {
     int family = CUDNN_MAJOR < 9 ? (int)s : (int)s / 1000 * 1000;
@@ -4329,8 +4350,8 @@ HPMLG_FN hpmlg_dnn_plan *hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, cons
     return p;
 }
 
-/* y = conv(x, w) or, where cuDNN can, act(conv(x, w) + bias) in one launch, which only one of its algorithms has;
-   *whole tells the caller which. */
+/* Computes y = conv(x, w) or, where cuDNN can, act(conv(x, w) + bias) in one launch, which only one of its algorithms
+   has; *whole tells the caller which. */
 HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n,
                                          hpmlg_array x, hpmlg_array w, hpmlg_array y, bool *whole)
 {
@@ -4365,7 +4386,7 @@ HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
     return NULL;
 }
 
-/* A pass that cuDNN refuses when called runs by own kernels from then on. */
+/* Runs a pass by cuDNN; false: cuDNN refuses. After a refusal the pass runs by own kernels in all later steps too. */
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add)
 {
@@ -4486,8 +4507,9 @@ typedef struct hpmlg_attn {
     bool        is_aligned, is_aligned_o; /* qkv, o can be copied 16 bytes at a time without conversion */
 } hpmlg_attn;
 
-template <int type> struct hpmlg_element { typedef unsigned short t; }; /* an element in shared memory */
-template <> struct hpmlg_element<HPML_DTYPE_F32> { typedef float t; };
+template <int type> struct hpmlg_element { /* t: the type of an element in shared memory */
+    typedef typename std::conditional<type == HPML_DTYPE_F32, float, unsigned short>::type t;
+};
 
 HPMLG_DEVICE void hpmlg_element_put(float *to, float v, int) { *to = v; }
 HPMLG_DEVICE void hpmlg_element_put(unsigned short *to, float v, int type)
@@ -4495,7 +4517,7 @@ HPMLG_DEVICE void hpmlg_element_put(unsigned short *to, float v, int type)
     *to = (unsigned short)hpmlg_narrow(v, 0, type);
 }
 
-/* 2^x; 0 below 2^-126. */
+/* Returns 2^x; 0 below 2^-126. */
 HPMLG_DEVICE float hpmlg_exp2(float x)
 {
 #ifdef HPML_CUDA_ON_CPU
@@ -4507,14 +4529,14 @@ HPMLG_DEVICE float hpmlg_exp2(float x)
 #endif
 }
 
-/* The address of the piece of 16 bytes number `chunk` in a row of a tile. */
+/* Returns the address of the piece of 16 bytes number `chunk` in a row of a tile. */
 template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, int chunk)
 {
     int swap = DP * sizeof(E) % 128 == 0 ? row & 7 : row >> 1 & 3;
     return tile + row * DP + (chunk ^ swap) * (int)(16 / sizeof(E));
 }
 
-/* The offset of row `row` of Q, K, V or O (part) of pair bh. */
+/* Returns the offset of row `row` of Q, K, V or O (part) of pair bh. */
 HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
 {
     int64_t C = (int64_t)p.heads * p.D, b = bh / p.heads, at = (b * p.T + row) * C, in = (bh - b * p.heads) * p.D;
@@ -4547,7 +4569,7 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     }
 }
 
-/* d (16 M, 8 N) = a b^T over DP columns. a: this warp's rows of a tile; b: all 8 N rows of another tile. */
+/* Computes d (16 M, 8 N) = a b^T over DP columns. a: this warp's rows of a tile; b: all 8 N rows of another tile. */
 template <int type, int DP, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const unsigned short *a, const unsigned short *b)
 {
@@ -4591,8 +4613,8 @@ HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const float *a, const f
     }
 }
 
-/* d (16 M, 8 NO) += s (16 M, 8 N) b. s: fragments that hpmlg_attn_scores computed; b: 8 N rows of a tile, from column
-   `column` on. */
+/* Computes d (16 M, 8 NO) += s (16 M, 8 N) b. s: fragments that hpmlg_attn_scores computed; b: 8 N rows of a tile, from
+   column `column` on. */
 template <int type, int DP, int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M][N][4], const unsigned short *b,
                                         int column)
@@ -4633,8 +4655,8 @@ HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M
         }
 }
 
-/* out (+)= scale[row] d, in rows from `row` and columns from `column` on, through `space`, shared memory of this warp,
-   so that each thread writes vec8s. */
+/* Stores out (+)= scale[row] d, in rows from `row` and columns from `column` on, through `space`, shared memory of this
+   warp, so that each thread writes vec8s. */
 template <int M, int NO>
 HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, int row, int column,
                                    const float (&d)[M][NO][4], const float (&scale)[M][2], float *space)
@@ -4664,7 +4686,7 @@ HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first,
     return (int)(last_first ? (p.T + rows - 1) / rows - 1 - tile : tile) * rows;
 }
 
-/* s: scores of 16 M rows with the keys from `key` on; becomes P without its divisor. edge: some keys are hidden.
+/* Turns s, the scores of 16 M rows with the keys from `key` on, into P without its divisor. edge: some keys are hidden.
    Updates the rows' maxima `most` and sums `sum` (over this thread's columns), in base 2, and rescales o. */
 template <int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], float (&most)[M][2], float (&sum)[M][2],
@@ -4701,9 +4723,9 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
             HPMLG_UNROLL for (int e = 0; e < 4; e++) o[m][j][e] *= shrink[m][e / 2];
 }
 
-/* One block: 16 M W queries of one head, and keys 8 N at a time. */
+/* Computes attention forward. One block: 16 M W queries of one head, and keys 8 N at a time. */
 template <int type, int DP, int M, int W, int N>
-static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn(hpmlg_attn p)
+static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
@@ -4758,7 +4780,7 @@ static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn(hpmlg_attn
    V stream by). S and dP are computed twice, but every sum stays in the registers of one thread and is added in order,
    so that the bits are the same each time. */
 
-/* delta = rowsum(dO O): 8 threads for each row of a head. */
+/* Computes delta = rowsum(dO O): 8 threads for each row of a head. */
 static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
 {
     int64_t rows = p.pairs * p.T;
@@ -4798,10 +4820,11 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
     }
 }
 
-/* One block: 16 M W keys of one head, their dK and dV (KEYS), or as many queries and their dQ; DA columns of these from
-   blockIdx.y DA on. own, stream: the two tiles of this block's rows, and two stages of two tiles of the others. */
+/* Computes the gradients. One block: 16 M W keys of one head, their dK and dV (KEYS), or as many queries and their dQ;
+   DA columns of these from blockIdx.y DA on. own, stream: the two tiles of this block's rows, and two stages of two
+   tiles of the others. */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
-static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg_attn p)
+static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
@@ -4980,7 +5003,7 @@ HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpm
 
 HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
-/* One element of h and c at step t, from the sums of its gates i, f, g, o. */
+/* Computes one element of h and c at step t, from the sums of its gates i, f, g, o. */
 static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 {
     int64_t at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
@@ -4997,7 +5020,7 @@ static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
     hpmlg_put(l.h, row * l.H + j, out * tanhf(cell));
 }
 
-/* The same backward: the gates become da; dc is passed on to the step before. */
+/* Computes the same backward: the gates become da; dc is passed on to the step before. */
 static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
 {
     int64_t      at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
@@ -5058,16 +5081,16 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     if (x->grad) {
         hpmlg_array w = hpmlg_product_input(d, w_x, NULL);
         hpmlg_batched_product(d, 1, rows, l.in, 4 * H, da, hpmlg_matrix(w, l.in, 0, false), hpmlg_grad(x),
-                              n->accumulate[0]);
+                              n->accumulate[0], false);
     }
     if (w_x->grad) {
         hpmlg_array x_in = hpmlg_product_input(d, x, n->scratch);
         hpmlg_batched_product(d, 1, 4 * H, l.in, rows, da_transposed, hpmlg_matrix(x_in, l.in, 0, false),
-                              hpmlg_grad(w_x), n->accumulate[1]);
+                              hpmlg_grad(w_x), n->accumulate[1], false);
     }
     if (w_h->grad)
         hpmlg_batched_product(d, 1, 4 * H, H, rows, da_transposed, hpmlg_matrix(l.before, H, 0, false),
-                              hpmlg_grad(w_h), n->accumulate[2]);
+                              hpmlg_grad(w_h), n->accumulate[2], false);
     hpmlg_array all = hpmlg_array_of(l.gates, HPML_DTYPE_F32);
     hpmlg_act_bias_grad(d, all, all, HPML_ACT_NONE, 0, hpmlg_broadcast_strides(1, rows, 4 * H), bias->grad,
                         n->accumulate[3]);
@@ -5115,9 +5138,9 @@ HPMLG_DEVICE bool hpmlg_label_is_valid(int label, int ignore, int64_t classes)
     return label != ignore && label >= 0 && label < classes;
 }
 
-/* A row is a hit unless it is beaten: by an element before the label's that is as large, or one after it that is
-   larger. A NaN at the label, or at the front of the row, where it is never exceeded, beats the row too. node NULL:
-   only counts hits. */
+/* Computes maximum, 1 / sum and loss of each row, and counts hits. A row is a hit unless it is beaten: by an element
+   before the label's that is as large, or one after it that is larger. A NaN at the label, or at the front of the row,
+   where it is never exceeded, beats the row too. node NULL: only counts hits. */
 static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
@@ -5246,13 +5269,12 @@ HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t
     float d = x - t;
     if (what == HPMLG_BCE) return hpmlg_act_sigmoid(x) - t;
     if (what == HPMLG_MSE) return 2 * d;
-    if (delta == 0 && d > 0) return 1;
-    if (delta == 0) return d < 0 ? -1.0f : 0.0f;
-    if (d > delta) return delta;
-    return d < -delta ? -delta : d;
+    float sign = d < 0 ? -1.0f : 0.0f, clipped = d < -delta ? -delta : d;
+    if (delta == 0) return d > 0 ? 1.0f : sign;
+    return d > delta ? delta : clipped;
 }
 
-/* dx (+)= f'(x - t) dloss / n, dt (+)= the opposite; p NULL: not wanted. */
+/* Computes dx (+)= f'(x - t) dloss / n, dt (+)= the opposite; p NULL: not wanted. */
 static __global__ void hpmlg_k_loss_back(hpmlg_array dx, hpmlg_array dt, hpmlg_array x, hpmlg_array t, int what,
                                          float delta, const float *dloss, int64_t n, bool add_x, bool add_t)
 {
@@ -5325,7 +5347,7 @@ HPMLG_DEVICE void hpmlg_nonfinite_report(const hpmlg_nonfinite_sink &f, const hp
     f.note->nonfinite = 1;
 }
 
-/* The parameter that a chunk belongs to, by bisection: the last one whose first chunk is not after it. */
+/* Returns the parameter that a chunk belongs to, by bisection: the last one whose first chunk is not after it. */
 HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_step *steps, int count, int64_t chunk)
 {
     int low = 0, high = count;
@@ -5337,21 +5359,21 @@ HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_ste
     return &steps[low];
 }
 
-/* The factor of gradients: the caller's, and clipping by the global norm. */
+/* Returns the factor of gradients: the caller's, and clipping by the global norm. */
 HPMLG_DEVICE float hpmlg_gradient_scale(const hpml_update &u)
 {
     float norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
     return norm > u.clip ? u.grad_scale * (u.clip / norm) : u.grad_scale;
 }
 
-/* The moving average of g. */
+/* Updates and returns the moving average of g. */
 HPMLG_DEVICE float hpmlg_moment(float *state, float g, float beta)
 {
     *state = fmaf(1 - beta, g, beta * *state);
     return *state;
 }
 
-/* The new w of one element, for LAMB its direction; hpml.h, vupdate, has the formulas. */
+/* Returns the new w of one element, for LAMB its direction; hpml.h, vupdate, has the formulas. */
 HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v)
 {
     float step = 0;
@@ -5386,9 +5408,9 @@ HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, fl
     return fmaf(-u->lr, step, w);
 }
 
-/* The same for a gradient that may not be finite: LAMB takes it as 0; a weight that would not be finite keeps its
-   value, and states that are not finite become 0. Sets *gradient or *step if the gradient or the step was not finite.
-   */
+/* Does the same for a gradient that may not be finite: LAMB takes it as 0; a weight that would not be finite keeps
+   its value, and states that are not finite become 0. Sets *gradient or *step if the gradient or the step was not
+   finite. */
 HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v,
                                         bool *gradient, bool *step)
 {
@@ -5404,8 +5426,8 @@ HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2
     return isfinite(y) || lamb ? y : w;
 }
 
-/* The step of every chunk. LARS and LAMB take two passes: the first writes the sums of squares of w and of g or, for
-   LAMB, of the direction, which overwrites g; the second finds the ratio of the layer in the learning rate. */
+/* Computes the step of every chunk. LARS and LAMB take two passes: the first writes the sums of squares of w and of g
+   or, for LAMB, of the direction, which overwrites g; the second finds the ratio of the layer in the learning rate. */
 static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, int64_t chunks, double2 *part,
                                       int half_type, int pass, hpmlg_nonfinite_sink finder)
 {
@@ -5431,7 +5453,8 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
             for (int j = 0; j < 8; j++) {
                 float y = d.v[j];
                 if (apply) y = fmaf(-u.lr, y, x.v[j]);
-                else if (!norms_only && !u.found_nonfinite) y = hpmlg_update_one(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j]);
+                else if (!norms_only && !u.found_nonfinite)
+                    y = hpmlg_update_one(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j]);
                 else if (!norms_only)
                     y = hpmlg_update_checked(&u, c1, c2, x.v[j], y, &p.v[j], &q.v[j], &gradient, &step);
                 ww += x.v[j] * x.v[j];
@@ -5485,8 +5508,8 @@ static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const doubl
     s->u.lr = 1;
 }
 
-/* The part of a half copy that belongs to w (n), all of a parameter or a part of it: the step writes it too. Other half
-   copies that overlap w become stale. */
+/* Returns the part of a half copy that belongs to w (n), all of a parameter or a part of it: the step writes it too.
+   Other half copies that overlap w become stale. */
 HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
     for (hpmlg_half_copy *h = d->half_copies; h; h = h->next) {
@@ -5498,7 +5521,7 @@ HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
     return NULL;
 }
 
-/* The index of the parameter that w lies in, in most cases the one after `before`; -1: none. */
+/* Returns the index of the parameter that w lies in, in most cases the one after `before`; -1: none. */
 HPMLG_FN int hpmlg_param_number(const hpml_ctx *ctx, const float *w, int before)
 {
     int count = hpml_param_count(ctx);
@@ -5533,7 +5556,7 @@ HPMLG_FN hpml_status hpmlg_update_reserve(hpmlg_device *d, size_t bytes)
     return hpml_ctx_status(d->ctx);
 }
 
-/* The backend's `update`. */
+/* The backend's `update`: steps all parameters. */
 HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
     hpmlg_device    *d = hpmlg_device_of(ctx);
@@ -5640,7 +5663,7 @@ HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned
     return s;
 }
 
-/* The level of a side: its mean, within its least and greatest element; 0 if it is empty. */
+/* Returns the level of a side: its mean, within its least and greatest element; 0 if it is empty. */
 HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, float most)
 {
     float mean = count ? (float)(sum / (double)count) : 0;
@@ -5649,7 +5672,7 @@ HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, fl
     return mean;
 }
 
-/* A packed row is a sequence of words: low level, high level, bits. */
+/* Returns the address of a packed row, a sequence of words: low level, high level, bits. */
 HPMLG_DEVICE float *hpmlg_onebit_row(const hpmlg_pack *p, int64_t row)
 {
     return (float *)(void *)(p->packed + row * p->row_size);
@@ -5729,7 +5752,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
     }
 }
 
-/* The value of a TWOBIT code: 0 for codes 0 and 1, -threshold for 2, threshold for 3. */
+/* Returns the value of a TWOBIT code: 0 for codes 0 and 1, -threshold for 2, threshold for 3. */
 HPMLG_DEVICE float hpmlg_twobit_value(const hpmlg_pack &p, unsigned code)
 {
     if (code < 2) return 0;
@@ -5752,7 +5775,7 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
             for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
         }
         for (int j = 0; j < 8; j++) {
-            unsigned code = v.v[j] >= p.threshold ? 3 : v.v[j] <= -p.threshold ? 2 : 0;
+            unsigned low = v.v[j] <= -p.threshold ? 2 : 0, code = v.v[j] >= p.threshold ? 3 : low;
             float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_round_to(v.v[j], HPML_DTYPE_BF16);
             codes |= code << 2 * j;
             lost.v[j] = v.v[j] - sent;
@@ -5766,7 +5789,7 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
     }
 }
 
-/* Marked rows are packed as zeros, and their residual becomes 0: a block for each row. */
+/* Overwrites marked rows, packed and residual, by zeros: a block for each row. */
 static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
 {
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -5785,7 +5808,7 @@ HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int 
                          "of hpml_codec_kind, or a context without this backend", p->codec->name ? p->codec->name : "");
 }
 
-/* The struct of `rows` rows from `row` on, without gradient and residual. */
+/* Returns the struct of `rows` rows from `row` on, without gradient and residual. */
 HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int64_t row, int64_t rows)
 {
     hpmlg_pack some = {};
@@ -5811,7 +5834,7 @@ HPMLG_FN void hpmlg_pack_run(hpmlg_device *d, int kind, hpmlg_pack p)
     HPMLG_RUN_ITEMS(d, hpmlg_k_pack_wipe, p.rows, 1, p);
 }
 
-/* The backend's `encode`. Waits for the device, to return whether a gradient was not finite. */
+/* The backend's `encode`: packs gradients. Waits for the device, to return whether a gradient was not finite. */
 HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                                   const float *grad, int64_t rows)
 {
@@ -5852,7 +5875,7 @@ static __global__ void __launch_bounds__(256, 6) hpmlg_k_unpack(hpmlg_pack p, hp
     }
 }
 
-/* The backend's `decode`. */
+/* The backend's `decode`: unpacks gradients. */
 HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                                   int64_t rows, bool add)
 {
@@ -5991,14 +6014,15 @@ HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
 #undef HPMLG_X
     if (n->call.GetVersion) n->call.GetVersion(&v);
     if (all && v >= 21400) return HPML_OK;
-    int major = v < 10000 ? v / 1000 : v / 10000, minor = v < 10000 ? v % 1000 / 100 : v % 10000 / 100;
+    int thousand = v < 10000 ? 1000 : 10000; /* since 2.9 the major version has one digit more */
+    int major = v / thousand, minor = v % thousand / 100;
     return hpml_ctx_fail(n->ctx, HPML_ERR_UNSUPPORTED, v ? "rank %d: %s is NCCL %d.%d.%d; hpml needs 2.14 or later"
                          : "rank %d: %s is not NCCL", (int)n->meeting.rank_in_errors, name, major, minor, v % 100);
 }
 
-/* Writes this rank's file, or reads that of another rank: the rank's random number for this meeting with the numbers
-   that it has read of the others (numbers), then its identity (identity, of `bytes`). A file appears whole, by rename.
-   */
+/* Writes this rank's file, or reads that of another rank: the rank's random number for this meeting with the
+   numbers that it has read of the others (numbers), then its identity (identity, of `bytes`). A file appears whole,
+   by rename. */
 HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *numbers, char *identity, size_t bytes, bool write)
 {
     char   name[1024], part[1032];
@@ -6101,7 +6125,7 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
     return status;
 }
 
-/* The destructor of hpml_nccl: also called when its context is freed. */
+/* Destructor of hpml_nccl: also called when its context is freed. */
 HPMLG_FN void hpmlg_nccl_destroy(void *object)
 {
     hpml_nccl *n = (hpml_nccl *)object;
@@ -6206,7 +6230,7 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
 
-/* The status of a call inside of a group, which is only queued until the group ends. */
+/* Returns the status of a call inside of a group, which is only queued until the group ends. */
 HPMLG_FN hpml_status hpmlg_nccl_queued(hpml_nccl *n, ncclResult_t r)
 {
     return r == ncclInProgress ? HPML_OK : hpmlg_nccl_result(n, r);
@@ -6258,7 +6282,8 @@ HPML_API hpml_status hpml_nccl_link_wait(void *nccl)
     return hpmlg_check(n->d, cudaStreamWaitEvent(n->d->stream, n->after, 0), "a stream for NCCL");
 }
 
-/* The host waits, with the deadline: before it waits for the device, which has none. */
+/* Waits on the host for all collectives, with the deadline; called before a wait for the device, which has no
+   deadline. */
 HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 {
     HPMLG_NCCL_ENTER(n, nccl);
@@ -6267,7 +6292,7 @@ HPML_API hpml_status hpml_nccl_link_check(void *nccl)
     return status;
 }
 
-/* x = x * times / by, rounded as on the CPU: two operations, not one by times / by. */
+/* Computes x = x * times / by, rounded as on the CPU: two operations, not one by times / by. */
 static __global__ void hpmlg_k_scale(float *x, int64_t n, float times, float by)
 {
     HPMLG_FOR_EACH(i, n)
@@ -6298,8 +6323,8 @@ HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
     return hpmlg_check(n->d, e, "host memory for gradients between nodes") == HPML_OK ? (float *)(s + 1) : NULL;
 }
 
-/* Shares differ in size, for which NCCL has no reduce-scatter; so each is a reduce, and the calls of a group run as
-   one. back: broadcasts. */
+/* Reduces every rank's share to this rank or, back, broadcasts the shares. Shares differ in size, for which NCCL has no
+   reduce-scatter, so each share is one call; the calls of a group run as one. */
 HPML_API hpml_status hpml_nccl_link_share(void *nccl, float *x, const int64_t *at, float *stage, bool back)
 {
     HPMLG_NCCL_ENTER(n, nccl);
@@ -6593,7 +6618,7 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     return hpml_ctx_status(ctx);
 }
 
-/* A row of the table of ops: one pass of an op. */
+/* Runs one pass of an op: an entry of the table of ops. */
 template <void (*op)(hpmlg_device *, const hpml_run *, hpml_node *, bool), bool back>
 static hpml_status hpmlg_run_op(const hpml_run *run, hpml_node *n)
 {

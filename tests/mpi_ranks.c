@@ -147,8 +147,8 @@ static hpml_status traffic_case(hpml_comm *c, void *user)
     hpml_counters       k;
     hpml_allreduce_desc d;
     (void)user;
-    EACH_ALGORITHM(a, HPML_CENTRAL)
-        for (int i = 0; i < 4; i++) {
+    for (int a = HPML_CENTRAL; a < HPML_ALGORITHM_COUNT; a++)
+        for (int i = 0; i < 4 && a != HPML_NATIVE; i++) {
             traffic t;
             memset(&t, 0, sizeof t);
             t.algorithm = (hpml_algorithm)a, t.n = sizes[i];

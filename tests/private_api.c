@@ -21,6 +21,45 @@ void private_random(const void *k, private_numbers kind, void *out, uint64_t see
     ((const hpmli_kernels *)k)->random((hpmli_draw)kind, out, seed, stream, first, n);
 }
 
+static hpmli_gemm_desc gemm_desc(const private_product *p)
+{
+    hpmli_gemm_desc d;
+    memset(&d, 0, sizeof d);
+    d.m       = p->m;
+    d.n       = p->n;
+    d.k       = p->k;
+    d.a       = p->a;
+    d.a_row   = p->a_row;
+    d.a_k     = p->a_k;
+    d.b       = p->b;
+    d.b_k     = p->b_k;
+    d.b_col   = p->b_col;
+    d.c       = p->c;
+    d.ldc     = p->ldc;
+    d.alpha   = p->alpha;
+    d.beta    = p->beta;
+    d.bias_n  = p->bias_n;
+    d.bias_m  = p->bias_m;
+    d.act     = p->act;
+    d.batch   = p->batch;
+    d.a_batch = p->a_batch;
+    d.b_batch = p->b_batch;
+    d.c_batch = p->c_batch;
+    return d;
+}
+
+void private_gemm(hpml_ctx *ctx, const private_product *p)
+{
+    hpmli_gemm_desc d = gemm_desc(p);
+    hpmli_gemm(ctx, &d);
+}
+
+void private_gemm_serial(hpml_ctx *ctx, int thread, const private_product *p)
+{
+    hpmli_gemm_desc d = gemm_desc(p);
+    hpmli_gemm_serial(ctx, thread, &d);
+}
+
 bool private_offsets(hpml_ctx *ctx, private_slot *slots, int count, int times, bool tree)
 {
     hpmli_slot *s = hpmli_new(ctx, hpmli_slot, count);

@@ -8,6 +8,20 @@ void private_parallel(hpml_ctx *ctx, int64_t tasks, void (*fn)(void *arg, int64_
 
 void private_activation(const void *k, hpml_act f, float *y, const float *x, int64_t n);
 
+/* hpmli_gemm_desc: a batch of products, c = act(alpha a b + beta c + biases). */
+typedef struct private_product {
+    int64_t      m, n, k;
+    const float *a, *b;                            /* (m, k), (k, n) */
+    float       *c;                                /* (m, n) */
+    int64_t      a_row, a_k, b_k, b_col, ldc;       /* strides in floats: a[i a_row + p a_k], b[p b_k + j b_col] */
+    float        alpha, beta;
+    const float *bias_n, *bias_m;                  /* (n), (m), or NULL */
+    int          act;                              /* 1: relu */
+    int64_t      batch, a_batch, b_batch, c_batch; /* number of products; strides between them, in floats */
+} private_product;
+void private_gemm(hpml_ctx *ctx, const private_product *p);
+void private_gemm_serial(hpml_ctx *ctx, int thread, const private_product *p); /* called inside a task */
+
 typedef enum private_numbers { PRIVATE_WORDS, PRIVATE_UNIFORM, PRIVATE_NORMAL } private_numbers;
 void private_random(const void *k, private_numbers kind, void *out, uint64_t seed, uint64_t stream,
                     uint64_t first, int64_t n);

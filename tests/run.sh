@@ -1,8 +1,8 @@
 #!/bin/sh
 # run.sh PROGRAM... [alone PROGRAM...]: runs test programs, each with a time limit, and adds up their counts. The
-# programs before the word `alone` run two at a time, those that took longest in the last run first; those after it one
-# at a time. Prints each program's result when it ends; on a terminal a last line shows which programs are running and
-# for how long. Prints at the end: the five slowest programs, the reasons of skipped tests, the counts.
+# programs before the word `alone` run two at a time, beginning with those that took longest when they ran last; those
+# after it run one at a time. Prints each program's result when it ends; on a terminal a last line shows which programs
+# are running and for how long. Prints at the end: the five slowest programs, the reasons of skipped tests, the counts.
 # A program prints "N passed, N failed, N skipped" at its end, and "skip NAME (REASON)" or "skip N checks (REASON)" for
 # what it skips. A program that prints no counts is one test: exit 0 passed, 77 skipped (its last line is the reason),
 # else failed.
@@ -23,10 +23,11 @@ if [ "$1" = --one ]; then # PROGRAM: in a process of its own, for xargs
 fi
 mkdir -p $log
 last=$(cat $log/took 2>/dev/null)
-cat $log/*.time 2>/dev/null | sort -rn >$log/times
+touch $log/times
+cat $log/*.time $log/times 2>/dev/null | awk '!known[$3]++' | sort -rn >$log/new && mv $log/new $log/times
 rm -f $log/*.exit $log/*.time $log/*.began
 
-slowest_first() { # PROGRAM...: prints the programs that the last run did not have, then the others, the slowest first
+slowest_first() { # PROGRAM...: prints the programs that never ran here, then the others, the slowest first
     for program; do echo "$program"; done |
         awk 'FILENAME != "-" { seconds[$3] = $1; next }
             { name = $0; sub(/.*\//, "", name); print name in seconds ? seconds[name] : 1e6, FNR, $0 }' $log/times - |

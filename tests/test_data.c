@@ -383,9 +383,10 @@ TEST(files_and_datasets_refuse)
     const float   ones[12] = { 1 };
     const int32_t zeros[4] = { 0 };
     ENSURE(hpml_params_load(other, file("p")) == HPML_OK); /* what else the file holds does not matter */
-    ENSURE_ERROR(other, hpml_checkpoint_load(adam, file("k")), HPML_ERR_FORMAT, "written by another optimizer");
+    ENSURE_ERROR(other, hpml_checkpoint_load(adam, file("k")), HPML_ERR_FORMAT,
+                 "was written by optimizer \"sgd\", this trainer's is \"adam\"");
     ENSURE(hpml_trainer_step(adam, ones, zeros, 4, NULL) == HPML_OK);
-    ENSURE_ERROR(other, hpml_checkpoint_save(adam, file("k")), HPML_ERR_STATE, "1 of 2 batches of an update");
+    ENSURE_ERROR(other, hpml_checkpoint_save(adam, file("k")), HPML_ERR_STATE, "1 of 2 micro-batches of an update");
     hpml_linear(x, 2, &(hpml_linear_desc){ .name = "more" });
     ENSURE_ERROR(other, hpml_params_load(other, file("p")), HPML_ERR_FORMAT, "no tensor \"more.weight\"");
     hpml_ctx_free(other);
