@@ -57,8 +57,9 @@
 //     api-tensor   tensors
 //     api-ops   recording a model: inputs, parameters, ops
 //     api-graph   planning and running a recorded graph
+//     api-optimizer   optimizers: a table of rows, your own rows too
 //     api-backend   the seam to devices: a table of functions
-//     api-trainer   optimizers, schedules, the trainer and its hooks
+//     api-trainer   schedules, the trainer and its hooks
 //     api-data   datasets, readers, the loader
 //     api-save   safetensors and checkpoints
 //     api-see   timeline, profile, summary
@@ -92,11 +93,13 @@
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
-//     backend   the CPU backend: memory, the table of ops, optimizer steps
+//     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
+//     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
-//     trainer   the trainer: settings, creation, one step
-//     step   one step, and the names of what is not finite in it
+//     trainer   the trainer: settings, creation, a batch in its inputs
+//     nonfinite   a step's scalars; the names of layers whose numbers are not finite
+//     step   one step: micro-batch, gradients, update
 //     fit   passes over data, evaluation, prediction
 // PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
 //     files   reading files, writing files that appear whole
@@ -211,7 +214,7 @@ typedef struct hpml_backend hpml_backend; /* a table of functions, see >>api-bac
 typedef struct hpml_packing hpml_packing; /* how a gradient is packed, see >>api-codec */
 
 /* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves (BF16, F16) for files,
-   wire and, in mixed precision (hpml_ctx_desc.store), results of ops. */
+   wire and, in mixed precision (hpml_ctx_desc.activation_dtype), results of ops. */
 typedef enum hpml_dtype {
     HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
 } hpml_dtype;
@@ -233,12 +236,12 @@ typedef struct hpml_ctx_desc {
     int32_t             threads;   /* threads that compute, the caller included; 0: all cores this process may use */
     uint64_t            seed;      /* seed of everything random in this context */
     const char         *cpu;       /* force kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best this CPU has */
-    hpml_dtype          store;     /* mixed precision on the CPU: what results of ops and their gradients are stored as:
-                                      F32, BF16 (8 bits of precision, the range of f32) or F16 (11 bits, at most 65504,
-                                      see hpml_trainer_desc.loss_scale). Ops compute in f32, on copies of some samples
-                                      at a time; products round a copy of their weights to it. Parameters, their
-                                      gradients, optimizer state, scalars, what an op keeps for its backward pass and
-                                      files stay f32. A GPU's precision is in its own desc */
+    /* Mixed precision on the CPU: the type in which results of ops and their gradients are stored. F32 (default), BF16
+       (8 bits of precision, the range of f32) or F16 (11 bits of precision, at most 65504, see
+       hpml_trainer_desc.loss_scale). Ops compute in f32, on f32 copies of a block of samples at a time; matrix products
+       round a copy of their weights to this type. Parameters, their gradients, optimizer state, scalars, values that an
+       op saves for its backward pass, and files stay f32. A GPU's precision is set in its own desc. */
+    hpml_dtype          activation_dtype;
     const hpml_backend *backend;   /* where tensors live and ops run; NULL: CPU */
     void               *backend_desc; /* passed to backend->open */
     hpml_allocator      allocator; /* all zero: malloc */
@@ -316,7 +319,7 @@ typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
 /* A dense array in row-major order, owned by its context. `data` and `grad` are NULL until memory has been taken for
    them (hpml_graph_alloc, hpml_trainer_create); they live where the backend keeps them: with the CPU backend read and
    write them as you like, for others use hpml_tensor_get/set. `data` and `grad` point to numbers of the type `dtype`,
-   which for results of ops may be halves (hpml_ctx_desc.store): for dtypes other than F32 cast them.
+   which for results of ops may be halves (hpml_ctx_desc.activation_dtype): for dtypes other than F32 cast them.
    The first dimension of an input is the batch; see `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
@@ -624,7 +627,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
 HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* takes it; done by the first run when you do not */
 /* Sets the number of samples of the next runs, 1 to the batch of the inputs; all shapes with batch_rows follow. */
-HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples);
+HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
 HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: some op moves samples to another dimension */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step); /* step keys the dropout masks */
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
@@ -637,16 +640,91 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops use it: it gets a gradient */
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-optimizer   optimizers: a table of rows, your own rows too
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The built-in optimizers. Section >>optimizers has their table, section >>vupdate their formulas. */
+typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
+                        HPML_OPT_LARS, HPML_OPT_LAMB,
+                        HPML_OPT_CUSTOM /* the step of hpml_trainer_desc.custom_optimizer */ } hpml_opt;
+
+#define HPML_MAX_STATES 4 /* arrays that an optimizer may keep for each parameter */
+
+/* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new state was. */
+enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
+
+/* One optimizer step on one parameter. All arrays have n numbers and lie where the backend keeps its tensors. */
+typedef struct hpml_update {
+    hpml_opt opt;              /* the formula; HPML_OPT_CUSTOM: that of custom->step, on the CPU */
+    const struct hpml_optimizer *custom; /* the row, where opt is HPML_OPT_CUSTOM */
+    void    *user;             /* hpml_trainer_desc.optimizer_user */
+    const hpml_tensor *param;  /* the parameter, for its name and shape; NULL: not known */
+    int64_t  n;                /* 0: nothing to do */
+    float   *w;                /* weights */
+    float   *g;                /* gradient; rows with `direction` overwrite it */
+    float   *state[HPML_MAX_STATES]; /* as the row lists them; NULL: not kept */
+    uint64_t step;             /* 1 for the first */
+    float    lr;               /* of this step and parameter: schedule and hpml_param_desc.lr_scale are in it */
+    float    momentum, beta1, beta2, eps;
+    float    weight_decay, trust;  /* both 0 where the parameter has no decay */
+    float    grad_scale;       /* multiplies g: 1 / loss scale */
+    float    clip;             /* largest norm of all gradients, before grad_scale ... */
+    const double *sumsq;       /* ... and their sum of squares, on the device; NULL: gradients are not clipped */
+    bool     nesterov;
+    int32_t *found_nonfinite;  /* not NULL: a gradient that is not finite counts as 0; a weight that would not be
+                                  finite stays, and its states start again from 0. The CPU sets HPML_NONFINITE_* bits
+                                  here; a device has an error when the host next waits for it. NULL: NaN and infinity
+                                  go into weights and states */
+} hpml_update;
+
+typedef struct hpml_optimizer_state {
+    const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints hold "opt.<name>.<parameter>".
+                                  NULL in a built-in row: this place is not used */
+    bool        nonnegative;   /* sums or means of squares: checkpoints with a number below 0 are refused */
+    bool        with_momentum; /* kept only where the trainer's momentum is not 0 */
+} hpml_optimizer_state;
+
+/* An optimizer. Write a row for your own (static const, or at least as long-lived as its trainers) and hand it in as
+   hpml_trainer_desc.custom_optimizer. Clipping, loss scaling, accumulation, weight decay by parameter, schedules,
+   checkpoints and the data parallelism of hpml_comm.h work as for built-in rows. Steps of your own run on the CPU
+   backend only: a trainer on another device refuses them.
+
+   step     computes new weights and states of n numbers of one parameter from g, their gradient (unscaled, clipped,
+            without weight decay): a copy, which step may change. Number i must depend on numbers i of w, g and state
+            alone, because a parameter comes in pieces, cut differently by threads and fused ops; several threads call
+            at once. Rates are in u; use the arguments, not the arrays in u. States are 0 before the first step.
+   prepare  optional; called once for each parameter before its pieces, with the Euclidean norms of its weights and of
+            its gradient (unscaled, clipped; NaN or infinite where that is): may change the rates in u (LARS). */
+typedef struct hpml_optimizer {
+    const char *name;          /* 1 to 31 characters, not those of a built-in row; checkpoints hold it */
+    hpml_opt    opt;           /* built-in rows: which one; HPML_OPT_CUSTOM or 0 in your own */
+    int         state_count;   /* 0 to HPML_MAX_STATES */
+    hpml_optimizer_state states[HPML_MAX_STATES];
+    float       lr, momentum, beta1, beta2, eps, trust; /* used where the trainer's desc has 0 (HPML_ZERO: a true 0) */
+    bool        nesterov;      /* knows Nesterov's momentum, and then needs a momentum */
+    bool        direction;     /* step leaves w alone and writes a direction r over g; w -= lr r follows */
+    bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB), lr r where one of them is 0 */
+    bool        whole;         /* with direction: step is called once with all n numbers, whose shape u->param has; a
+                                  number of r may then depend on all (Muon) */
+    void (*prepare)(hpml_update *u, double weight_norm, double grad_norm); /* optional */
+    void (*step)(const hpml_update *u, float *w, float *g, float *const *state, int64_t n); /* NULL: a built-in row */
+} hpml_optimizer;
+
+HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name); /* "sgd", "adamw", ...; NULL: no such row */
+HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-in rows from 0; NULL: no more */
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-backend   the seam to devices: a table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Every op, in one list: enum, names and the backends' tables follow from it. */
 #define HPML_OPS(X)                                                                                                    \
-    X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACT, activation) X(MATMUL, matmul)               \
-    X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL, max_pool2d) X(AVG_POOL, avg_pool2d) X(RESHAPE, reshape)            \
-    X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LAYERNORM, layernorm)      \
-    X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding) X(ATTENTION, attention)    \
-    X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE, bce_with_logits) X(HUBER, huber)
+    X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACTIVATION, activation) X(MATMUL, matmul)        \
+    X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
+    X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
+    X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
+    X(ATTENTION, attention) X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits)          \
+    X(MSE, mse) X(HUBER, huber)
 
 typedef enum hpml_op {
 #define HPMLI_X(op, name) HPML_OP_##op,
@@ -666,12 +744,11 @@ typedef union hpml_attr {
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* and concat */
     struct { int32_t dim; bool mean; } sum;
-    struct { bool log; } softmax;
     struct { float eps, momentum; hpml_act act; } norm;
     struct { float p; } dropout;
     struct { int32_t heads; bool causal; float scale; } attention;
     struct { float smoothing; int32_t ignore; } cross_entropy;
-    struct { bool squared; float delta; } huber;                        /* squared: mse */
+    struct { float delta; } huber;
 } hpml_attr;
 
 /* One recorded op, as a backend sees it. */
@@ -713,30 +790,6 @@ typedef struct hpml_run {
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
 typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: no gradient */
 
-typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
-                        HPML_OPT_LARS, HPML_OPT_LAMB } hpml_opt;
-
-/* Where an optimizer step has found a NaN or infinity: in the gradient; in new weights or sums of squares. */
-enum { HPML_BAD_GRADIENT = 1, HPML_BAD_STEP = 2 };
-
-/* One optimizer step on one parameter. State arrays have the parameter's shape. */
-typedef struct hpml_update {
-    hpml_opt opt;
-    int64_t  n;
-    float   *w;          /* (n) */
-    const float *g;      /* (n) */
-    const float *more;   /* (n) CPU: added to g; NULL: nothing */
-    float   *m, *v;      /* (n) first and second state, NULL where the optimizer has none */
-    uint64_t step;       /* 1 for the first */
-    float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* both 0 where the parameter has no decay */
-    float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
-    const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
-    bool     nesterov;
-    int32_t *bad;              /* not NULL: a gradient that is not finite counts as 0; a weight that would not be finite
-                                  stays, and its states start again. The CPU sets these bits; a device has an error when
-                                  the host next waits. NULL: all of them become NaN */
-} hpml_update;
-
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
 typedef struct hpml_pass {
     const hpml_graph *graph;
@@ -759,7 +812,8 @@ struct hpml_backend {
     const hpml_op_impl *ops;                             /* [HPML_OP_COUNT] */
     hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* skips those of n 0 */
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
-    hpml_dtype (*store)(void *device); /* optional: what results of ops are kept in (F32, BF16, F16); scalars are F32 */
+    hpml_dtype (*activation_dtype)(void *device); /* optional (NULL: F32): the type in which results of ops are stored:
+                                                     F32, BF16 or F16. Scalars are always F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
     /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
        follow, and end, with the status they came to. *again: recording the pass has failed and none of its ops has run:
@@ -777,7 +831,7 @@ struct hpml_backend {
                           int64_t rows, bool add);
     /* optional: before an op that somebody looks at, and then, with its name, behind it. When the device has next been
        waited for it tells: a span in lane GPU, and the seconds, added to *seconds unless that is NULL */
-    void (*look)(void *device, const char *name, double *seconds);
+    void (*time_op)(void *device, const char *name, double *seconds);
     bool layouts; /* conv2d and pooling read NHWC as well, and conv2d goes by attr.conv.algorithm */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
@@ -785,7 +839,7 @@ HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
 HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* what the backend's open gave */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-trainer   optimizers, schedules, the trainer and its hooks
+// >>api-trainer   schedules, the trainer and its hooks
 // ---------------------------------------------------------------------------------------------------------------------
 
 typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_MSE, HPML_LOSS_HUBER } hpml_loss;
@@ -793,80 +847,93 @@ typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_M
 typedef enum hpml_schedule_kind {
     HPML_SCHEDULE_CONSTANT = 0,
     HPML_SCHEDULE_STEP     = 1, /* lr gamma^(floor(step / period)) */
-    HPML_SCHEDULE_COSINE   = 2, /* from lr to min_lr over total_steps, Loshchilov & Hutter 2017 */
-    HPML_SCHEDULE_LINEAR   = 3  /* from lr to min_lr over total_steps, straight */
+    HPML_SCHEDULE_COSINE   = 2, /* half a cosine from lr to min_lr over total_steps (Loshchilov & Hutter 2017) */
+    HPML_SCHEDULE_LINEAR   = 3  /* a straight line from lr to min_lr over total_steps */
 } hpml_schedule_kind;
 
+/* How the learning rate changes with the updates. All zero: it stays. */
 typedef struct hpml_schedule {
     hpml_schedule_kind kind;
-    int64_t warmup_steps; /* first lr (step + 1) / warmup_steps, then the schedule (Goyal et al. 2017) */
-    int64_t total_steps;  /* COSINE, LINEAR: end of the schedule, warm-up included */
-    int64_t period;       /* STEP */
-    float   gamma;        /* STEP; 0: 0.1 */
-    float   min_lr;       /* COSINE, LINEAR */
+    int64_t warmup_steps; /* updates of warm-up: lr (step + 1) / warmup_steps (Goyal et al. 2017); 0: none */
+    int64_t total_steps;  /* COSINE, LINEAR, required: updates until min_lr, warm-up included */
+    int64_t period;       /* STEP, required: updates from one change to the next */
+    float   gamma;        /* STEP: factor of a change; 0: 0.1 */
+    float   min_lr;       /* COSINE, LINEAR: learning rate at the end and afterwards */
 } hpml_schedule;
-HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step); /* step counts from 0 */
+/* The learning rate of update `step`, the first of which is 0, where lr is that without a schedule. s NULL: lr. */
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step);
 
-/* Learning rate for a batch `factor` times the one that `lr` was tuned for. */
-typedef enum hpml_lr_rule { HPML_LR_AS_GIVEN = 0, HPML_LR_LINEAR = 1, HPML_LR_SQRT = 2 } hpml_lr_rule;
-HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor); /* lr, lr * factor, lr * sqrt(factor) */
+/* How the learning rate follows the batch size. factor: batch / the batch that lr was tuned for. */
+typedef enum hpml_lr_rule {
+    HPML_LR_AS_GIVEN = 0, /* lr */
+    HPML_LR_LINEAR   = 1, /* lr factor */
+    HPML_LR_SQRT     = 2  /* lr sqrt(factor) */
+} hpml_lr_rule;
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor);
 
+/* What is trained, and how. Numbers are finite and not negative; an error names a field that is out of its range. */
 typedef struct hpml_trainer_desc {
     uint32_t      _begin;
-    hpml_tensor  *input;           /* required; others that the loss depends on: hpml_tensor_set before a step */
-    hpml_tensor  *output;          /* what predict and accuracy read; required */
-    hpml_loss     loss;            /* made by the trainer from output and a target input of its own ... */
-    hpml_tensor  *loss_tensor;     /* ... or given: a scalar; then */
-    hpml_tensor  *target;          /*     the input the targets go to; without targets: .input itself, and y = x */
-    float         label_smoothing; /* CROSS_ENTROPY; 0..1 */
-    float         huber_delta;     /* HUBER; 0: l1 */
+    hpml_tensor  *input;           /* required: receives x of each batch. Set other inputs that the loss depends on with
+                                      hpml_tensor_set before a step */
+    hpml_tensor  *output;          /* required, (B, ..): read by hpml_trainer_predict and for the accuracy */
+    hpml_loss     loss;            /* recorded by the trainer, from output and a target input that it adds ... */
+    hpml_tensor  *loss_tensor;     /* ... unless you give a scalar here; then `target` is required */
+    hpml_tensor  *target;          /* with loss_tensor: the input that receives y; without targets: .input, and y = x */
+    float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
+    float         huber_delta;     /* HUBER: where the square ends and the line begins; 0: l1 */
     hpml_opt      optimizer;
-    float         lr;              /* 0: SGD, LARS 0.01; ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
-    float         momentum;        /* SGD, RMSPROP, LARS; 0: none (LARS 0.9) */
-    bool          nesterov;
-    float         beta1, beta2;    /* ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2 0: 0.99 */
-    float         eps;             /* 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
-    float         weight_decay;    /* L2 added to the gradient; ADAMW, LAMB: decoupled */
-    bool          decay_all;       /* decay biases and norms as well */
-    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001.
-                                      LAMB: lr |w| / |r| for biases and norms as well (You et al. 2020, algorithm 2) */
+    const hpml_optimizer *custom_optimizer; /* not NULL: this row instead, your own or hpml_optimizer_find's */
+    void         *optimizer_user;  /* hpml_update.user of each step */
+    float         lr;              /* learning rate; 0: SGD, LARS, ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
+    float         momentum;        /* 0 to 1; SGD, RMSPROP, LARS; 0: none (LARS: 0.9) */
+    bool          nesterov;        /* SGD, LARS: Nesterov's momentum; needs a momentum */
+    float         beta1, beta2;    /* below 1; ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2, 0: 0.99 */
+    float         eps;             /* added to a square root before it divides; 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
+    float         weight_decay;    /* L2: weight_decay w is added to the gradient; ADAMW, LAMB: decoupled from it */
+    bool          decay_all;       /* biases and norms decay as well */
+    float         trust;           /* LARS: a parameter's rate is lr trust |w| / (|g| + weight_decay |w|), but lr for
+                                      biases and norms unless decay_all; 0: 0.001. LAMB's rate is lr |w| / |r| for
+                                      all parameters (You et al. 2020, algorithm 2) */
     hpml_schedule schedule;
-    hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
-    int64_t       lr_base_batch;   /* 0: no scaling */
-    float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
-    int32_t       accumulate;      /* batches that make one update, each weighs as many as it has samples; 0: 1 */
-    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
-                                      small ones survive in halves; 0: 1, but dynamic where results are stored as F16:
-                                      from 65536, halved, and the update left out, when a gradient overflows; doubled
-                                      after 2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check, which names step and layer, of the loss, gradients and new
-                                      parameters: a device's step without info then need not wait. With the check, what
-                                      is not finite stays out of parameters; the rest of the step is in. Without
-                                      clip_norm a device finds it in the update: the next step, the end of fit or
-                                      reading a tensor has the error */
+    hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
+    int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
+    float         clip_norm;       /* scales gradients so that the norm of all of them is at most this; 0: no */
+    int32_t       accumulate;      /* micro-batches of an update; each weighs as many as it has samples; 0: 1 */
+    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, because
+                                      small ones would be 0 in halves; 0: 1, but dynamic where results are stored as
+                                      F16: it begins with 65,536, is halved, and the update skipped, when a gradient
+                                      overflows, and doubles after 2,000 updates without (Micikevicius et al. 2018) */
+    bool          no_finite_check; /* skips the check of loss, gradients and new parameters for NaN and infinity. The
+                                      check fails with the step and the layer and keeps such numbers out of
+                                      parameters, but the rest of the step is in them. It makes the host wait for a
+                                      device in each step. Without clip_norm a device finds a non-finite gradient in
+                                      the update: the next step, the end of fit or reading a tensor returns the error */
     uint32_t      _end;
 } hpml_trainer_desc;
 
-/* Plans, takes all memory, starts the parameters. After that a training step does not allocate.
-   Batch, stochastic and minibatch gradient descent are one setting: the first dimension of the input.
+/* Plans the graph, allocates all memory, initializes the parameters. After that no training step allocates.
+   Batch, minibatch and stochastic gradient descent are one setting: the first dimension of the input.
    A context may have several trainers, of the same parameters as well; each updates those that its loss depends on. A
-   parameter's `grad` is that of the trainer or graph that went backward last. */
+   parameter's `grad` is that of the trainer or graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
-HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out); /* fills zeros */
-/* What hpml_trainer_create with this desc will take; takes nothing. */
+/* Copies the desc to *out, zeros replaced by the defaults that they mean. */
+HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
+/* Computes the bytes that hpml_trainer_create with this desc will allocate, without allocating tensors. */
 HPML_API hpml_status   hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out);
 HPML_API hpml_graph   *hpml_trainer_graph(hpml_trainer *t);
-HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* resolved */
+HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* the resolved desc */
 
-/* One step as it ended. */
+/* What a step reports. */
 typedef struct hpml_step_info {
-    int64_t  step;               /* updates done so far, this one included */
+    int64_t  step;               /* updates until now, this one included */
     int64_t  epoch;              /* from 0 */
-    int64_t  epoch_step, epoch_steps;
+    int64_t  epoch_step, epoch_steps; /* of fit: batches of this epoch done, this one included; batches of an epoch */
     float    loss;               /* mean over the samples of this step */
-    float    accuracy;           /* of this step, in training mode; -1 when the loss is not CROSS_ENTROPY */
-    float    lr;
-    float    grad_norm;          /* global, before clipping; -1 unless clip_norm is set or the loss scale is dynamic */
+    float    accuracy;           /* 0 to 1, of this step, in training mode; -1 if the loss is not CROSS_ENTROPY */
+    float    lr;                 /* learning rate of this update */
+    float    grad_norm;          /* of all gradients, before clipping; -1 unless clip_norm is set or the loss scale is
+                                    dynamic */
     bool     skipped;            /* a gradient overflowed: no update, and the loss scale is halved */
     int64_t  samples;            /* of this step */
     double   seconds;            /* since the start of fit; without fit, of this step */
@@ -874,16 +941,16 @@ typedef struct hpml_step_info {
 } hpml_step_info;
 typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
 
-/* One batch from host memory: x and y hold `samples` samples (1 to batch) in the dtypes of input and target (i32 labels
-   for cross-entropy). With `accumulate` k, every k-th call updates. info may be NULL. */
+/* Trains on one micro-batch in host memory. x and y hold `samples` samples (1 to the input's batch) in the dtypes of
+   input and target (I32 labels for cross-entropy). Every accumulate-th call updates. info may be NULL. */
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info);
 
 typedef struct hpml_metrics {
-    double   loss;      /* mean over samples */
-    double   accuracy;  /* 0..1; -1 when not classification */
+    double   loss;      /* mean over the samples */
+    double   accuracy;  /* 0 to 1; -1 if the loss is not CROSS_ENTROPY */
     int64_t  samples;
-    int64_t *confusion; /* in: NULL or (classes, classes) counts to add to, row = label, column = prediction */
+    int64_t *confusion; /* in: NULL, or (classes, classes) counts to add to; row: label, column: prediction */
     double   seconds;
 } hpml_metrics;
 
@@ -895,61 +962,76 @@ typedef struct hpml_fit_desc {
     uint32_t      _begin;
     int32_t       epochs;                  /* 0: 1 */
     const struct hpml_loader_desc *loader; /* batch, shuffling, augmentation; NULL: shuffled with the context's seed */
-    hpml_step_fn *on_step;
-    void         *user;
-    int64_t       max_steps;               /* 0: no limit; counts updates of this call */
+    hpml_step_fn *on_step;                 /* callback after each batch, or NULL */
+    void         *user;                    /* its argument */
+    int64_t       max_steps;               /* updates of this call, at most; 0: no limit */
     uint32_t      _end;
 } hpml_fit_desc;
-HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
-/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a loss or an
-   output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the sample. */
+/* Trains on whole epochs of a data set. After an earlier fit that stopped inside an epoch, or a checkpoint of one, it
+   continues there. d NULL: one epoch. */
+HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
+/* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a
+   loss or an output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the
+   sample. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
-/* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
+/* Computes `output` for any number of samples of x (laid out as in step): out holds samples x (numbers of a sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
-/* The only seam to distributed training. All NULL in a serial trainer. A strategy fills them in.
-   run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_run_local for its part
-   need    before the values of parameter p are read in a pass: pull, gather, wait
-   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch; of a pass
-           that is replayed, an eighth later), in reverse order of recording: communication starts here, beside the rest
-   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
-           the parameters it wants updated here. Returns HPML_OK.
-   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
-           and backward; called in the same order on all ranks, also on one that runs 0 samples
-   data    before the first batch of a fit that takes this rank's share itself; `mark` is a hash of data, order, place
-           and passes, which must be the same on all ranks: then the shares are disjoint and complete */
+/* Callbacks around a step, through which distributed training is attached (hpml_comm.h, or your own strategy). A serial
+   trainer has none: all NULL. Each returns HPML_OK, or a status that ends the step.
+   run     instead of forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward
+           for the parts that this rank computes, and returns the loss in *loss
+   need    before an op reads the value of parameter `param` (its index in the context), forward and backward: to fetch
+           the parameter, or to wait for it
+   grad    when the gradient of parameter `param` is final for this update (in the last micro-batch), in reverse order
+           of recording: to start its communication, which then overlaps the rest of the backward pass. A device that
+           replays passes runs them in up to 8 pieces, and the callback comes at the end of its piece
+   update  instead of hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
+           hpml_trainer_apply for the parameters that are stepped on this rank
+   free    destructor of `user`: called by hpml_ctx_free and when the hooks are replaced
+   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
+           passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
+   data    before the first batch of a fit that takes this rank's share of the data; `mark` is a hash of the data, their
+           order and the epochs to come: if it is the same on all ranks, their shares are disjoint and complete */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
     hpml_status (*need)(void *user, hpml_trainer *t, int param);
     hpml_status (*grad)(void *user, hpml_trainer *t, int param);
     hpml_status (*update)(void *user, hpml_trainer *t);
-    void (*free)(void *user); /* called by hpml_ctx_free and when replaced */
+    void (*free)(void *user);
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
 } hpml_hooks;
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
-/* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. 0
-   samples: gradients are zero, hooks are called as by the others. */
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
-                                            bool accumulate, float *loss);
-HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
-/* All of them, with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last. On the
-   CPU, without clip_norm, a dynamic loss scale, LARS and LAMB, which want the norm. */
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
-/* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
+/* Runs forward and backward on samples [first, first + samples) of the micro-batch that is in the inputs; gradients are
+   multiplied by grad_scale, and added to the present ones if `accumulate`. loss, if not NULL, receives the mean loss. 0
+   samples: gradients are zero, and the hooks are called as on other ranks. */
+HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+                                                   bool accumulate, float *loss);
+/* Clips the gradients and steps parameters first_param .. first_param + param_count - 1 (fewer if there are fewer). */
+HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
+/* All gradients of the trainer as one array, in the backend's memory, and its floats: those of the trained parameters
+   in the order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats. The padding is 0 and stays 0
+   under a sum over ranks, which may hence be one sum of the array. Parameter i begins at float
+   hpml_trainer_gradient_at; -1: it is not trained. */
+#define HPML_GRADIENT_ALIGN 16
+HPML_API float  *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats);
+HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param);
+/* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule takes: see
+   hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Names an array in the backend's memory that checkpoints shall hold (residuals, strategy state), or another one for
-   that name; values NULL: none any more. It must live as long as it is named. */
+/* Adds an array of `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a
+   strategy), in place of an earlier one of that name; values NULL: removes that one. It must live until then. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
-HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
-HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
+HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
+HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Samples in host memory. The arrays are the dataset's own, freed with it. */
+/* Samples in host memory. The dataset owns its arrays and frees them; a slice shares those of its dataset. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
     int64_t     count;                  /* samples */
@@ -957,84 +1039,87 @@ struct hpml_dataset {
     int         x_ndim;                 /* of one sample */
     int64_t     x_shape[HPML_MAX_DIMS]; /* of one sample: (C, H, W) for images */
     const void *x;                      /* (count, x_shape) */
-    hpml_dtype  y_dtype;                /* I32: labels, one for each y_size; F32: targets */
+    hpml_dtype  y_dtype;                /* I32: class labels; F32: targets */
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
-    float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; at first 1/255 and 0; change them */
-    int32_t     x_crop;                 /* 0; else loaders make (C, x_crop, x_crop) of images: see hpml_augment */
-    int64_t     x_step;                 /* samples start every x_step elements of x; 0: the size of one. Text: 1 */
-    int64_t     y_step;                 /* likewise for y */
+    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0; may be set */
+    int32_t     x_crop;                 /* 0, or set it: loaders crop images to this side, see hpml_augment */
+    int64_t     x_step;                 /* elements of x between samples; 0: the size of a sample; text: 1 */
+    int64_t     y_step;                 /* the same for y */
     void       *owner;                  /* private */
 };
 
-/* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
-   says what was expected where; pipes, devices and folders are refused. They copy, and take at most four times the
-   bytes of the file, unpacked, and 1 MB. NULL on failure, the error on the context. */
-/* MNIST; gzipped with HPML_USE_ZLIB. */
+/* All readers treat the file as untrusted: a truncated, oversized or random file, or one of another format, ends in an
+   error that names the place and what was expected there; pipes, devices and folders are refused. Readers copy the data
+   and allocate at most four times the (decompressed) size of the file and 1 MB. They return NULL on failure; the error
+   is in the context. */
+/* MNIST's format; gzipped files need HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 /* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers, labels too, separated by `,` `;` or tabs, rounded to the nearest float whatever the locale. The first line
-   is a header if no field of it is a number. Errors name line, column and, by the header, the column's name.
+/* Numbers (also the labels) separated by `,` `;` or tabs, each rounded to the nearest float in any locale. The first
+   line is a header if none of its fields is a number. Errors name line, column and, by the header, the column's name.
    label_column: from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float
    target. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
-/* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
-   vocabulary 256; else the characters that occur, in byte order (see hpml_dataset_vocabulary). */
+/* Text as a stream of tokens: x of a sample is `context` characters, y the same shifted by one. bytes: the vocabulary
+   is all 256 bytes; else the bytes that occur, in ascending order (see hpml_dataset_vocabulary). */
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
                                               bool bytes);
 HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* text: byte of each token */
-/* Your own arrays, copied; y NULL: unlabelled. */
+/* A dataset from arrays in memory, which are copied; y NULL: unlabelled. */
 HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                            const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
                                            const void *y);
-HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive it */
-HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
+HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive the slice */
+HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional: hpml_ctx_free frees datasets, too */
 
-/* numpy .npy: f32, f16, i32, u8, C order. Read are versions 1 to 3, and f64 and i64 become f32 and i32 (an error where
-   a number does not fit). Written is version 1. */
+/* numpy's .npy files: f32, f16, i32, u8 in C order. Loading accepts versions 1 to 3, and converts f64 to f32 and i64 to
+   i32 (an error if a number is out of range). Saving writes version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
-/* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe).
-   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. While a record
-   file is open no program may make it shorter: reading what is gone ends this process (SIGBUS). */
-typedef struct hpml_record_writer hpml_record_writer;
-typedef struct hpml_record_file   hpml_record_file;
-HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path);
-HPML_API hpml_status         hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size);
-HPML_API hpml_status         hpml_record_finish(hpml_record_writer *w); /* the file appears, whole, now; frees w */
-HPML_API void                hpml_record_abandon(hpml_record_writer *w); /* no file; frees w */
-HPML_API hpml_record_file   *hpml_record_open(hpml_ctx *ctx, const char *path);
-HPML_API int64_t             hpml_record_count(const hpml_record_file *f);
-HPML_API const void         *hpml_record_get(const hpml_record_file *f, int64_t index, size_t *size); /* lives with f */
-HPML_API void                hpml_record_close(hpml_record_file *f);
-/* A dataset's samples as records and back (the first record holds the shapes). */
+/* A file of records: many small byte strings in one large file with an index, read through mmap (the role of LMDB in
+   Caffe). Little-endian: "HPMLREC1", count u64, offset of the index u64, the records, the index: count + 1 offsets u64.
+   While such a file is open no program may truncate it, because reading the missing part kills this process (SIGBUS).
+   */
+typedef struct hpml_records_writer hpml_records_writer;
+typedef struct hpml_records_file   hpml_records_file;
+HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path);
+HPML_API hpml_status          hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size);
+HPML_API hpml_status          hpml_records_finish(hpml_records_writer *w);  /* the whole file appears; frees w */
+HPML_API void                 hpml_records_abandon(hpml_records_writer *w); /* no file appears; frees w */
+HPML_API hpml_records_file   *hpml_records_open(hpml_ctx *ctx, const char *path);
+HPML_API int64_t              hpml_records_count(const hpml_records_file *f);
+/* The bytes of a record, valid until f is closed; *size (NULL: not wanted): how many. */
+HPML_API const void          *hpml_records_get(const hpml_records_file *f, int64_t index, size_t *size);
+HPML_API void                 hpml_records_close(hpml_records_file *f);
+/* Save a dataset's samples as records, and load them (the first record holds the shapes). */
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path);
 
-/* Image augmentation, random per (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop k images are cropped
-   from (.., H, W) to (.., k, k) first, at a random place; with in_order, in evaluation as well, to their middle. */
+/* Image augmentation, random by (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop = k, images (.., H, W)
+   are cropped to (.., k, k) first: at a random place; with in_order and in evaluation, in the middle. */
 typedef struct hpml_augment {
-    int32_t shift;  /* up to this many pixels each way, zeros come in: the crop of an image padded with so many */
-    bool    flip;   /* left-right with probability 1/2 */
-    int32_t cutout; /* a square of this size set to zero */
+    int32_t shift;  /* shift by up to this many pixels in each direction, filled with zeros (as padding and cropping) */
+    bool    flip;   /* mirror left to right with probability 1/2 */
+    int32_t cutout; /* side of a random square that is set to zero, in pixels */
 } hpml_augment;
 
 typedef struct hpml_loader_desc {
     uint32_t     _begin;
     int32_t      batch;      /* samples per batch of this rank; required (fit: 0 = the trainer's) */
     bool         in_order;   /* do not shuffle */
-    bool         drop_last;  /* leave out a short last batch */
-    bool         no_prefetch; /* batches are made by the caller's thread; same batches */
+    bool         drop_last;  /* skip a last batch that is not full */
+    bool         no_prefetch; /* prepare batches in the caller's thread instead of a background thread; same batches */
     uint64_t     seed;       /* 0: the context's */
-    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1, in fit: as hpml_distribute says.
-                                 Where you have divided the data among ranks yourself: 0 and 1 */
-    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
-    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares are near-equal */
-    int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
+    int32_t      rank, ranks; /* this rank's shard of each global batch; ranks 0: 1 (in fit: set by hpml_distribute).
+                                 If each rank already has only its own part of the data: 0 and 1 */
+    int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, of at most `batch` */
+    int64_t      grain;        /* samples that always stay together on one rank (a leaf of exact mode); 0: 1 */
+    int64_t      samples_per_epoch; /* 0: all of the data; more than the data: it is shuffled again each round */
     hpml_augment augment;
     uint32_t     _end;
 } hpml_loader_desc;
@@ -1042,17 +1127,19 @@ typedef struct hpml_loader_desc {
 typedef struct hpml_batch {
     const void *x;        /* (samples, ...) f32 (U8 pixels already scaled) or i32 tokens; valid until the next call */
     const void *y;        /* (samples, y_size) or NULL */
-    int64_t     samples;  /* of this rank: few or 0 in the last global batch; every rank gets equally many batches */
-    int64_t     global_samples; /* of all ranks: what a mean divides by */
-    int64_t     first;    /* number of this rank's first sample within the global batch */
-    int64_t     index;    /* batch of the epoch, from 0 */
+    int64_t     samples;  /* of this rank; fewer, or 0, in the last global batch */
+    int64_t     global_samples; /* of all ranks: the divisor of a mean */
+    int64_t     first;    /* offset of this rank's first sample in the global batch */
+    int64_t     index;    /* number of the batch in its epoch, from 0 */
 } hpml_batch;
 
-/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same for every number of ranks. */
+/* Creates a loader. The order of the samples is a random permutation given by seed and epoch, the same for every number
+   of ranks. */
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
-HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
-HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-/* false: an error, or the epoch is done; then the next call begins the next one. */
+HPML_API int64_t      hpml_loader_steps(const hpml_loader *l); /* batches of an epoch, the same on every rank */
+/* Sets the batch that hpml_loader_next returns next. */
+HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);
+/* Returns the next batch. False: an error, or the end of an epoch; then the next call begins the next epoch. */
 HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out);
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
@@ -1060,54 +1147,57 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Like every file of this library it is written to `path`.tmp, synced
-   and renamed, and its folder is synced: a kill at any moment leaves the old file or the new one. The mode of the old
-   file is kept, a link is followed to its file. A pipe takes only .npy files and timelines. Headers are accepted and
-   refused as by the format's reference implementation, but no name holds a NUL. Tensors of other types than
-   hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS dimensions are left out on reading. */
-typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped: no program may make it shorter (SIGBUS) */
-typedef struct hpml_safetensor {                  /* one entry */
+/* safetensors files: 8-byte length, JSON header, data. Like every file of this library, such a file is written to
+   `path`.tmp, synced and renamed, and its folder is synced: if the process is killed at any moment, `path` is the old
+   file or the new one. The permissions of the old file are kept; a symbolic link is resolved. Only .npy files and
+   timelines can be written to a pipe. Reading accepts the same headers as the format's reference implementation, except
+   names that contain a NUL; tensors that hpml cannot hold (other dtypes, size 0, more than HPML_MAX_DIMS dimensions)
+   are skipped. */
+typedef struct hpml_safetensors hpml_safetensors; /* an open, mapped file: no program may truncate it (SIGBUS) */
+typedef struct hpml_safetensor {                  /* one tensor of a file */
     const char *name;
     hpml_dtype  dtype;
     int         ndim;
     int64_t     shape[HPML_MAX_DIMS];
-    const void *data; /* read: in the file's mapping until close; may be unaligned for its type */
+    const void *data; /* after reading: in the mapped file, valid until it is closed; may be unaligned for its dtype */
     size_t      bytes;
 } hpml_safetensor;
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path);
 HPML_API int               hpml_safetensors_count(const hpml_safetensors *f);
 HPML_API bool              hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out);
 HPML_API bool              hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out);
-HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: there is none */
+HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: no such key */
 HPML_API void              hpml_safetensors_close(hpml_safetensors *f);
 typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count);
 
-/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. The metadata have the
-   CRC-32C of each array, "hpml.crc32c.<name>": loading checks it where it is there, and that all numbers are finite. */
+/* Saves all parameters under their names, as F32, BF16 or F16. The metadata hold a CRC-32C of each array,
+   "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; what else it holds is ignored */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; other tensors are ignored */
 
-/* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
-   step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
-   "state.<name>", metadata "hpml.step" ..., checksums as above. */
+/* Saves everything that a training needs to continue with the same bits: parameters, optimizer state, named states
+   (such as residuals), step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
+   their names, "opt.<state>.<param>" for each state of the optimizer's row (hpml_optimizer_state.name), "state.<name>",
+   metadata "hpml.step", "hpml.optimizer" (the row's name) ..., checksums as above. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
-HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
+HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error nothing changes */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Chrome trace form: open the file in Perfetto. A process per rank, a lane (thread) per stream that has events; the
-   trainer's steps as spans, its loss and the bytes sent in each step as counters. An event costs 50 ns. */
+/* The timeline in Chrome's trace format, for Perfetto: one process for each rank, one lane (thread) for each stream of
+   work that has events; the trainer's steps as spans, its loss and the bytes sent in each step as counters. Adding an
+   event takes about 50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
-    int64_t  first_step, last_step; /* record only these updates, the first is 0; last 0: all */
-    int64_t  capacity;              /* events kept, 72 bytes each, the oldest are dropped; 0: 65,536 */
-    double   origin;                /* the hpml_now() that is time 0 in the file; 0: that of the first event */
-    bool     arrows;                /* from the send to the receive of each message of a collective: two more events */
+    int64_t  first_step, last_step; /* trace only these steps, counted from 0; last 0: no end */
+    int64_t  capacity;              /* events kept, of 72 bytes; older ones are overwritten; 0: 65,536 */
+    double   origin;                /* the hpml_now() that is time 0 of the file; 0: the start of the first event */
+    bool     arrows;                /* arrows from send to receive for the messages of collectives: two events each */
     uint32_t _end;
 } hpml_trace_desc;
 #define HPML_LANE_COMPUTE 0
@@ -1117,50 +1207,51 @@ typedef struct hpml_trace_desc {
 #define HPML_LANE_STEP    4
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
-/* Adds a span; `name` must live as long as the trace. Any thread. Does nothing when no trace is on. */
+/* Adds a span; `name` must live as long as the trace. Thread-safe. Does nothing if no trace is on. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
-HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* recording now, this step included */
+HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* a trace was started, and the current step is traced */
 
 typedef enum hpml_trace_kind {
     HPML_TRACE_SPAN = 0,
-    HPML_TRACE_STEP,    /* a span called "step" and its number */
-    HPML_TRACE_COUNTER, /* a curve */
-    HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* an arrow from the first to the second, within spans of their lanes */
+    HPML_TRACE_STEP,    /* a span with the number of a step */
+    HPML_TRACE_COUNTER, /* a point of a curve */
+    HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* the two ends of an arrow, each inside a span of its lane */
 } hpml_trace_kind;
 
-/* Text must live as long as the trace; it may hold any bytes: what is not UTF-8 is replaced. */
+/* Names must live as long as the trace. Bytes of them that are not UTF-8 are replaced in the file. */
 typedef struct hpml_trace_event {
     hpml_trace_kind kind;
     int         lane;
     const char *name;         /* required */
-    double      start, end;   /* seconds; COUNTER, SEND, RECEIVE happen at the start */
-    const char *first, *last; /* SPAN: the tensors from one to another; last NULL: one; both NULL: none */
-    int32_t     bucket;       /* SPAN: of these tensors, from 1; 0: none */
-    int64_t     number;       /* SPAN: bytes, 0: not known. STEP: which. SEND, RECEIVE: the same for both ends */
-    double      value;        /* COUNTER; NaN and infinity are left out */
+    double      start, end;   /* seconds of hpml_now; COUNTER, SEND and RECEIVE use only the start */
+    const char *first, *last; /* SPAN: names of the first and last tensor sent; last NULL: one; both NULL: none */
+    int32_t     bucket;       /* SPAN: number of their bucket, from 1; 0: none */
+    int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: its number. SEND, RECEIVE: the same id at both ends */
+    double      value;        /* COUNTER; NaN and infinity are not written */
 } hpml_trace_event;
-/* Adds a copy of an event. Any thread. Does nothing when no trace is on. */
+/* Adds a copy of an event. Thread-safe. Does nothing if no trace is on. */
 HPML_API void        hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
-/* The time in the file of the first event that is kept, 0 where there is none; and moves the origin by some seconds. */
+/* Returns the earliest start of the events kept, in seconds from the origin; 0 if there is none. */
 HPML_API double      hpml_trace_first(const hpml_ctx *ctx);
-HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds);
-/* Layers and updates (not a GPU's) are stamped with *seconds, not with hpml_now(), until it is NULL; batches are left
-   out. Returns the one before. For communicators in virtual time (hpml_comm.h): their other spans have that time. */
+HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds); /* adds to the origin */
+/* Sets the clock of the spans of layers and updates on the CPU: *seconds instead of hpml_now(); NULL: hpml_now() again.
+   With such a clock the loader adds no spans. Returns the previous clock. hpml_comm.h uses it for virtual time. */
 HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
-/* One line of the per-layer table; times are sums over the runs since the profile was switched on. */
+/* One row of the table by layer; times are sums over the runs since the profile was enabled. */
 typedef struct hpml_profile_row {
     const hpml_node *node;
-    const char      *name;              /* of the layer: its parameter's or its op's */
+    const char      *name;              /* of the layer */
     int64_t          calls;
     double           forward_s, backward_s;
     double           forward_flops, backward_flops; /* of one call, multiply-add = 2 */
-    double           bytes;             /* inputs + outputs + parameters of one forward call */
+    double           bytes;             /* read and written by one forward call: inputs, output, parameters */
 } hpml_profile_row;
-HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* switching on clears */
-HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* returns how many there are */
-/* Text tables into `buffer`, as snprintf: returns the length it needs. */
+HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* starts a profile from zero, or ends it */
+/* Copies up to `capacity` rows; returns the number of rows that there are. */
+HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity);
+/* Write text tables to `buffer`; like snprintf, they return the length that the whole text needs. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
@@ -1197,12 +1288,12 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 // >>api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A codec packs a gradient in fewer bytes and carries what it lost, the residual e, into the next step:
+/* A codec packs a gradient in fewer bytes and carries what packing lost, the residual e, into the next step:
        v = g + e,   packed = encode(v),   e <- v - decode(packed)
-   so that all that was ever sent plus e is all that was ever computed. It works on bare arrays, needs no context or
-   model and allocates nothing. A gradient is (rows, cols), row-major: a weight of shape (out, ...) has rows = out and
-   cols = fan-in, a vector rows = 1. Every codec packs row by row, independently: rows [r0, r1) are the bytes [r0 *
-   row_size, r1 * row_size), whoever packed them and in whatever pieces, and the same bytes on every instruction set.
+   so that the sum of all packed gradients plus e is the sum of all gradients. Packing works on bare arrays, needs no
+   context or model and allocates nothing. A gradient is (rows, cols), row-major: a weight of shape (out, ...) has
+   rows = out and cols = fan-in, a vector rows = 1. Codecs pack row by row, independently: rows [r0, r1) are the bytes
+   [r0 * row_size, r1 * row_size), in however many calls they are packed, and the same bytes on every instruction set.
 
    Packed forms, little-endian, nothing between rows:
      NONE    cols x f32
@@ -1210,9 +1301,15 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
      ONEBIT  f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
              `high`; the unused last bits are 0
      TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for
-             -threshold, 0 for nothing (as MXNet does it: tune the threshold to the size of the gradients) */
+             -threshold, 0 for nothing (as MXNet does it: tune the threshold to the size of the gradients)
+   Two codecs work on whole tensors and on all ranks together, so only exchanges (hpml_comm.h) execute them:
+     TOPK    the largest numbers, as pairs of place and value; the rest stays in the residual (Lin et al. 2018, Deep
+             Gradient Compression)
+     LOWRANK P Q^T of a given rank (Vogels et al. 2019, PowerSGD) */
 typedef enum hpml_codec_kind {
-    HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT
+    HPML_CODEC_UNKNOWN = -1, /* hpml_codec_find: no codec has this name */
+    HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT, HPML_CODEC_TOPK, HPML_CODEC_LOWRANK,
+    HPML_CODEC_COUNT /* not a codec: how many there are */
 } hpml_codec_kind;
 
 #define HPML_CODEC_MIN_ELEMENTS 256
@@ -1222,52 +1319,69 @@ typedef struct hpml_codec hpml_codec; /* a table of functions, below */
 typedef struct hpml_codec_desc {
     uint32_t          _begin;
     hpml_codec_kind   kind;
-    const hpml_codec *custom;           /* your own codec instead of `kind`; NULL: none */
-    float             threshold;        /* TWOBIT: what is worth sending; 0: 0.5 */
-    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller ones and vectors travel as NONE; 0: 256 */
-    bool              compress_all;     /* vectors and small tensors too; what would grow still travels as NONE */
-    bool              no_feedback;      /* nothing is carried: fine for BF16, a control that must fail for ONEBIT */
-    bool              printed_residual; /* control that must fail: e <- g - decoded, as the paper prints it */
-    bool              all_bits;         /* control that must agree: keeps all 32 bits, equals NONE bit for bit */
+    const hpml_codec *custom;       /* your own codec instead of `kind`; NULL: none. Not copied: keep it */
+    void             *user;         /* for your own codec, which finds it as p->desc.user */
+    float             threshold;    /* TWOBIT: smaller numbers are not sent; 0: 0.5 */
+    float             ratio;        /* TOPK: share of the numbers that is sent; 0: 0.01 */
+    float             momentum;     /* TOPK: momentum correction; the optimizer must then have no momentum */
+    int32_t           lowrank;      /* LOWRANK: the rank of P Q^T; 0: 2 */
+    int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors travel as NONE; 0: 256 */
+    bool              compress_all; /* vectors and small tensors too; those that would grow still travel as NONE */
+    bool              no_feedback;  /* no residual: fine for BF16; a control that must fail for ONEBIT */
+    uint64_t          seed;         /* of codecs that round at random; 0: in an exchange the context's */
     uint32_t          _end;
 } hpml_codec_desc;
 
 /* How one tensor is packed: desc and shape, resolved once. Read the fields; do not change them. */
 struct hpml_packing {
-    const hpml_codec *codec;          /* what this tensor gets: NONE's when it is exempt */
+    const hpml_codec *codec;          /* what packs this tensor: NONE's when the tensor is exempt */
     hpml_codec_desc   desc;
     int64_t           rows, cols;
     size_t            row_size;       /* bytes of a packed row */
-    size_t            size;           /* bytes of the whole: rows * row_size rounded up to 4: tensors can be lined up */
+    size_t            size;           /* bytes of all rows: rows * row_size, rounded up to 4 to align what follows */
     int64_t           residual_count; /* floats of residual: rows * cols or 0. Zero them at the start */
     const struct hpmli_kernels *kernels; /* private */
 };
 
-/* desc NULL: plain. HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT when rows, cols or desc make no sense. */
+/* desc NULL: plain. HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT when rows, cols or desc make no sense;
+   HPML_ERR_UNSUPPORTED: TOPK or LOWRANK, which pack no rows. */
 HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols);
+
+/* What encode knows of the rows besides their numbers: stochastic rounding draws from a counter-based generator
+   (>>api-random) with these, so that the same gradients give the same bytes again. */
+typedef struct hpml_encode_info {
+    int64_t  row;  /* number of the first row, of the rows of the tensor */
+    int64_t  step; /* number of the step: the trainer's, else how often an exchange has run */
+    uint64_t seed; /* exchanges: mixed from desc.seed, the tensor and the contribution, so that no two draw alike */
+} hpml_encode_info;
 
 /* Packs `rows` rows, all or a piece. packed: rows * row_size bytes, row 0 aligned to 4; residual, grad: (rows, cols),
    from where the piece starts; residual is read and updated, NULL: no feedback. Nothing may overlap. A lossy codec
    never packs NaN or infinity: a row of v that has one is packed as zeros, its residual is reset to zero, the other
-   rows are packed as ever, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. Plain rows are copied
-   without a look. Clip gradients before. Mean, sum and learning rate are not applied: the residual has the gradient's
-   unit. It is yours: save it with the weights (hpml_safetensors_save); zero it after a jump (another loss). */
+   rows are packed as ever, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. NONE copies rows
+   unchecked. Clip gradients before packing. Mean, sum and learning rate are not applied: the residual has the
+   gradient's unit. You own the residual: save it with the weights (hpml_safetensors_save); zero it when the loss
+   function changes. info: for codecs that round at random, which the built-in ones do not; NULL: zeros. */
 HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
-                                         int64_t rows);
+                                         int64_t rows, const hpml_encode_info *info);
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows);     /* out = */
 HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows); /* out += */
 
-/* A codec of your own: fill a table, point desc.custom to it. `rows` is a piece; p says the rest. */
+/* A row of the table of codecs, or a codec of your own, to which desc.custom points. `rows` may be a part of the
+   tensor's rows; p has the desc and the shape. The functions are called by several threads at a time on CPU arrays. */
 struct hpml_codec {
     const char *name;
-    bool        linear;   /* the packed form is f32 and may be summed as it stands: any allreduce will do */
-    bool        lossy;    /* wants a residual */
-    bool        exempts;  /* vectors and small tensors travel as NONE */
-    size_t (*row_size)(const hpml_codec_desc *desc, int64_t cols);
-    hpml_status (*encode)(const hpml_packing *p, void *packed, float *residual, const float *grad, int64_t rows);
-    void (*decode)(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add);
+    bool        linear;        /* the packed form is f32 and sums of it decode to sums: any allreduce adds it */
+    bool        has_residual;  /* encode carries what it lost; else the codec gets no residual (NULL) */
+    bool        exempts_small; /* vectors and small tensors travel as NONE */
+    bool        whole_tensors; /* TOPK, LOWRANK: no rows, so the functions below are NULL */
+    size_t (*row_size)(const hpml_codec_desc *desc, int64_t cols); /* bytes of a packed row */
+    hpml_status (*encode)(const hpml_packing *p, void *packed, float *residual, const float *grad, int64_t rows,
+                          const hpml_encode_info *info); /* info is never NULL */
+    void (*decode)(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add); /* add: out += */
 };
-HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind); /* the table of a kind; NULL when there is none */
+HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind);   /* the row of a kind; NULL: there is no such kind */
+HPML_API hpml_codec_kind   hpml_codec_find(const char *name);      /* "onebit", ...; else HPML_CODEC_UNKNOWN */
 
 #ifdef __cplusplus
 } /* extern "C" */
@@ -1573,9 +1687,9 @@ typedef struct hpmli_kernels {
     /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
     void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
 
-    /* One optimizer step on n weights; dw: their gradients, m, v: the optimizer's state or NULL. Returns what
-       hpml_update.bad is to receive: 0, or the bits of what was not finite. */
-    int (*opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n);
+    /* One step of a built-in optimizer on n weights; dw: their gradients, which LAMB overwrites with its direction; m,
+       v: first and second moments, or NULL. Returns HPML_NONFINITE_ bits. */
+    int (*opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n);
 
     /* Storage types. */
     void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
@@ -1660,7 +1774,7 @@ struct hpml_ctx {
     uint64_t             seed;
     const hpml_backend  *backend;
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
-    hpml_dtype           store;      /* hpml_ctx_desc.store */
+    hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
     void                *device;     /* what backend->open gave */
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
@@ -2142,13 +2256,14 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 #endif
     ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
     if (!ctx->gemm_ws) return false;
-    if (d->store != HPML_DTYPE_F32 && d->store != HPML_DTYPE_BF16 && d->store != HPML_DTYPE_F16)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store is %s (%d), expected f32, bf16 or f16",
-                           hpml_dtype_name(d->store), (int)d->store);
-    if (d->store != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store %s is for the CPU; the backend \"%s\" takes its "
-                           "precision from its own desc", hpml_dtype_name(d->store), ctx->backend->name);
-    ctx->store = d->store;
+    hpml_dtype dtype = d->activation_dtype;
+    if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype is %s (%d), expected f32, bf16 or f16",
+                           hpml_dtype_name(dtype), (int)dtype);
+    if (dtype != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype %s is for the CPU; the backend \"%s\" takes "
+                           "its precision from its own desc", hpml_dtype_name(dtype), ctx->backend->name);
+    ctx->activation_dtype = dtype;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
 
@@ -2277,17 +2392,16 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
     return (int64_t)x;
 }
 
-/* Whole pieces of a stream. x: (n) */
-#define HPMLI_RANDOM(kind, name, T)                                                                                    \
-    HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
-    {                                                                                                                  \
-        hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);                                  \
-        if (n > 0) r->counter += (uint64_t)n;                                                                          \
-    }
-HPMLI_RANDOM(HPMLI_WORDS, u32, uint32_t)
-HPMLI_RANDOM(HPMLI_UNIFORM, uniform, float)
-HPMLI_RANDOM(HPMLI_NORMAL, normal, float)
-#undef HPMLI_RANDOM
+/* Writes the next n numbers of a stream to x (n). */
+HPMLI_FN void hpmli_rng_fill(hpml_rng *r, hpmli_draw kind, void *x, int64_t n)
+{
+    hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);
+    if (n > 0) r->counter += (uint64_t)n;
+}
+
+HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) { hpmli_rng_fill(r, HPMLI_WORDS, x, n); }
+HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_UNIFORM, x, n); }
+HPML_API void hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_NORMAL, x, n); }
 
 /* The last step of splitmix64: every bit of x moves every bit of the result. */
 HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
@@ -2490,14 +2604,23 @@ HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 1, &d0);
 }
 
-/* The forms of a function that take a shape as two, three, four numbers; `call` uses them as `shape`. */
-#define HPMLI_SHAPES(name, T, x, call)                                                                                 \
-    HPML_API hpml_tensor *name##_2d(T x, int64_t a, int64_t b) { int64_t ndim = 2, shape[] = { a, b }; return call; }  \
-    HPML_API hpml_tensor *name##_3d(T x, int64_t a, int64_t b, int64_t c)                                              \
-    { int64_t ndim = 3, shape[] = { a, b, c }; return call; }                                                          \
-    HPML_API hpml_tensor *name##_4d(T x, int64_t a, int64_t b, int64_t c, int64_t d)                                   \
-    { int64_t ndim = 4, shape[] = { a, b, c, d }; return call; }
-HPMLI_SHAPES(hpml_tensor_create, hpml_ctx *, ctx, hpml_tensor_create(ctx, HPML_DTYPE_F32, (int)ndim, shape))
+HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1)
+{
+    const int64_t shape[2] = { d0, d1 };
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2)
+{
+    const int64_t shape[3] = { d0, d1, d2 };
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
+{
+    const int64_t shape[4] = { d0, d1, d2, d3 };
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
+}
 
 /* True when views of t can be made. */
 HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
@@ -2750,57 +2873,117 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 // >>record   recording: nodes, inputs, parameters
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* What the backward pass of an op reads: the planner keeps just that. Given by the op's _needs function. */
-#define HPMLI_NEED_SRC(i) (1u << (i))
-#define HPMLI_NEED_OUT    (1u << 8)
-#define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
+/* Which values the backward pass of a node reads: the planner keeps these, and no others, until then. */
+#define HPMLI_NEED_SRC(i) (1u << (i)) /* the value of source i */
+#define HPMLI_NEED_OUT    (1u << 8)   /* the value of the result */
+#define HPMLI_INPLACE     (1u << 9)   /* not a need: forward may write the result over the value of source 0 */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`; one
-   that can fail returns its status. */
-#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-#define HPMLI_OP(name, needs, forward, backward)                                                                       \
-    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
-    HPMLI_PASS(name##_forward) { forward; return HPML_OK; }                                                            \
-    HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
+/* What code outside an op's section has to know of the op: flags in its row of the table of ops. */
+enum {
+    HPMLI_OP_IS_ALIAS    = 1,   /* the result stands in the memory of source 0, of any dtype; nothing is computed */
+    HPMLI_OP_REORDERS    = 2,   /* the result's dimensions are others than the sources': it has no image layout */
+    HPMLI_OP_INDEX_0     = 4,   /* source 0, or 1, holds indices (tokens, labels): I32, without a gradient */
+    HPMLI_OP_INDEX_1     = 8,
+    HPMLI_OP_PRODUCT     = 16,  /* a matrix product; its weights are rounded where results are stored in halves */
+    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source of as many dimensions */
+    HPMLI_OP_JOINS_BATCH = 64,  /* each result depends on the whole global batch: a rank without samples takes part */
+    HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
+    HPMLI_OP_KEEPS_SUM   = 256  /* `saved` is the sum before the activation, an array like the result */
+};
 
-/* What most passes are: fn for each of `count` rows, planes, channels ..., `each` of them a task. */
+/* A row of the table of ops; hpmli_op_of finds the row of a node. */
+typedef struct hpmli_op_info {
+    unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_..., HPMLI_INPLACE of this node */
+    double (*flops)(const hpml_node *n, bool back);   /* operations of one forward or backward call */
+    unsigned     traits;                              /* HPMLI_OP_... */
+    hpml_op_impl run;
+} hpmli_op_info;
+
+HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table itself stands behind all ops, in >>backend */
+HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
+HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
+
+HPML_API const char *hpml_op_name(hpml_op op)
+{
+    static const char *const names[] = {
+#define HPMLI_X(op, name) #name,
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
+}
+
+/* Operations of an op that computes one for each element of its result, and as many for the gradient. */
+HPMLI_FN double hpmli_flops_pointwise(const hpml_node *n, bool back)
+{
+    return back && !n->out->needs_grad ? 0 : (double)hpml_tensor_count(n->out);
+}
+
+/* Operations of a matrix product in which each element of the result is a sum of `inner` products; a multiply-add
+   counts 2. Backward costs one product for each of the sources 0 and 1 that needs a gradient. */
+HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner)
+{
+    int products = (n->src[0]->needs_grad ? 1 : 0) + (n->src[1]->needs_grad ? 1 : 0);
+    return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
+}
+
+/* Defines an op and its row: traits; needs and flops, written with the node `n` and `back`; the forward and the
+   backward pass, written with `run` and `n`. A pass that can fail returns its status. */
+#define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
+    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
+    HPMLI_FN double hpmli_##name##_flops(const hpml_node *n HPMLI_UNUSED, bool back HPMLI_UNUSED) { return flops; }    \
+    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)                        \
+    {                                                                                                                  \
+        forward;                                                                                                       \
+        return HPML_OK;                                                                                                \
+    }                                                                                                                  \
+    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)                       \
+    {                                                                                                                  \
+        backward;                                                                                                      \
+        return HPML_OK;                                                                                                \
+    }                                                                                                                  \
+    static const hpmli_op_info hpmli_##name##_op = { hpmli_##name##_needs, hpmli_##name##_flops, traits,               \
+                                                     { hpmli_##name##_forward, hpmli_##name##_backward } }
+
+/* Most passes are a loop over independent items (rows, planes, channels, chunks of elements): a function is called for
+   each of `count` items, and `per_task` items make one task of the thread pool. */
 typedef struct hpmli_work hpmli_work;
-typedef void hpmli_work_fn(const hpmli_work *w, int64_t i, int thread);
+typedef void hpmli_work_fn(const hpmli_work *w, int64_t item, int thread);
 struct hpmli_work {
     const hpml_run      *run;
     const hpmli_kernels *k;
     hpml_node           *n;
-    int64_t              cols; /* of a row of src[0] */
-    bool                 back;
-    int64_t              count, each;
+    int64_t              cols; /* elements in a row (the last dimension) of source 0 */
+    bool                 back; /* the backward pass */
+    int64_t              count, per_task;
     hpmli_work_fn       *fn;
 };
 
-HPMLI_FN void hpmli_work_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_for_each_task(void *arg, int64_t task, int thread)
 {
     const hpmli_work *w = (const hpmli_work *)arg;
-    for (int64_t i = task * w->each; i < (task + 1) * w->each && i < w->count; i++) w->fn(w, i, thread);
+    for (int64_t i = task * w->per_task; i < (task + 1) * w->per_task && i < w->count; i++) w->fn(w, i, thread);
 }
 
-HPMLI_FN void hpmli_work_run(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t each,
-                             hpmli_work_fn *fn)
+HPMLI_FN void hpmli_for_each_parallel(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t per_task,
+                                      hpmli_work_fn *fn)
 {
     const hpml_tensor *x = n->src[0];
-    hpmli_work         w = { run, run->ctx->k, n, x->ndim ? x->shape[x->ndim - 1] : 1, back, count, each, fn };
-    hpmli_parallel(run->ctx, (count + each - 1) / each, hpmli_work_task, &w);
+    hpmli_work         w = { run, run->ctx->k, n, x->ndim ? x->shape[x->ndim - 1] : 1, back, count, per_task, fn };
+    hpmli_parallel(run->ctx, (count + per_task - 1) / per_task, hpmli_for_each_task, &w);
 }
 
-/* An op whose passes are of this kind. */
-#define HPMLI_WORK_OP(name, needs, count, each, forward, backward)                                                     \
-    HPMLI_OP(name, needs, hpmli_work_run(run, n, false, count, each, hpmli_##forward),                                 \
-             hpmli_work_run(run, n, true, count, each, hpmli_##backward))
+/* Defines an op of which both passes call a function for each of `count` items. */
+#define HPMLI_WORK_OP(name, traits, needs, flops, count, per_task, forward, backward)                                  \
+    HPMLI_OP(name, traits, needs, flops, hpmli_for_each_parallel(run, n, false, count, per_task, hpmli_##forward),     \
+             hpmli_for_each_parallel(run, n, true, count, per_task, hpmli_##backward))
 
-/* fn for each row of src[0]: of its last dimension. */
-HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
+/* Calls fn for each row (the last dimension) of source 0. */
+HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
 {
     int64_t cols = n->src[0]->shape[n->src[0]->ndim - 1];
-    hpmli_work_run(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
+    hpmli_for_each_parallel(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
 }
 
 /* Such functions go through a long row piece by piece: c elements from i on. */
@@ -2809,9 +2992,9 @@ HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
 
 /* What results of ops are kept in. */
-HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
+HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
 {
-    return ctx->backend->store ? ctx->backend->store(ctx->device) : HPML_DTYPE_F32;
+    return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
 /* What ops compute with. */
@@ -2848,37 +3031,68 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
     return true;
 }
 
+/* The layout of a result of four dimensions: NHWC if a source is NHWC. Images of both layouts are an error. */
+HPMLI_FN hpml_layout hpmli_check_layouts(hpml_op op, int src_count, hpml_tensor *const *src)
+{
+    const hpml_tensor *first = NULL; /* the last source that is a batch of images */
+    hpml_layout        layout = HPML_NCHW;
+    for (int i = 0; i < src_count; i++) {
+        if (!src[i] || src[i]->ndim != 4) continue;
+        if (src[i]->layout == HPML_NHWC) layout = HPML_NHWC;
+        if (!src[i]->batch_rows) continue;
+        if (first && first->layout != src[i]->layout)
+            hpmli_fail(src[i]->ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of "
+                       "them", hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
+        first = src[i];
+    }
+    return layout;
+}
+
+/* Checks the element types of the sources: I32 for indices, F32 or the type of stored results for numbers. */
+HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpml_tensor *const *src)
+{
+    hpml_dtype stored = hpmli_activation_dtype(src[0]->ctx);
+    for (int i = 0; i < src_count; i++) {
+        bool index = (i == 0 && (traits & HPMLI_OP_INDEX_0)) || (i == 1 && (traits & HPMLI_OP_INDEX_1));
+        if (!src[i]) continue;
+        hpml_dtype dtype = src[i]->dtype;
+        bool       fits  = index ? dtype == HPML_DTYPE_I32 : dtype == HPML_DTYPE_F32 || dtype == stored;
+        if (!fits)
+            hpmli_fail(src[i]->ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
+                       hpml_dtype_name(index ? HPML_DTYPE_I32 : stored));
+    }
+}
+
+/* Makes s, which may be NULL, source i of n; the result of n follows its batch and its need of a gradient. */
+HPMLI_FN void hpmli_node_add_source(hpml_node *n, int i, hpml_tensor *s)
+{
+    hpml_tensor *out = n->out;
+    n->src[i] = s;
+    if (!s) return;
+    s->used = true;
+    if (s->needs_grad) out->needs_grad = true;
+    if (!s->batch_rows) return;
+    if (out->ndim > 0 && out->shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
+    else n->mixes_batch = out->ndim > 0; /* a scalar of a short batch is just a shorter sum */
+}
+
 /* Adds an op. Its result, n->out, is named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
    and absent are NULL, the first never is. The caller fills in n->attr and the bytes it needs. After an error that is
    lost: it goes to a spare node, whose result is NULL. */
 HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
                                       const int64_t *shape)
 {
-    hpml_ctx  *ctx   = src[0]->ctx;
-    hpml_node *none  = &ctx->spare;
-    hpml_dtype dtype = hpmli_store(ctx);
-    bool       images = ndim == 4 && op != HPML_OP_RESHAPE && op != HPML_OP_PERMUTE;
-    const hpml_tensor *first = NULL, *nhwc = NULL; /* sources with a layout, one in NHWC */
+    hpml_ctx   *ctx   = src[0]->ctx;
+    hpml_node  *none  = &ctx->spare;
+    unsigned    traits = hpmli_op_row(op)->traits;
+    hpml_dtype  dtype  = ndim > 0 ? hpmli_activation_dtype(ctx) : HPML_DTYPE_F32;
+    hpml_layout layout = HPML_NCHW;
     none->out = NULL;
-    for (int i = 0; i < src_count && images; i++) {
-        if (!src[i] || src[i]->ndim != 4) continue;
-        if (src[i]->layout == HPML_NHWC) nhwc = src[i];
-        if (!src[i]->batch_rows) continue;
-        if (first && first->layout != src[i]->layout)
-            hpmli_fail(ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of them",
-                       hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
-        first = src[i];
-    }
-    for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
-        bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
-        if (src[i] && op != HPML_OP_RESHAPE &&
-            (index ? src[i]->dtype != HPML_DTYPE_I32 : src[i]->dtype != HPML_DTYPE_F32 && src[i]->dtype != dtype))
-            hpmli_fail(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
-                       hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
-    }
-    if (ndim == 0) dtype = HPML_DTYPE_F32;
+    if (ndim == 4 && !(traits & HPMLI_OP_REORDERS)) layout = hpmli_check_layouts(op, src_count, src);
+    if (traits & HPMLI_OP_IS_ALIAS) dtype = src[0]->dtype;
+    else hpmli_check_dtypes(op, traits, src_count, src);
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
-    hpml_tensor *out = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
+    hpml_tensor *out = hpmli_tensor_new(ctx, name, dtype, ndim, shape);
     hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return none;
     HPML_ASSERT(src_count <= HPML_MAX_SRC);
@@ -2887,16 +3101,8 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     n->out       = out;
     n->src_count = src_count;
     out->node    = n;
-    out->layout  = nhwc ? HPML_NHWC : HPML_NCHW;
-    for (int i = 0; i < src_count; i++) {
-        hpml_tensor *s = n->src[i] = src[i];
-        if (!s) continue;
-        s->used = true;
-        if (s->needs_grad) out->needs_grad = true;
-        if (!s->batch_rows) continue;
-        if (ndim > 0 && shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
-        else n->mixes_batch = ndim > 0; /* a scalar of a short batch is just a shorter sum */
-    }
+    out->layout  = layout;
+    for (int i = 0; i < src_count; i++) hpmli_node_add_source(n, i, src[i]);
     if (out->batch_rows) n->mixes_batch = false;
     ctx->param_kept = ctx->param_count;
     return n;
@@ -2921,7 +3127,23 @@ HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, cons
     return t;
 }
 
-HPMLI_SHAPES(hpml_input, hpml_ctx *, ctx, hpml_input(ctx, HPML_DTYPE_F32, (int)ndim, shape))
+HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1)
+{
+    const int64_t shape[2] = { b, d1 };
+    return hpml_input(ctx, HPML_DTYPE_F32, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2)
+{
+    const int64_t shape[3] = { b, d1, d2 };
+    return hpml_input(ctx, HPML_DTYPE_F32, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w)
+{
+    const int64_t shape[4] = { b, c, h, w };
+    return hpml_input(ctx, HPML_DTYPE_F32, 4, shape);
+}
 
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
 {
@@ -3309,8 +3531,6 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
    Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
    may work in place on a source that no other op reads. A node's out_root and grad_root follow such links. */
 
-HPMLI_FN unsigned hpmli_needs(const hpml_node *n); /* defined where all ops are, in >>half */
-
 typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
     int  last;                 /* time until which the value lives */
     int  grad_first, grad_last;
@@ -3400,7 +3620,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
     for (int i = 0; i < N; i++) {
         hpml_node *n      = g->nodes[i];
         bool       back   = g->loss && n->out->needs_grad;
-        unsigned   needs  = hpmli_needs(n);
+        unsigned   needs  = hpmli_op_of(n)->needs(n);
         hpmli_use *u      = &uses[n->index];
         n->out_root = n->out;
         u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
@@ -3417,14 +3637,21 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         hpml_tensor *x = n->src[0];
         if (!x->node) continue;
         const hpmli_use *u = &uses[x->node->index];
-        bool inplace = (hpmli_needs(n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
+        bool inplace = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
                        x->node->out_root == x && x->dtype == n->out->dtype;
-        if (inplace || n->op == HPML_OP_RESHAPE) n->out_root = x->node->out_root;
+        if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->out_root = x->node->out_root;
     }
     for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
         hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->out_root->node->index];
         if (r->last < u->last) r->last = u->last;
     }
+}
+
+/* Floats of a parameter's gradient in the array of all gradients, padding included. */
+HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
+{
+    const int64_t align = HPML_GRADIENT_ALIGN;
+    return (hpml_tensor_count(p) + align - 1) / align * align;
 }
 
 /* Lives of the gradients; who writes first and who adds, in the order of the backward pass: what nobody has written
@@ -3435,7 +3662,8 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
     for (int i = 0; i < N; i++) {
         hpml_node *n = g->nodes[i];
         hpmli_use *u = &uses[n->index];
-        n->grad_root  = n->op == HPML_OP_RESHAPE && n->src[0]->node ? n->src[0]->node->grad_root : n->out;
+        n->grad_root  = n->out;
+        if (n->src[0]->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->grad_root = n->src[0]->node->grad_root;
         u->grad_first = 2 * N, u->grad_last = 2 * N - 1 - i;
     }
     for (int i = N - 1; i >= 0; i--) {
@@ -3452,7 +3680,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
             }
             if (!u) continue;
             r = s->node ? &uses[s->node->grad_root->node->index] : u;
-            n->accumulate[j] = r->grad_written && !(s->node && n->op == HPML_OP_RESHAPE);
+            n->accumulate[j] = r->grad_written && !(s->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS));
             r->grad_written  = true;
             if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
             if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
@@ -3475,7 +3703,7 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
         hpml_node *n    = g->nodes[i];
         hpmli_use *u    = &uses[n->index];
         bool       back = g->loss && n->out->needs_grad;
-        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: others write beside it, see hpmli_told */
+        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: see hpmli_step_scalars */
         if (n->out_root == n->out)
             hpmli_slot_add(g, hpmli_tensor_bytes(n->out), from, u->last, (void **)(void *)&n->out->data);
         if (back && n->grad_root == n->out && (n->out == g->loss || u->grad_written))
@@ -3535,7 +3763,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     hpmli_plan_slots(g, uses);
     for (int i = 0; i < g->param_count; i++) {
         g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
-        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(ctx->params[i]) + 15) / 16 * 16;
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_gradient_floats(ctx->params[i]);
     }
     g->memory.gradients = (size_t)g->grad_count * sizeof(float);
     hpmli_free(ctx, uses);
@@ -3602,7 +3830,7 @@ HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
         p->grad = mine ? g->grads + at : NULL;
-        if (mine) at += (hpml_tensor_count(p) + 15) / 16 * 16;
+        if (mine) at += hpmli_gradient_floats(p);
     }
 }
 
@@ -3648,7 +3876,7 @@ HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
     hpmli_graph_rows(g);
 }
 
-HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
+HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
 {
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
@@ -3682,21 +3910,21 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
     hpml_status         status = HPML_OK;
     if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
-    if (look && b->look) b->look(g->ctx->device, NULL, NULL);
+    if (look && b->time_op) b->time_op(g->ctx->device, NULL, NULL);
     for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
-    bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
+    bool idle = run->idle && !(run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
     if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
     for (int s = 0; backward && s < n->src_count; n->update[s++] = NULL)
         if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
             status = b->update(g->ctx->device, g->ctx, n->update[s], 1), n->update[s]->n = 0;
     if (!look) return status;
-    if (b->look) b->look(g->ctx->device, name, seconds);
+    if (b->time_op) b->time_op(g->ctx->device, name, seconds);
     else if (b->sync) b->sync(g->ctx->device);
     end = hpml_now();
     hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, since, hpmli_trace_time(g->ctx, end)); /* look: of launching it */
-    if (seconds && !b->look) *seconds += end - start;
+    if (seconds && !b->time_op) *seconds += end - start;
     if (g->profile && !backward) g->profile[i].calls++;
     return status;
 }
@@ -3809,10 +4037,10 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 {
     double worst = 0;
     if (!g) return -1;
-    if (hpmli_store(g->ctx) != HPML_DTYPE_F32) {
+    if (hpmli_activation_dtype(g->ctx) != HPML_DTYPE_F32) {
         hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "check_grad: results are stored as %s, whose rounding hides the "
                    "differences that are compared; record the model on a context that stores f32",
-                   hpml_dtype_name(hpmli_store(g->ctx)));
+                   hpml_dtype_name(hpmli_activation_dtype(g->ctx)));
         return -1;
     }
     if (eps == 0) eps = 1e-2f;
@@ -4325,16 +4553,6 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 /* Broadcasting as numpy does it, see hpmli_walk. The gradient of a stretched operand is the sum over what it was
    stretched to. A batch that becomes a later dimension of the result has no short form. */
 
-HPML_API const char *hpml_op_name(hpml_op op)
-{
-    static const char *const names[] = {
-#define HPMLI_X(op, name) #name,
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-    };
-    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
-}
-
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
@@ -4354,8 +4572,8 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, i
 }
 
 /* d(side) of n elements: dy for a sum; for the rest the product rule. */
-HPMLI_FN void hpmli_binary_slope(const hpmli_binary *b, float *d, const float *dy, const float *x0, const float *x1,
-                                 int64_t n)
+HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const float *dy, const float *x0,
+                                      const float *x1, int64_t n)
 {
     switch (b->n->op) {
     case HPML_OP_ADD: b->k->vscale_add(d, dy, 1, 0, n); break;
@@ -4386,7 +4604,7 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
             continue;
         }
         float *dx = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
-        hpmli_binary_slope(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
+        hpmli_binary_derivative(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
         if (b->w.stride[b->side][b->w.ndim - 1] != 0) b->k->vadd(dx + i, dx + i, d, c);
         else dx[0] += b->k->vsum(d, c); /* stretched */
     }
@@ -4414,10 +4632,6 @@ HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int
     }
 }
 
-#define HPMLI_BINARY_OP(op, name, needs)                                                                               \
-    HPMLI_OP(name, needs, hpmli_binary_run(run, n, -1, 0), hpmli_binary_run(run, n, 0, 2))                             \
-    HPML_API hpml_tensor *hpml_##name(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(op, a, b); }
-
 HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tensor *b)
 {
     int64_t      shape[HPML_MAX_DIMS];
@@ -4437,13 +4651,21 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
     return n->out;
 }
 
-HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
-HPMLI_BINARY_OP(HPML_OP_SUB, sub, 0)
-HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_BOTH)
-HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_BOTH)
+HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_ADD, a, b); }
+HPML_API hpml_tensor *hpml_sub(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_SUB, a, b); }
+HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_MUL, a, b); }
+HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_DIV, a, b); }
+
+#define HPMLI_BINARY_OP(name, needs)                                                                                   \
+    HPMLI_OP(name, HPMLI_OP_PAIRS_ROWS, needs, hpmli_flops_pointwise(n, back), hpmli_binary_run(run, n, -1, 0),        \
+             hpmli_binary_run(run, n, 0, 2))
+HPMLI_BINARY_OP(add, 0);
+HPMLI_BINARY_OP(sub, 0);
+HPMLI_BINARY_OP(mul, HPMLI_NEED_BOTH);
+HPMLI_BINARY_OP(div, HPMLI_NEED_BOTH);
 
 /* What goes number by number is dealt out in grains of the result. */
-HPMLI_FN int64_t hpmli_grains(const hpml_node *n)
+HPMLI_FN int64_t hpmli_chunk_count(const hpml_node *n)
 {
     return (hpml_tensor_count(n->out) + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
 }
@@ -4457,7 +4679,7 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 }
 
 /* y = a x + b; dx (+)= a dy. */
-HPMLI_FN void hpmli_scale_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
     int64_t            at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
@@ -4467,7 +4689,8 @@ HPMLI_FN void hpmli_scale_grain(const hpmli_work *w, int64_t grain, int thread H
     else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
 
-HPMLI_WORK_OP(scale, HPMLI_INPLACE, hpmli_grains(n), 1, scale_grain, scale_grain)
+HPMLI_WORK_OP(scale, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
+              scale_chunk);
 
 /* True when the derivative is computed from the argument, false when the result is enough. */
 HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
@@ -4481,7 +4704,7 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
-    hpml_node *n = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
+    hpml_node *n = hpmli_node_create(HPML_OP_ACTIVATION, NULL, 1, &x, x->ndim, x->shape);
     n->attr.act.act = act, n->attr.act.slope = slope == 0 ? 0.01f : slope;
     return n->out;
 }
@@ -4496,10 +4719,10 @@ HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML
 
 /* y = act(z), dz (+)= dy act'(z): an op, whose source is z; or the end of linear and conv2d, with z in y or saved, and
    dz in the memory of dy, which nobody reads after us. */
-HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
 {
     const hpml_node *n    = w->n;
-    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACT;
+    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACTIVATION;
     hpml_act         act  = conv ? n->attr.conv.act : n->attr.act.act;
     float            slope = conv ? 0.01f : n->attr.act.slope, *y = n->out->data, *dy = n->out->grad;
     const float     *z  = alone ? n->src[0]->data : n->saved ? (const float *)n->saved : y;
@@ -4509,8 +4732,9 @@ HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPM
     else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
 }
 
-HPMLI_WORK_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
-              hpmli_grains(n), 1, act_grain, act_grain)
+HPMLI_WORK_OP(activation, 0,
+              hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
+              hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, act_chunk, act_chunk);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
@@ -4634,7 +4858,9 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
     }
 }
 
-HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n))
+HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_BOTH,
+         hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
+         hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
 /* Linear: sources x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
@@ -4677,47 +4903,20 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
     d.act    = act == HPML_ACT_RELU;
     hpmli_gemm(run->ctx, &d);
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
+        hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
-   cache when its step reads it. */
-typedef struct hpmli_update_job {
-    hpml_ctx              *ctx;
-    const hpmli_gemm_desc *d;
-    hpmli_opt_args         o;
-    int64_t                piece; /* elements of a task */
-} hpmli_update_job;
-
-HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
-{
-    const hpmli_update_job *j = (const hpmli_update_job *)arg;
-    const hpml_update      *u = &j->o.u;
-    int64_t                 i = task * j->piece, n = u->n - i < j->piece ? u->n - i : j->piece;
-    if (j->d) {
-        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
-        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
-        j->ctx->k->gemm_part(&p);
-    }
-    int bad = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
-    if (bad && u->bad) __atomic_fetch_or(u->bad, bad, __ATOMIC_RELAXED);
-}
-
-HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
-{
-    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
-    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
-    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
-    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n;
-    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
-}
+/* Steps one parameter, and with d computes the product that makes its gradient; see >>optimizers. */
+static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d);
+static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* no number of the step depends on the whole gradient */
 
 /* dz, in the memory of dy; dbias = sums of columns, dx = dz w, and then, as w may take its step, dw = dz^T x. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     hpmli_mat    dz = hpmli_grads(n->out); /* (rows, out) */
-    if (n->attr.act.act != HPML_ACT_NONE) hpmli_work_run(run, n, true, hpmli_grains(n), 1, hpmli_act_grain);
+    if (n->attr.act.act != HPML_ACT_NONE)
+        hpmli_for_each_parallel(run, n, true, hpmli_chunk_count(n), 1, hpmli_act_chunk);
     if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
     if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
     if (!w->grad) return;
@@ -4726,12 +4925,17 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
        batch, which would be packed again for each block; nor where the step wants the norm of the whole */
     hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->update[1] : NULL;
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
-    if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_update_by(run->ctx, u, &d), u->n = 0;
-    else hpmli_gemm(run->ctx, &d);
+    if (!large || !hpmli_optimizer_by_pieces(u) || HPMLI_BLAS) {
+        hpmli_gemm(run->ctx, &d);
+        return;
+    }
+    hpmli_optimizer_step(run->ctx, u, &d);
+    u->n = 0;
 }
 
-HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
-         hpmli_linear_pass(run, n), hpmli_linear_back(run, n))
+HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
+         HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
+         hpmli_flops_product(n, back, n->src[1]->shape[1]), hpmli_linear_pass(run, n), hpmli_linear_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shape   reshape, permute, slice, concat, sum
@@ -4754,7 +4958,23 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     return n->out;
 }
 
-HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
+HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
+{
+    const int64_t shape[2] = { d0, d1 };
+    return hpml_reshape(x, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2)
+{
+    const int64_t shape[3] = { d0, d1, d2 };
+    return hpml_reshape(x, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
+{
+    const int64_t shape[4] = { d0, d1, d2, d3 };
+    return hpml_reshape(x, 4, shape);
+}
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
 {
@@ -4825,9 +5045,9 @@ HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 }
 
 /* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
-HPMLI_OP(reshape, 0,
+HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS, 0, 0,
          if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out)),
-         hpmli_reshape_back(run, n))
+         hpmli_reshape_back(run, n));
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -4928,7 +5148,7 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     const hpml_tensor *x = n->src[0], *y = n->out;
     hpml_tensor        read = backward ? *y : *x;
     if (hpmli_permutes_images(n) && !(backward && (n->accumulate[0] || !x->grad))) {
-        hpmli_work_run(run, n, backward, y->shape[0], 1, hpmli_permute_image);
+        hpmli_for_each_parallel(run, n, backward, y->shape[0], 1, hpmli_permute_image);
         return;
     }
     for (int i = 0; i < y->ndim; i++) {
@@ -4939,7 +5159,8 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     hpmli_move(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
 
-HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
+HPMLI_OP(permute, HPMLI_OP_REORDERS, 0, hpmli_flops_pointwise(n, back), hpmli_permute_run(run, n, false),
+         hpmli_permute_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
@@ -4963,7 +5184,7 @@ HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
     hpmli_move(run, n->out, &x, backward, true);
 }
 
-HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
+HPMLI_OP(slice, 0, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
@@ -4996,7 +5217,8 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
     }
 }
 
-HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
+HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS, 0, hpmli_flops_pointwise(n, back), hpmli_concat_run(run, n, false),
+         hpmli_concat_run(run, n, true));
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -5039,7 +5261,7 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
     if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
 }
 
-HPMLI_OP(sum, 0, hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true))
+HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution: recording, sizes
@@ -5426,7 +5648,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_parallel(run->ctx, c.B * c.channel_pieces, hpmli_conv_forward_task, &c);
     }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
+        hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
 /* Computes dx of the images of partial sum number `sum`, and sums their dw and db. */
@@ -5486,8 +5708,8 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
 
-HPMLI_OP(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
-         hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n))
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
+         hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pool   max, average and global pooling
@@ -5515,25 +5737,25 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
     hpmli_image_shape(x, hpmli_image(x, 0), hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
     hpml_node *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
     n->attr = a;
-    if (op == HPML_OP_MAX_POOL) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
+    if (op == HPML_OP_MAX_POOL2D) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
     return n->out;
 }
 
 HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
 {
-    return hpmli_pool_record(x, HPML_OP_MAX_POOL, kernel, kernel, stride, padding);
+    return hpmli_pool_record(x, HPML_OP_MAX_POOL2D, kernel, kernel, stride, padding);
 }
 
 HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
 {
-    return hpmli_pool_record(x, HPML_OP_AVG_POOL, kernel, kernel, stride, padding);
+    return hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kernel, kernel, stride, padding);
 }
 
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
     bool         image = x && x->ndim == 4; /* anything else is refused */
     int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
-    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL, kh, kw, 1, 0);
+    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kh, kw, 1, 0);
     return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
 }
 
@@ -5660,14 +5882,15 @@ HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hp
                                 hpmli_work_fn *image)
 {
     bool nhwc = n->out->layout == HPML_NHWC;
-    hpmli_work_run(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
+    hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
 }
 
-#define HPMLI_POOL_OP(name, f)                                                                                         \
-    HPMLI_OP(name, 0, hpmli_pooling_run(run, n, false, hpmli_##f##_plane, hpmli_##f##_image),                          \
-             hpmli_pooling_run(run, n, true, hpmli_##f##_plane, hpmli_##f##_image))
-HPMLI_POOL_OP(max_pool2d, max_pool)
-HPMLI_POOL_OP(avg_pool2d, avg_pool)
+HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
+         hpmli_pooling_run(run, n, false, hpmli_max_pool_plane, hpmli_max_pool_image),
+         hpmli_pooling_run(run, n, true, hpmli_max_pool_plane, hpmli_max_pool_image));
+HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
+         hpmli_pooling_run(run, n, false, hpmli_avg_pool_plane, hpmli_avg_pool_image),
+         hpmli_pooling_run(run, n, true, hpmli_avg_pool_plane, hpmli_avg_pool_image));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -5722,15 +5945,20 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     return n->out;
 }
 
-#define HPMLI_NORM(op, name)                                                                                           \
-    HPML_API hpml_tensor *hpml_##name(hpml_tensor *x, const hpml_norm_desc *desc)                                      \
-    {                                                                                                                  \
-        return hpmli_norm_record(x, desc, HPML_OP_##op);                                                               \
-    }
-HPMLI_NORM(BATCHNORM, batchnorm)
-HPMLI_NORM(LAYERNORM, layernorm)
-HPMLI_NORM(RMSNORM, rmsnorm)
-#undef HPMLI_NORM
+HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_BATCHNORM);
+}
+
+HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_LAYERNORM);
+}
+
+HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_RMSNORM);
+}
 
 typedef struct hpmli_bn_job {
     const hpml_run      *run;
@@ -5846,31 +6074,32 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     return status;
 }
 
-HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
-         return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
+HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH,
+         HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
+         return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
 /* softmax(x)_i = exp(x_i - max) / sum, sum = sum of exp(x_j - max); its logarithm is (x_i - max) - log(sum), in this
    order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
    logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
 
-HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
+HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_op op, hpml_tensor *x)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim < 1)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
-    hpml_node *n = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.softmax.log = log;
-    return n->out;
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": a scalar has no last dimension",
+                          hpml_op_name(op), x->name);
+    return hpmli_node_create(op, NULL, 1, &x, x->ndim, x->shape)->out;
 }
 
-HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
-HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
+HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(HPML_OP_SOFTMAX, x); }
+HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(HPML_OP_LOG_SOFTMAX, x); }
+
 HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
     float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
     float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
-    if (w->n->attr.softmax.log) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
+    if (w->n->op == HPML_OP_LOG_SOFTMAX) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
     else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
 }
 
@@ -5878,7 +6107,7 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
 {
     const float *y = w->n->out->data + row * w->cols, *dy = w->n->out->grad + row * w->cols;
     float       *dx = w->n->src[0]->grad + row * w->cols, d[HPMLI_PIECE];
-    bool         log = w->n->attr.softmax.log;
+    bool         log = w->n->op == HPML_OP_LOG_SOFTMAX;
     float        s   = log ? w->k->vsum(dy, w->cols) : w->k->vdot(dy, y, w->cols);
     HPMLI_PIECES(i, c, w->cols) {
         if (log) {
@@ -5892,8 +6121,12 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
     }
 }
 
-HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, false, hpmli_softmax_row),
-         hpmli_rows_run(run, n, true, hpmli_softmax_back_row))
+HPMLI_OP(softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_softmax_row),
+         hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
+HPMLI_OP(log_softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_softmax_row),
+         hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
@@ -5950,10 +6183,10 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     }
 }
 
-HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_norm_back(const hpml_run *run, hpml_node *n)
 {
     int64_t cols = n->out->shape[n->out->ndim - 1], rows = hpml_tensor_count(n->out) / cols;
-    hpmli_work_run(run, n, true, rows, HPMLI_NORM_ROWS, hpmli_norm_back_row);
+    hpmli_for_each_parallel(run, n, true, rows, HPMLI_NORM_ROWS, hpmli_norm_back_row);
     for (int s = 1; s < 3; s++) {
         if (!n->src[s] || !n->src[s]->grad) continue;
         if (!n->accumulate[s]) run->ctx->k->vfill(n->src[s]->grad, 0, cols);
@@ -5962,8 +6195,10 @@ HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
     }
 }
 
-HPMLI_OP(layernorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
-HPMLI_OP(rmsnorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
+HPMLI_OP(layernorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
+HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+         hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dropout   dropout and embedding
@@ -6005,8 +6240,9 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
     }
 }
 
-HPMLI_WORK_OP(dropout, HPMLI_INPLACE, (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE,
-              HPMLI_GRAIN / HPMLI_PIECE, dropout_piece, dropout_piece)
+HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
+              (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
+              dropout_piece);
 
 /* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
@@ -6058,7 +6294,8 @@ HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
         run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
 }
 
-HPMLI_OP(embedding, HPMLI_NEED_SRC(0), return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n))
+HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
+         return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>sequence   multi-head attention; long short-term memory
@@ -6165,8 +6402,17 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-HPMLI_WORK_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, n->out->shape[0] * n->attr.attention.heads, 1,
-              attention_head, attention_head_back)
+/* Operations: two products of (T, T) with (T, C), half of which a causal mask makes unnecessary; backward needs
+   twice as many. */
+HPMLI_FN double hpmli_flops_attention(const hpml_node *n, bool back)
+{
+    double forward = 4 * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1];
+    if (n->attr.attention.causal) forward *= 0.5;
+    return back ? 2 * forward : forward;
+}
+
+HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_flops_attention(n, back),
+              n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
 
 /* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
    h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
@@ -6282,7 +6528,9 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
                       hpmli_mat_at(hpmli_values(n->out), b * j.T, j.T - 1, 0, H), hpmli_grads(w_h), true);
 }
 
-HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
+HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
+         hpmli_flops_product(n, back, 4 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
+         hpmli_lstm_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
@@ -6295,18 +6543,18 @@ HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_
    Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
    all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
 
-HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
-                                        float delta)
+HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target, float delta)
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
-                          kind, hpmli_text(y), hpmli_text(target));
+                          hpml_op_name(op), hpmli_text(y), hpmli_text(target));
     if (!(delta >= 0))
-        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", kind, (double)delta);
-    hpml_node *n = hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
-    n->attr.huber.squared = squared, n->attr.huber.delta = delta;
+        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", hpml_op_name(op),
+                          (double)delta);
+    hpml_node *n = hpmli_node_create(op, NULL, 2, src, 0, NULL);
+    n->attr.huber.delta = delta;
     return n->out;
 }
 
@@ -6369,7 +6617,7 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
                               (long long)V - 1, n->attr.cross_entropy.ignore);
         counted++;
     }
-    hpmli_rows_run(run, n, false, hpmli_cross_entropy_row);
+    hpmli_for_each_row(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
     ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
     n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
@@ -6399,22 +6647,22 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     dx[label] -= scale * (1 - s);
 }
 
-HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n),
-         hpmli_rows_run(run, n, true, hpmli_cross_entropy_back_row))
+HPMLI_OP(cross_entropy, HPMLI_OP_IS_MEAN | HPMLI_OP_INDEX_1, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+         return hpmli_cross_entropy_pass(run, n), hpmli_for_each_row(run, n, true, hpmli_cross_entropy_back_row));
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target, false, 0);
+    return hpmli_loss_record(HPML_OP_BCE_WITH_LOGITS, logits, target, 0);
 }
 
 HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_HUBER, "mse", y, target, true, 0);
+    return hpmli_loss_record(HPML_OP_MSE, y, target, 0);
 }
 
 HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
 {
-    return hpmli_loss_record(HPML_OP_HUBER, "huber", y, target, false, delta);
+    return hpmli_loss_record(HPML_OP_HUBER, y, target, delta);
 }
 
 /* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
@@ -6422,18 +6670,18 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 {
     double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
-    if (n->op == HPML_OP_BCE) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
-    if (n->attr.huber.squared) return d * d;
+    if (n->op == HPML_OP_BCE_WITH_LOGITS) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
+    if (n->op == HPML_OP_MSE) return d * d;
     if (delta == 0) return d;
     return d <= delta ? d * d / 2 : delta * (d - delta / 2);
 }
 
 /* Its derivative by x. */
-HPMLI_FN float hpmli_pair_slope(const hpml_node *n, float x, float t)
+HPMLI_FN float hpmli_pair_derivative(const hpml_node *n, float x, float t)
 {
     float d = x - t, delta = n->attr.huber.delta;
-    if (n->op == HPML_OP_BCE) return 1 / (1 + expf(-x)) - t;
-    if (n->attr.huber.squared) return 2 * d;
+    if (n->op == HPML_OP_BCE_WITH_LOGITS) return 1 / (1 + expf(-x)) - t;
+    if (n->op == HPML_OP_MSE) return 2 * d;
     if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
     return d > delta ? delta : d < -delta ? -delta : d;
 }
@@ -6451,19 +6699,23 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
     float        scale = n->out->grad[0] / (float)count;
-    if (n->op == HPML_OP_BCE && n->src[1]->grad)
+    if (n->op == HPML_OP_BCE_WITH_LOGITS && n->src[1]->grad)
         return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
                           "parameters; only the logits get a gradient", n->src[1]->name);
     for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
         float *d = n->src[s]->grad, sign = s ? -scale : scale;
         for (int64_t i = 0; d && i < count; i++)
-            d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_slope(n, x[i], t[i]);
+            d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_derivative(n, x[i], t[i]);
     }
     return HPML_OK;
 }
 
-HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
-HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
+HPMLI_OP(bce_with_logits, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
+         return hpmli_pairs_back(run, n));
+HPMLI_OP(mse, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
+         return hpmli_pairs_back(run, n));
+HPMLI_OP(huber, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
+         return hpmli_pairs_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
@@ -6482,17 +6734,6 @@ HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(ru
 
 #define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
 #define HPMLI_EDGE_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
-
-/* What the backward pass of this node's op reads, see HPMLI_OP. */
-HPMLI_FN unsigned hpmli_needs(const hpml_node *n)
-{
-    static unsigned (*const needs[])(const hpml_node *) = {
-#define HPMLI_X(op, name) hpmli_##name##_needs,
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-    };
-    return needs[n->op](n);
-}
 
 enum { HPMLI_LOAD = 1, HPMLI_SAVE = 2, HPMLI_ROUND = 4 }; /* before the op; behind it; load what is f32, rounded */
 
@@ -6553,9 +6794,8 @@ HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tenso
 HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
-    unsigned needs   = back ? hpmli_needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
-    bool     product = n->op == HPML_OP_LINEAR || n->op == HPML_OP_MATMUL || n->op == HPML_OP_CONV2D ||
-                       n->op == HPML_OP_LSTM;
+    unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
+    bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
     memset(e, 0, sizeof *e);
     e->node = *n;
     memset(e->node.update, 0, sizeof e->node.update); /* steps are taken when the gradient of all blocks is there */
@@ -6578,7 +6818,7 @@ HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_nod
     unsigned     value = back ? 0 : HPMLI_SAVE;
     if (back && needs & HPMLI_NEED_OUT) value = HPMLI_LOAD;
     hpmli_edge_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
-    if (n->op == HPML_OP_LINEAR && n->saved_bytes > 0) { /* the sum before the activation, stored as the result is */
+    if (hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM) && n->saved_bytes > 0) { /* stored in halves, as the result is */
         hpml_tensor z = *n->out;
         z.data = (float *)n->saved;
         hpmli_edge_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
@@ -6599,7 +6839,7 @@ HPMLI_FN void hpmli_edge_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     const hpmli_edge    *e = (const hpmli_edge *)arg;
     const hpmli_copy    *c = e->copy;
     const hpmli_kernels *k = e->ctx->k;
-    hpml_dtype           store = e->ctx->store;
+    hpml_dtype           store = e->ctx->activation_dtype;
     uint16_t             piece[HPMLI_PIECE];
     for (int64_t tasks; tasks = hpmli_edge_tasks(e, c), task >= tasks; c++) task -= tasks;
     int64_t   at = task * HPMLI_GRAIN, n = hpmli_min(c->n - at, HPMLI_GRAIN);
@@ -6621,28 +6861,23 @@ HPMLI_FN void hpmli_edge_move(hpmli_edge *e, hpml_ctx *ctx, unsigned now)
     if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_edge_task, e);
 }
 
-HPMLI_FN bool hpmli_is_mean(hpml_op op)
-{
-    return op == HPML_OP_CROSS_ENTROPY || op == HPML_OP_BCE || op == HPML_OP_HUBER;
-}
+HPMLI_FN bool hpmli_is_mean(const hpml_node *n) { return hpmli_has_trait(n, HPMLI_OP_IS_MEAN); }
 
 /* The tensor whose samples are cut into blocks. */
-HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n->op) ? n->src[0] : n->out; }
+HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n) ? n->src[0] : n->out; }
 
 /* Number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is small. */
 HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
 {
     const hpml_tensor *y = hpmli_edge_batch(n);
-    bool    product = n->op == HPML_OP_MATMUL;
-    bool    pairs   = product || n->op == HPML_OP_CONCAT || n->op == HPML_OP_ADD || n->op == HPML_OP_SUB ||
-                      n->op == HPML_OP_MUL || n->op == HPML_OP_DIV;
+    bool    product = hpmli_has_trait(n, HPMLI_OP_PRODUCT), pairs = hpmli_has_trait(n, HPMLI_OP_PAIRS_ROWS);
     int64_t numbers = hpml_tensor_count(n->out), batch;
-    if (!y->batch_rows || n->mixes_batch || n->op == HPML_OP_BATCHNORM) return 0;
+    if (!y->batch_rows || n->mixes_batch || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH)) return 0;
     for (int i = 0; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
         bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
         if (s && s->batch_rows) numbers += hpml_tensor_count(s);
-        else if (s && (rows_meet || hpmli_is_mean(n->op))) return 0; /* s has a row for each row of the batch */
+        else if (s && (rows_meet || hpmli_is_mean(n))) return 0; /* s has a row for each row of the batch */
     }
     batch = y->shape[0] / y->batch_rows;
     int64_t rows  = hpml_tensor_count(y) / y->shape[y->ndim - 1] / batch, each = 2 * numbers / batch;
@@ -6655,7 +6890,7 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
     hpmli_edge      e;
-    if (ctx->store == HPML_DTYPE_F32 || n->op == HPML_OP_RESHAPE || n->edge.at > 0) return;
+    if (ctx->activation_dtype == HPML_DTYPE_F32 || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS) || n->edge.at > 0) return;
     const hpml_tensor *y = hpmli_edge_batch(n);
     int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = n->edge.samples = hpmli_edge_block(n);
     size_t  most  = 0;
@@ -6665,7 +6900,7 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
     }
     n->edge.at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
     n->scratch_bytes = n->edge.at + most;
-    if (block == 0 || n->saved_bytes == 0 || n->op == HPML_OP_LINEAR) return;
+    if (block == 0 || n->saved_bytes == 0 || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM)) return;
     n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64; /* a loss saves one number more */
     n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
 }
@@ -6673,9 +6908,10 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 /* Numbers that the loss n is the mean of. */
 HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
 {
-    int64_t        count = hpml_tensor_count(n->src[n->op == HPML_OP_CROSS_ENTROPY]), ignored = 0;
-    const int32_t *label = (const int32_t *)(const void *)n->src[1]->data;
-    for (int64_t i = 0; n->op == HPML_OP_CROSS_ENTROPY && i < count; i++)
+    bool           labels = hpmli_has_trait(n, HPMLI_OP_INDEX_1);
+    int64_t        count  = hpml_tensor_count(n->src[labels ? 1 : 0]), ignored = 0;
+    const int32_t *label  = (const int32_t *)(const void *)n->src[1]->data;
+    for (int64_t i = 0; labels && i < count; i++)
         ignored += label[i] == n->attr.cross_entropy.ignore;
     return (double)(count - ignored);
 }
@@ -6683,13 +6919,13 @@ HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
 /* Both passes of all ops but reshape, which copies bytes of any type. */
 HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back)
 {
-    const hpml_op_impl *op = &hpml_backend_cpu()->ops[n->op];
+    const hpml_op_impl *op = &hpmli_op_of(n)->run;
     const hpml_tensor  *y  = hpmli_edge_batch(n);
     hpml_status         status = HPML_OK;
     int64_t             block = n->edge.samples, batch = block > 0 ? y->shape[0] / y->batch_rows : 1;
-    bool                mean = block > 0 && hpmli_is_mean(n->op);
+    bool                mean = block > 0 && hpmli_is_mean(n);
     double              all = mean ? hpmli_edge_weight(n) : 1, sum = 0;
-    if (n->op == HPML_OP_RESHAPE) return back ? op->backward(run, n) : op->forward(run, n);
+    if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return back ? op->backward(run, n) : op->forward(run, n);
     for (int64_t first = 0, count; first < batch && status == HPML_OK; first += count) {
         hpmli_edge e;
         hpml_run   part = *run;
@@ -6708,8 +6944,8 @@ HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back
     return status;
 }
 
-HPMLI_PASS(edge_forward) { return hpmli_edge_run(run, n, false); }
-HPMLI_PASS(edge_backward) { return hpmli_edge_run(run, n, true); }
+HPMLI_FN hpml_status hpmli_edge_forward(const hpml_run *run, hpml_node *n) { return hpmli_edge_run(run, n, false); }
+HPMLI_FN hpml_status hpmli_edge_backward(const hpml_run *run, hpml_node *n) { return hpmli_edge_run(run, n, true); }
 
 HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
 {
@@ -6722,17 +6958,20 @@ HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>backend   the CPU backend: memory, the table of ops, optimizer steps
+// >>backend   the CPU backend: memory, sums of squares, the table of ops
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
-    if (ctx->store != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
+    if (ctx->activation_dtype != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
     return HPML_OK;
 }
 
-HPMLI_FN hpml_dtype hpmli_cpu_store(void *device) { return ((const hpml_ctx *)device)->store; }
+HPMLI_FN hpml_dtype hpmli_cpu_activation_dtype(void *device)
+{
+    return ((const hpml_ctx *)device)->activation_dtype;
+}
 
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
@@ -6826,44 +7065,17 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
     return HPML_OK;
 }
 
-HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
-{
-    double sum;
-    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
-    return sqrt(sum);
-}
+/* Steps parameters; see >>optimizers. */
+static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count);
 
-/* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. The rate
-   goes into the momentum, so that a change of either takes hold from this step on. */
-HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
+HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
 {
-    double w = hpmli_l2_norm(ctx, u->w, u->n);
-    double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
-    if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
-    if (u->bad && g - g != 0) u->lr = 0; /* what is not finite has no direction */
-    u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
-}
-
-/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r, a step of plain SGD. */
-HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, hpml_update u)
-{
-    double w = hpmli_l2_norm(ctx, u.w, u.n), r = hpmli_l2_norm(ctx, u.g, u.n);
-    u.opt = HPML_OPT_SGD, u.m = NULL, u.grad_scale = 1, u.weight_decay = 0;
-    u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
-    hpmli_update_by(ctx, &u, NULL);
-}
-
-HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
-{
-    for (int i = 0; i < count; i++) {
-        hpml_update u    = updates[i];
-        float       norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
-        if (norm > u.clip) u.grad_scale *= u.clip / norm;
-        if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
-        hpmli_update_by(ctx, &u, NULL);
-        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
-    }
-    return HPML_OK;
+    static const hpmli_op_info *const table[HPML_OP_COUNT] = {
+#define HPMLI_X(op, name) &hpmli_##name##_op,
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return table[op];
 }
 
 HPML_API const hpml_backend *hpml_backend_cpu(void)
@@ -6875,7 +7087,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
         hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        hpmli_cpu_store, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
+        hpmli_cpu_activation_dtype, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
     return &cpu;
 }
 
@@ -6883,26 +7095,353 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 // =====================================================================================================================
 
+/* An update of parameters w, from k micro-batches (k = accumulate, one call of hpml_trainer_step each; B_i samples in
+   the i-th), does in order
+
+       x, y -> inputs                       hpml_trainer_step: the next micro-batch, copied to the device
+       l_i = mean over B_i of loss          forward pass
+       G  = L a_i dl_i/dw, added from i = 2 backward pass; L: loss scale, a_i = B_i / (k B_1)
+       g  = G / (L s)                       s = sum of a_i: so g is the mean over all samples, short batches included
+       g  = g min(1, clip_norm / |g|)       |g|: norm over all parameters; overflow: no update
+       w, states = step(w, g, states)       see >>optimizers; lr by schedule and lr_rule
+       L  = L / 2 after an overflow, 2 L after 2,000 updates without one, where L is dynamic
+
+   G / (L s) and clipping are factors of the step (hpml_update.grad_scale, .clip), not passes over memory. Hooks
+   (hpml_hooks) stand between these lines: `run` replaces the second and third, `grad` is called within the third when
+   a gradient is final, `update` before the fifth. Without hooks they cost a branch. */
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>optimizers   the table of optimizers, the driver of their steps, schedules
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The step of one parameter w, from its gradient G in memory, in order:
+
+       g = grad_scale G                   grad_scale: 1 / loss scale, times clip / norm if all gradients are clipped
+       row->prepare(u, |w|, |g|)          may change rates: LARS
+       w, states = row->step(w, g, ..)    or, in a row with `direction`: r = row->step(w, g, ..), and then
+       w = w - lr r                       layer_ratio: w - lr |w| / |r| r (LAMB)
+
+   Weight decay is part of a row's formula. Built-in rows have no function `step`, but vector kernels (>>vupdate) and,
+   for devices, kernels of the device (hpml_cuda.cuh, >>gpu-update). Threads step pieces of a parameter at once. A large
+   linear layer steps each block of its weights right after the product that makes their gradient, because the block is
+   still in the cache; that needs a row whose step reads no other gradient, without prepare and direction. */
+
+#define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
+#define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
+
+HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm);
+
+/* Columns: name, hpml_opt, state_count, states { name, nonnegative, with_momentum }; lr, momentum, beta1, beta2, eps,
+   trust; nesterov, direction, layer_ratio, whole, prepare, step. In built-in rows state 0 is a first moment (a sum of
+   gradients), state 1 a second moment (of their squares). */
+static const hpml_optimizer hpmli_optimizers[] = {
+    { "sgd", HPML_OPT_SGD, 1, { { "momentum", false, true } },
+      0.01f, 0, 0, 0, 0, 0, true, false, false, false, NULL, NULL },
+    { "adagrad", HPML_OPT_ADAGRAD, 2, { { NULL, false, false }, { "square_sum", true, false } },
+      0.01f, 0, 0, 0, 1e-10f, 0, false, false, false, false, NULL, NULL },
+    { "rmsprop", HPML_OPT_RMSPROP, 2, { { "momentum", false, true }, { "square_mean", true, false } },
+      0.001f, 0, 0, 0.99f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "adam", HPML_OPT_ADAM, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "adamw", HPML_OPT_ADAMW, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-8f, 0, false, false, false, false, NULL, NULL },
+    { "lars", HPML_OPT_LARS, 1, { { "momentum", false, true } },
+      0.01f, 0.9f, 0, 0, 0, 0.001f, true, false, false, false, hpmli_lars_prepare, NULL },
+    { "lamb", HPML_OPT_LAMB, 2, { { "mean", false, false }, { "square_mean", true, false } },
+      0.001f, 0, 0.9f, 0.999f, 1e-6f, 0, false, true, true, false, NULL, NULL },
+};
+
+HPML_API const hpml_optimizer *hpml_optimizer_at(int index)
+{
+    int count = (int)(sizeof hpmli_optimizers / sizeof *hpmli_optimizers);
+    return index >= 0 && index < count ? &hpmli_optimizers[index] : NULL;
+}
+
+HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name)
+{
+    const hpml_optimizer *row = NULL;
+    for (int i = 0; name && (row = hpml_optimizer_at(i)) != NULL; i++)
+        if (strcmp(row->name, name) == 0) return row;
+    return NULL;
+}
+
+/* Returns `custom`, or the built-in row of opt where custom is NULL; NULL: there is no such row. */
+HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_optimizer *custom)
+{
+    const hpml_optimizer *row;
+    if (custom) return custom;
+    for (int i = 0; (row = hpml_optimizer_at(i)) != NULL; i++)
+        if (row->opt == opt) return row;
+    return NULL;
+}
+
+/* True if the optimizer keeps state array k when the trainer's momentum is `momentum`. */
+HPMLI_FN bool hpmli_optimizer_keeps(const hpml_optimizer *row, int k, float momentum)
+{
+    return k < row->state_count && row->states[k].name && (!row->states[k].with_momentum || momentum != 0);
+}
+
+/* Returns the value of a setting whose zero means `otherwise` and whose HPML_ZERO means zero. */
+HPMLI_FN float hpmli_default_if_zero(float value, float otherwise)
+{
+    if (value == 0) return otherwise;
+    return value == HPML_ZERO ? 0 : value;
+}
+
+/* True if `name` has 1 to 23 letters, digits and `_`, and no state before number k has the same. */
+HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
+{
+    static const char legal[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
+    const char       *name    = row->states[k].name;
+    size_t            length  = name ? strlen(name) : 0;
+    if (length < 1 || length > HPMLI_STATE_NAME || strspn(name, legal) != length) return false;
+    for (int i = 0; i < k; i++)
+        if (strcmp(row->states[i].name, name) == 0) return false;
+    return true;
+}
+
+/* Checks a row of the user's (built-in rows are right); false: an error names the field that is wrong. */
+HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
+{
+    const char *name = row->name ? row->name : "";
+    if (hpml_optimizer_find(name) == row) return true;
+    if (!*name || strlen(name) > HPMLI_OPTIMIZER_NAME)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer has %s; set .name to 1 to %d "
+                           "characters, because checkpoints hold it", *name ? "too long a name" : "no name",
+                           HPMLI_OPTIMIZER_NAME);
+    if (hpml_optimizer_find(name))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has the name of a built-in row; "
+                           "take another name, because a checkpoint names its optimizer", name);
+    if (!row->step)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has no step; set .step to a "
+                           "function", name);
+    if (row->state_count < 0 || row->state_count > HPML_MAX_STATES)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" has a state_count of %d, expected "
+                           "0 to %d (HPML_MAX_STATES)", name, row->state_count, HPML_MAX_STATES);
+    for (int k = 0; k < row->state_count; k++)
+        if (!hpmli_state_name_fits(row, k))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\": the name of state %d of %d "
+                               "is \"%.32s\", expected 1 to %d letters, digits or _, no two the same", name, k,
+                               row->state_count, row->states[k].name ? row->states[k].name : "", HPMLI_STATE_NAME);
+    if ((row->whole || row->layer_ratio) && !row->direction)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" sets %s without .direction; its "
+                           "step must write a direction over g", name, row->whole ? ".whole" : ".layer_ratio");
+    if (ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "trainer: custom_optimizer \"%s\" runs on the CPU backend only, "
+                           "this context's is \"%s\"; take a built-in row (hpml_optimizer_find)", name,
+                           ctx->backend->name);
+    return true;
+}
+
+/* Copies into g the gradient of numbers i .. i + n - 1, unscaled. Where u checks for non-finite numbers these become 0;
+   returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be their place in u->g. */
+HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, int64_t n)
+{
+    int found = 0;
+    for (int64_t j = 0; j < n; j++) {
+        g[j] = u->g[i + j] * u->grad_scale;
+        if (!u->found_nonfinite || g[j] - g[j] == 0) continue;
+        g[j]  = 0;
+        found = HPML_NONFINITE_GRADIENT;
+    }
+    return found;
+}
+
+/* Restores those of n weights that are not finite from `was` (NULL: leaves all weights) and sets the states of a number
+   to 0 where one of them is not finite. Returns HPML_NONFINITE_STEP if there was one, else 0. */
+HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *state, int64_t n)
+{
+    int found = 0;
+    for (int64_t j = 0; j < n; j++) {
+        bool lost = false;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (state[k] && state[k][j] - state[k][j] != 0) lost = true;
+        for (int k = 0; k < HPML_MAX_STATES; k++)
+            if (state[k] && lost) state[k][j] = 0;
+        if (lost) found = HPML_NONFINITE_STEP;
+        if (!was || w[j] - w[j] == 0) continue;
+        w[j]  = was[j];
+        found = HPML_NONFINITE_STEP;
+    }
+    return found;
+}
+
+/* Steps numbers i .. i + n - 1 by the row of u, where g is for their gradient. was: n floats, or NULL where the row
+   writes a direction. Returns HPML_NONFINITE_ bits. */
+HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
+{
+    float *state[HPML_MAX_STATES], *w = u->w + i;
+    int    found = hpmli_custom_gradient(u, g, i, n);
+    for (int k = 0; k < HPML_MAX_STATES; k++) state[k] = u->state[k] ? u->state[k] + i : NULL;
+    if (was) memcpy(was, w, (size_t)n * sizeof *w);
+    u->custom->step(u, w, g, state, n);
+    if (u->found_nonfinite) found |= hpmli_custom_restore(w, was, state, n);
+    return found;
+}
+
+/* Steps numbers i .. i + n - 1 of a parameter; returns HPML_NONFINITE_ bits. */
+HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64_t i, int64_t n)
+{
+    const hpml_update *u = &o->u;
+    if (u->opt != HPML_OPT_CUSTOM) {
+        float *first  = u->state[0] ? u->state[0] + i : NULL;
+        float *second = u->state[1] ? u->state[1] + i : NULL;
+        return ctx->k->opt_step(o, u->w + i, u->g + i, first, second, n);
+    }
+    if (u->custom->direction) return hpmli_custom_piece(u, u->g + i, NULL, i, n);
+    float g[HPMLI_PIECE], was[HPMLI_PIECE];
+    int   found = 0;
+    HPMLI_PIECES(at, c, n) found |= hpmli_custom_piece(u, g, was, i + at, c);
+    return found;
+}
+
+/* The step of a parameter, cut into pieces. With d, the product that makes the gradient, both go by the same blocks of
+   rows, because a block is still in the cache when its step reads it. */
+typedef struct hpmli_update_job {
+    hpml_ctx              *ctx;
+    const hpmli_gemm_desc *d;
+    hpmli_opt_args         o;
+    int64_t                piece; /* numbers of a task */
+} hpmli_update_job;
+
+HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_update_job *j = (const hpmli_update_job *)arg;
+    const hpml_update      *u = &j->o.u;
+    int64_t                 i = task * j->piece, n = hpmli_min(u->n - i, j->piece);
+    if (j->d) {
+        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
+        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+        j->ctx->k->gemm_part(&p);
+    }
+    int found = hpmli_optimizer_piece(j->ctx, &j->o, i, n);
+    if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
+}
+
+static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
+{
+    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
+    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by tiles, which have 6 or 12 */
+    if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
+    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
+}
+
+HPMLI_FN const hpml_optimizer *hpmli_update_row(const hpml_update *u)
+{
+    return hpmli_optimizer_row(u->opt, u->opt == HPML_OPT_CUSTOM ? u->custom : NULL);
+}
+
+static bool hpmli_optimizer_by_pieces(const hpml_update *u)
+{
+    const hpml_optimizer *row = hpmli_update_row(u);
+    return !row->prepare && !row->direction;
+}
+
+HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
+{
+    double sum;
+    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
+    return sqrt(sum);
+}
+
+/* LARS (You et al. 2017): lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the
+   paper's code. The rate goes into what the momentum adds up, so that a change of either has effect from this step on:
+   step then is SGD with lr 1. */
+HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm)
+{
+    double length = grad_norm + (double)u->weight_decay * weight_norm;
+    if (weight_norm > 0 && length > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * weight_norm / length);
+    if (u->found_nonfinite && length - length != 0) u->lr = 0; /* a non-finite gradient has no direction */
+    u->grad_scale *= u->lr;
+    u->weight_decay *= u->lr;
+    u->lr = 1;
+}
+
+/* Steps along the direction r that stands in the gradient's array: w -= lr r, a step of plain SGD; layer_ratio (LAMB,
+   You et al. 2020): w -= lr |w| / |r| r. */
+HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u)
+{
+    if (row->layer_ratio) {
+        double w = hpmli_l2_norm(ctx, u.w, u.n);
+        double r = hpmli_l2_norm(ctx, u.g, u.n);
+        u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
+    }
+    u.opt          = HPML_OPT_SGD;
+    u.state[0]     = NULL;
+    u.grad_scale   = 1;
+    u.weight_decay = 0;
+    hpmli_optimizer_step(ctx, &u, NULL);
+}
+
+static hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
+{
+    for (int i = 0; i < count; i++) {
+        hpml_update           u    = updates[i];
+        const hpml_optimizer *row  = hpmli_update_row(&u);
+        float                 norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
+        if (u.n == 0) continue;
+        if (norm > u.clip) u.grad_scale *= u.clip / norm;
+        if (row->prepare)
+            row->prepare(&u, hpmli_l2_norm(ctx, u.w, u.n), hpmli_l2_norm(ctx, u.g, u.n) * (double)u.grad_scale);
+        hpmli_optimizer_step(ctx, &u, NULL);
+        if (row->direction) hpmli_direction_apply(ctx, row, u);
+    }
+    return HPML_OK;
+}
+
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
+{
+    if (!s) return lr;
+    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
+    double span = (double)(s->total_steps - s->warmup_steps);
+    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
+    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
+        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
+    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
+    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
+    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
+}
+
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
+{
+    if (rule == HPML_LR_AS_GIVEN) return lr;
+    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>codec   gradients packed for the wire
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The paper prints the residual without the e that was carried in; taken literally the sums drift apart by 30 % in
-   1,000 steps, while training still looks plausible. It is here as `printed_residual`, a control.
+/* Seide et al. 2014 print the residual without the e that was carried in. Taken literally, the sums drift apart by 30 %
+   in 1,000 steps while training still looks plausible: tests show it with a codec of their own.
 
-   A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
-   our [out][in] weights and makes long columns, so that the two floats weigh little. */
+   A column of the paper, which shares its two levels, is a row here, because a row is the fan-in, contiguous in our
+   [out][in] weights, and long, so that the two floats of the levels cost little. */
 
-#define HPMLI_ROW_SIZE(name, bytes) \
-    HPMLI_FN size_t hpmli_##name##_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols) { return bytes; }
-HPMLI_ROW_SIZE(none, (size_t)cols * sizeof(float))
-HPMLI_ROW_SIZE(bf16, (size_t)cols * sizeof(uint16_t))
-HPMLI_ROW_SIZE(onebit, 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t)) /* two levels, the bits */
-HPMLI_ROW_SIZE(twobit, (size_t)((cols + 15) / 16) * sizeof(uint32_t))
-#undef HPMLI_ROW_SIZE
+HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+{
+    return (size_t)cols * sizeof(float);
+}
+
+HPMLI_FN size_t hpmli_bf16_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+{
+    return (size_t)cols * sizeof(uint16_t);
+}
+
+HPMLI_FN size_t hpmli_onebit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+{
+    return 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t); /* two levels, then the bits */
+}
+
+HPMLI_FN size_t hpmli_twobit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+{
+    return (size_t)((cols + 15) / 16) * sizeof(uint32_t);
+}
 
 HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g,
-                                       int64_t rows)
+                                       int64_t rows, const hpml_encode_info *info HPMLI_UNUSED)
 {
     if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
     return HPML_OK;
@@ -6914,10 +7453,11 @@ HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *p
     else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
 }
 
-/* The others pack one row g + e, leave in e, unless it is NULL, what was lost, and say whether all was finite: a row
-   with a NaN or an infinity must reach neither the residual, which would carry it for ever, nor the others. */
+/* Packs one row g + e and leaves in e, unless e is NULL, what packing lost. False: the row has a NaN or an infinity. */
 typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
 
+/* Packs row by row. A row with a NaN or an infinity is packed as zeros and its residual is zeroed, because a residual
+   would carry it for ever and the packed row would bring it to the other ranks. */
 HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
                                        hpmli_pack_row *pack)
 {
@@ -6925,29 +7465,24 @@ HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, floa
     for (int64_t r = 0; r < rows; r++, g += p->cols) {
         uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
         float   *er = e ? e + r * p->cols : NULL;
-        if (!pack(p, q, er, g)) {
-            memset(q, 0, p->row_size);
-            if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
-            status = HPML_ERR_NONFINITE;
-        } else if (er && p->desc.printed_residual) { /* the control */
-            p->codec->decode(p, er, q, 1, false);
-            p->kernels->vsub(er, g, er, p->cols);
-        }
+        if (pack(p, q, er, g)) continue;
+        memset(q, 0, p->row_size);
+        if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
+        status = HPML_ERR_NONFINITE;
     }
     return status;
 }
-#define HPMLI_ENCODE(name)                                                                                             \
-    HPMLI_FN hpml_status hpmli_##name##_encode(const hpml_packing *p, void *packed, float *e, const float *g,          \
-                                               int64_t rows)                                                           \
-    {                                                                                                                  \
-        return hpmli_encode_rows(p, packed, e, g, rows, hpmli_##name##_pack);                                          \
-    }
 
 HPMLI_FN bool hpmli_bf16_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
     return p->kernels->bf16_encode((uint16_t *)(void *)q, e, g, p->cols);
 }
-HPMLI_ENCODE(bf16)
+
+HPMLI_FN hpml_status hpmli_bf16_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                       const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_bf16_pack);
+}
 
 HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
@@ -6955,7 +7490,7 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
     else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
 }
 
-/* Mean of one side, 0 for an empty one, see >>onebit. */
+/* Returns the level of one side: the mean of its numbers, rounded into their range; 0 for a side without numbers. */
 HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 {
     if (row->count[side] == 0) return 0;
@@ -6975,7 +7510,12 @@ HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, con
     if (e) p->kernels->onebit_carry(e, level[0], level[1], p->cols);
     return true;
 }
-HPMLI_ENCODE(onebit)
+
+HPMLI_FN hpml_status hpmli_onebit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                         const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_onebit_pack);
+}
 
 HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
@@ -7001,8 +7541,12 @@ HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, con
     }
     return bad == 0;
 }
-HPMLI_ENCODE(twobit)
-#undef HPMLI_ENCODE
+
+HPMLI_FN hpml_status hpmli_twobit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                         const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_twobit_pack);
+}
 
 HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
@@ -7017,13 +7561,22 @@ HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void 
 
 HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
 {
-    static const hpml_codec codecs[] = {
-        { "none", true, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
-        { "bf16", false, true, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
-        { "onebit", false, true, true, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
-        { "twobit", false, true, true, hpmli_twobit_row_size, hpmli_twobit_encode, hpmli_twobit_decode },
+    static const hpml_codec codecs[] = { /* in the order of hpml_codec_kind */
+        { "none", true, false, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
+        { "bf16", false, true, false, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
+        { "onebit", false, true, true, false, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
+        { "twobit", false, true, true, false, hpmli_twobit_row_size, hpmli_twobit_encode, hpmli_twobit_decode },
+        { "topk", false, true, true, true, NULL, NULL, NULL },
+        { "lowrank", false, true, true, true, NULL, NULL, NULL },
     };
     return (unsigned)kind < sizeof codecs / sizeof codecs[0] ? &codecs[kind] : NULL;
+}
+
+HPML_API hpml_codec_kind hpml_codec_find(const char *name)
+{
+    for (int kind = 0; name && kind < HPML_CODEC_COUNT; kind++)
+        if (strcmp(name, hpml_codec_get((hpml_codec_kind)kind)->name) == 0) return (hpml_codec_kind)kind;
+    return HPML_CODEC_UNKNOWN;
 }
 
 HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols)
@@ -7035,6 +7588,8 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
     if (desc) *d = *desc;
     p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);
     if (!p->codec || d->_begin || d->_end || d->min_elements < 0 || !(d->threshold >= 0)) return HPML_ERR_ARGUMENT;
+    if (p->codec->whole_tensors) return HPML_ERR_UNSUPPORTED;
+    if (!p->codec->row_size || !p->codec->encode || !p->codec->decode) return HPML_ERR_ARGUMENT;
     if (rows < 0 || cols < 0) return HPML_ERR_SHAPE;
     if (cols > 0 && (uint64_t)rows >= SIZE_MAX / 32 / (uint64_t)cols) return HPML_ERR_OVERFLOW;
     if (d->min_elements == 0) d->min_elements = HPML_CODEC_MIN_ELEMENTS;
@@ -7044,19 +7599,20 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
     p->kernels  = hpmli_kernels_find(NULL);
     p->row_size = p->codec->row_size(d, cols);
     bool small  = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
-    if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
+    if (p->codec->exempts_small && (small || p->row_size >= none->row_size(d, cols))) {
         p->codec    = none;
         p->row_size = none->row_size(d, cols);
     }
     p->size           = ((size_t)rows * p->row_size + 3) / 4 * 4;
-    p->residual_count = p->codec->lossy && !d->no_feedback ? rows * cols : 0;
+    p->residual_count = p->codec->has_residual && !d->no_feedback ? rows * cols : 0;
     return HPML_OK;
 }
 
 HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
-                                         int64_t rows)
+                                         int64_t rows, const hpml_encode_info *info)
 {
-    return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows);
+    static const hpml_encode_info zeros = { 0, 0, 0 };
+    return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows, info ? info : &zeros);
 }
 
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows)
@@ -7070,165 +7626,158 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>trainer   the trainer: settings, creation, one step
+// >>trainer   the trainer: settings, creation, a batch in its inputs
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer.
-   The hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
+/* A trainer is a graph that ends in a loss, the settings of its steps, and what they keep: states of the optimizer, the
+   number of updates, the place in the data. Everything is checked, planned and allocated here; >>step runs it. */
 
-typedef struct hpmli_named { /* an array that checkpoints hold */
-    const char         *name;
-    float              *values; /* on the device */
-    int64_t             count;
-    struct hpmli_named *next;
-} hpmli_named;
+typedef struct hpmli_named_array { /* an array of the user's that checkpoints hold */
+    const char *name;   /* in the same allocation, behind this struct */
+    float      *values; /* on the device */
+    int64_t     count;
+    struct hpmli_named_array *next;
+} hpmli_named_array;
 
-/* What a step tells: the loss, hits and rows that count, the gradients' sum of squares. */
-typedef struct hpmli_told { float loss, none; int64_t counts[2]; double sumsq; } hpmli_told;
+/* Results of a step on the device: the loss; rows of the output whose largest number is at the label, and rows that
+   have a label; the gradients' sum of squares. They stand in the memory of the loss, because one copy to the host then
+   reads all: the planner rounds each array up to 64 bytes and gives a scalar's to no other array (hpmli_plan_slots). */
+typedef struct hpmli_step_scalars { float loss, unused; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
+typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= 64 ? 1 : -1];
+
+#define HPMLI_LOSS_SCALE_START 65536.0f /* dynamic: 2^16, and at most ... */
+#define HPMLI_LOSS_SCALE_MAX   1099511627776.0f /* 2^40, because gradients that stay 0 never overflow */
 
 struct hpml_trainer {
-    hpml_ctx         *ctx;
-    hpml_trainer_desc d;       /* resolved */
-    hpml_graph       *graph;
-    hpml_tensor      *target, *loss;
-    float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
-    hpml_update      *updates; /* (param_count) */
-    int32_t          *bad;     /* (param_count) what its last step found, see hpml_update.bad */
-    float            *host_out; /* host: a batch of the output */
-    int32_t          *host_y;  /* host: a batch of labels */
-    hpmli_named      *states;
-    hpml_hooks        hooks;
-    int               rank, ranks;
-    int64_t           global_batch, grain;
-    int64_t           fed;     /* samples in the inputs */
-    const int32_t    *labels;  /* host: of the step that is running, when its accuracy is wanted */
-    int64_t           correct, counted;
-    int64_t           step, epoch, epoch_step;
-    int32_t           micro;   /* batches since the last update */
-    int64_t           first, gathered; /* samples of the first of them, and of all; share: */
-    float             share, loss_scale; /* gathered / (accumulate first), 1 unless one is short */
-    const float      *more;    /* hpml_trainer_update_sum: NULL outside */
-    float             more_scale;
-    hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
-    int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
-    bool              looks, looked, seen; /* the update wants the gradients' norm; has it; the host has it, too */
-    bool              whole, overflowed;   /* no hook comes between backward pass and update; an infinity was there */
+    hpml_ctx           *ctx;
+    hpml_trainer_desc   d;               /* resolved */
+    hpml_graph         *graph;
+    hpml_tensor        *target, *loss;
+    const hpml_optimizer *optimizer;     /* its row */
+    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not kept */
+    hpml_update        *updates;         /* (param_count) */
+    int32_t            *found_nonfinite; /* (param_count) of the last update, see hpml_update.found_nonfinite */
+    float              *host_out;        /* host: a batch of the output */
+    int32_t            *host_y;          /* host: a batch of labels */
+    hpmli_named_array  *states;          /* list: what hpml_trainer_add_state has named */
+    hpml_hooks          hooks;
+    int                 rank, ranks;
+    int64_t             global_batch, grain; /* samples */
+    int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
+    const int32_t      *labels;          /* host: labels of this micro-batch; NULL: its accuracy is not wanted */
+    int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
+    int64_t             step, epoch, epoch_step;
+    int32_t             micro_batch;     /* micro-batches since the last update */
+    int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
+    float               accumulate_weight; /* s of the introduction above: 1 if all micro-batches are full */
+    float               loss_scale;
+    int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
+    hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
+    hpmli_step_scalars *device_scalars;  /* where they are: t->loss->data */
+    bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
+    bool                norm_ready;      /* this step: the norm is in device_scalars ... */
+    bool                norm_fetched;    /* ... and in scalars */
+    bool                update_follows;  /* no hook comes between this backward pass and the update */
+    bool                overflowed;      /* this step: a gradient is infinite or NaN because of the loss scale */
 };
-
-HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
-{
-    if (!s) return lr;
-    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
-    double span = (double)(s->total_steps - s->warmup_steps);
-    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
-    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
-        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
-    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
-    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
-    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
-}
-
-HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
-{
-    if (rule == HPML_LR_AS_GIVEN) return lr;
-    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
-}
-
-HPMLI_FN float hpmli_or(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
-{
-    return value == 0 ? otherwise : value == HPML_ZERO ? 0 : value;
-}
 
 HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
 {
-    hpml_opt opt   = desc->optimizer;
-    bool     plain = opt == HPML_OPT_SGD || opt == HPML_OPT_LARS || opt == HPML_OPT_ADAGRAD;
-    float    eps   = opt == HPML_OPT_ADAGRAD ? 1e-10f : opt == HPML_OPT_LAMB ? 1e-6f : 1e-8f;
-    *out            = *desc;
-    out->lr         = hpmli_or(desc->lr, plain ? 0.01f : 0.001f);
-    out->momentum   = hpmli_or(desc->momentum, opt == HPML_OPT_LARS ? 0.9f : 0);
-    out->beta1      = hpmli_or(desc->beta1, 0.9f);
-    out->beta2      = hpmli_or(desc->beta2, opt == HPML_OPT_RMSPROP ? 0.99f : 0.999f);
-    out->eps        = hpmli_or(desc->eps, eps);
-    out->trust      = hpmli_or(desc->trust, 0.001f);
+    const hpml_optimizer *row = hpmli_optimizer_row(desc->optimizer, desc->custom_optimizer);
+    *out = *desc;
+    if (row) {
+        out->optimizer = row->step ? HPML_OPT_CUSTOM : row->opt;
+        out->lr        = hpmli_default_if_zero(desc->lr, row->lr);
+        out->momentum  = hpmli_default_if_zero(desc->momentum, row->momentum);
+        out->beta1     = hpmli_default_if_zero(desc->beta1, row->beta1);
+        out->beta2     = hpmli_default_if_zero(desc->beta2, row->beta2);
+        out->eps       = hpmli_default_if_zero(desc->eps, row->eps);
+        out->trust     = hpmli_default_if_zero(desc->trust, row->trust);
+    }
     out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
 }
 
-/* How many state arrays the optimizer keeps for each number: bit 0 is m, bit 1 is v. */
-HPMLI_FN int hpmli_opt_states(const hpml_trainer_desc *d)
-{
-    static const int states[] = { 0, 2, 2, 3, 3, 0, 3 }; /* by hpml_opt; of the first three some have a momentum */
-    return states[d->optimizer] | (d->optimizer != HPML_OPT_ADAGRAD && d->momentum != 0);
-}
-
-/* Its number in checkpoints. LARS has another one than in older files: the layers' rates are in its momentum now. */
-HPMLI_FN int64_t hpmli_opt_saved(hpml_opt opt) { return (int64_t)opt + (opt == HPML_OPT_LARS ? 100 : 0); }
-
-/* The loss node and the input for its targets, recorded when the desc does not give them. */
-HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
+/* Records the loss and the input for its targets, unless the desc gives them; false: an error. */
+HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t)
 {
     const hpml_trainer_desc *d      = &t->d;
+    const hpml_tensor       *y      = d->output;
     bool                     labels = d->loss == HPML_LOSS_CROSS_ENTROPY;
-    hpml_cross_entropy_desc  ce = HPMLI_ZEROED;
+    hpml_cross_entropy_desc  ce     = HPMLI_ZEROED;
     if (d->loss_tensor || d->target) {
         t->loss   = d->loss_tensor;
         t->target = d->target;
         if (t->loss && t->target) return true;
-        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together (no target: input)");
+        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: .loss_tensor without .target, or the other way round; "
+                           "set both (.target is .input if there are no targets)");
     }
-    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->d.output->ndim - (labels ? 1 : 0),
-                           t->d.output->shape);
+    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, y->ndim - (labels ? 1 : 0), y->shape);
     if (!t->target) return false;
     t->target->name = "target";
-    if (t->d.output->batch_rows) t->target->batch_rows = t->d.output->batch_rows;
+    if (y->batch_rows) t->target->batch_rows = y->batch_rows;
     ce.label_smoothing = d->label_smoothing;
     switch (d->loss) {
-    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->d.output, t->target, &ce); break;
-    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(t->d.output, t->target); break;
-    case HPML_LOSS_MSE: t->loss = hpml_mse(t->d.output, t->target); break;
-    case HPML_LOSS_HUBER: t->loss = hpml_huber(t->d.output, t->target, d->huber_delta); break;
+    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(d->output, t->target, &ce); break;
+    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(d->output, t->target); break;
+    case HPML_LOSS_MSE: t->loss = hpml_mse(d->output, t->target); break;
+    case HPML_LOSS_HUBER: t->loss = hpml_huber(d->output, t->target, d->huber_delta); break;
     }
     return t->loss != NULL;
 }
 
-HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
+/* Checks that each number of the desc is in its range; false: an error names the first that is not. */
+HPMLI_FN bool hpmli_trainer_ranges_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
-    if (hpmli_failed(ctx)) return false;
-    if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
-    if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
     bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
+    const char  *warmup     = ends ? "schedule.warmup_steps, part of total_steps," : "schedule.warmup_steps";
+    const double warmup_max = ends ? (double)d->schedule.total_steps : 1e15;
     const struct { const char *name; double value, most; } in[] = {
         { "lr", (double)d->lr, 1e30 }, { "momentum", (double)d->momentum, 1 }, { "trust", (double)d->trust, 1e30 },
         { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
         { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
         { "beta1", (double)d->beta1, 0.999999 }, { "beta2", (double)d->beta2, 0.999999 },
-        { "label_smoothing", (double)d->label_smoothing, 1 }, { "optimizer", (double)d->optimizer, HPML_OPT_LAMB },
-        { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
+        { "label_smoothing", (double)d->label_smoothing, 1 }, { "loss", (double)d->loss, HPML_LOSS_HUBER },
+        { "accumulate", (double)d->accumulate, 1e9 },
         { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
-        { ends ? "schedule.warmup_steps, part of total_steps," : "schedule.warmup_steps",
-          (double)d->schedule.warmup_steps, ends ? (double)d->schedule.total_steps : 1e15 },
+        { warmup, (double)d->schedule.warmup_steps, warmup_max },
         { "schedule.gamma", (double)d->schedule.gamma, 1e30 }, { "lr_base_batch", (double)d->lr_base_batch, 1e15 },
-        { "lr_rule", (double)d->lr_rule, 2 }, { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
+        { "lr_rule", (double)d->lr_rule, HPML_LR_SQRT }, { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
     for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
         if (!(in[i].value >= 0 && in[i].value <= in[i].most))
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
                                in[i].most);
-    if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
-    if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
+    if (ends && d->schedule.total_steps < 1)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: a COSINE or LINEAR schedule needs .schedule.total_steps");
+    if (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: a STEP schedule needs .schedule.period");
     return true;
 }
 
-HPMLI_FN void hpmli_trainer_drop(void *object)
+HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
+{
+    if (hpmli_failed(ctx)) return false;
+    if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
+    if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
+    if (!hpmli_trainer_ranges_check(ctx, d)) return false;
+    const hpml_optimizer *row = hpmli_optimizer_row(d->optimizer, d->custom_optimizer);
+    if (!row)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: optimizer %d is not a built-in one; set .optimizer to an "
+                           "HPML_OPT_ value, or .custom_optimizer", (int)d->optimizer);
+    if (!hpmli_optimizer_check(ctx, row)) return false;
+    if (d->nesterov && row->nesterov && hpmli_default_if_zero(d->momentum, row->momentum) == 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: .nesterov needs a .momentum");
+    return true;
+}
+
+HPMLI_FN void hpmli_trainer_destroy(void *object)
 {
     hpml_trainer *t = (hpml_trainer *)object;
     if (t->hooks.free) t->hooks.free(t->hooks.user);
 }
 
-/* True when the loss depends on what the trainer feeds and trains. */
-HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
+/* Checks that the loss depends on .input, on .target and on a parameter that may be trained; false: an error. */
+HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 {
     const hpml_tensor *missing[2] = { t->d.input, t->target };
     for (int i = 0; i < 2 * t->graph->leaf_count; i++)
@@ -7238,38 +7787,48 @@ HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
             hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: .%s is %s, expected an input that the loss depends on",
                        i ? "target" : "input", hpmli_text(missing[i]));
     if (t->graph->grad_count == 0)
-        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
+        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained; is "
+                   "every layer frozen?");
     if (hpmli_failed(t->ctx)) hpmli_graph_leave(t->graph);
     return !hpmli_failed(t->ctx);
 }
 
-/* Everything but memory: what hpml_trainer_memory and hpml_trainer_create share. */
+/* Checks the desc, records the loss and plans the graph: all of hpml_trainer_create but its memory. NULL: an error. */
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_graph_desc gd = HPMLI_ZEROED;
-    if (!hpmli_trainer_check(ctx, desc)) return NULL;
-    hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop);
+    if (!hpmli_trainer_desc_check(ctx, desc)) return NULL;
+    hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_destroy);
     if (!t) return NULL;
     t->ctx   = ctx;
-    t->ranks = 1, t->share = 1;
+    t->ranks = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
-    bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
-    t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
-    t->scale_steps = dynamic ? 0 : -1, t->looks = dynamic || t->d.clip_norm > 0;
-    if (!hpmli_trainer_loss(t)) return NULL;
-    gd.output_count = 1, gd.outputs = &t->d.output, gd.loss = t->loss;
-    t->graph = hpml_graph_create(ctx, &gd);
-    if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
-    t->graph->trainer = t, t->graph->hooks = &t->hooks;
-    int states                 = hpmli_opt_states(&t->d);
-    t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
+    t->optimizer = hpmli_optimizer_row(t->d.optimizer, t->d.custom_optimizer);
+    bool dynamic = desc->loss_scale == 0 && hpmli_activation_dtype(ctx) == HPML_DTYPE_F16;
+    t->accumulate_weight = 1;
+    t->loss_scale        = desc->loss_scale > 0 ? desc->loss_scale : 1.0f;
+    if (dynamic) t->loss_scale = HPMLI_LOSS_SCALE_START;
+    t->scale_age  = dynamic ? 0 : -1;
+    t->wants_norm = dynamic || t->d.clip_norm > 0;
+    if (!hpmli_trainer_record_loss(t)) return NULL;
+    gd.output_count = 1;
+    gd.outputs      = &t->d.output;
+    gd.loss         = t->loss;
+    t->graph        = hpml_graph_create(ctx, &gd);
+    if (!t->graph || !hpmli_trainer_check_inputs(t)) return NULL;
+    t->graph->trainer = t;
+    t->graph->hooks   = &t->hooks;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            t->graph->memory.optimizer += t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
     return t;
 }
 
 HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out)
 {
-    if (ctx && !out) return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer memory: nowhere to write it to");
+    if (ctx && !out) return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer memory: `out` is NULL, expected a hpml_memory "
+                                       "to fill");
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (out) memset(out, 0, sizeof *out);
     if (!t) return hpml_ctx_status(ctx);
@@ -7281,19 +7840,21 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    hpmli_trainer_drop(t);
+    hpmli_trainer_destroy(t);
     memset(&t->hooks, 0, sizeof t->hooks);
     if (hooks) t->hooks = *hooks;
     hpmli_graph_place_grads(t->graph);
     return HPML_OK;
 }
 
-HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
+/* True if targets are labels, so that the output has an accuracy. */
+HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t)
 {
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
 
-/* Host memory for a batch of the output, allocated on first use; an f32 output on the CPU is in host memory already. */
+/* Returns host memory for a batch of the output: the output itself if it is in host memory in f32, else an array that
+   the first call allocates. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
     if (t->ctx->backend == hpml_backend_cpu() && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
@@ -7301,31 +7862,52 @@ HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
     return t->host_out;
 }
 
+/* Allocates a planned trainer's arrays; on failure the error is on the context. */
+HPMLI_FN void hpmli_trainer_alloc(hpml_trainer *t)
+{
+    hpml_ctx   *ctx = t->ctx;
+    hpml_graph *g   = t->graph;
+    if (hpml_graph_alloc(g) != HPML_OK) return;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            t->state[k] = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+    t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
+    t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
+    if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+    t->host_y         = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
+    t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
+}
+
+/* Fills in what stays the same in each step of parameter i. */
+HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i)
+{
+    hpml_tensor *p = t->ctx->params[i];
+    hpml_update *u = &t->updates[i];
+    u->opt      = t->d.optimizer;
+    u->custom   = t->optimizer;
+    u->user     = t->d.optimizer_user;
+    u->param    = p;
+    u->momentum = t->d.momentum;
+    u->beta1    = t->d.beta1;
+    u->beta2    = t->d.beta2;
+    u->eps      = t->d.eps;
+    u->nesterov = t->d.nesterov;
+    if (!p->grad) return;
+    u->n = hpml_tensor_count(p);
+    u->w = p->data;
+    u->g = p->grad;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        u->state[k] = t->state[k] ? t->state[k] + (p->grad - t->graph->grads) : NULL;
+}
+
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (!t) return NULL;
-    hpml_graph *g      = t->graph;
-    int         states = hpmli_opt_states(&t->d);
-    if (hpml_graph_alloc(g) == HPML_OK) {
-        if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, int32_t, ctx->param_count);
-        if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
-    }
-    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) { /* the arrays of state lie as the gradients */
-        hpml_tensor *p = ctx->params[i];
-        hpml_update *u = &t->updates[i];
-        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
-        u->eps = t->d.eps, u->nesterov = t->d.nesterov;
-        if (!p->grad) continue;
-        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
-        u->m = t->m ? t->m + (p->grad - g->grads) : NULL;
-        u->v = t->v ? t->v + (p->grad - g->grads) : NULL;
-    }
+    hpmli_trainer_alloc(t);
+    for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) hpmli_update_init(t, i);
     if (ctx->status == HPML_OK) return t;
-    if (!g->arena) hpmli_graph_leave(g);
+    if (!t->graph->arena) hpmli_graph_leave(t->graph);
     return NULL;
 }
 
@@ -7336,8 +7918,8 @@ HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->
 HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
     if (!t) return 0;
-    double batch = (double)(t->global_batch > 0 ? t->global_batch : t->graph->batch * t->ranks) * t->d.accumulate;
-    double factor = t->d.lr_base_batch > 0 ? batch / (double)t->d.lr_base_batch : 1;
+    double samples = (double)(t->global_batch > 0 ? t->global_batch : t->graph->batch * t->ranks) * t->d.accumulate;
+    double factor  = t->d.lr_base_batch > 0 ? samples / (double)t->d.lr_base_batch : 1;
     return hpml_schedule_lr(&t->d.schedule, hpml_lr_scale(t->d.lr_rule, t->d.lr, factor), t->step);
 }
 
@@ -7345,37 +7927,57 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
 {
     if (!t) return HPML_ERR_ARGUMENT;
     if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld",
-                          rank, ranks, (long long)global_batch, (long long)grain);
-    t->rank = rank, t->ranks = ranks, t->global_batch = global_batch, t->grain = grain;
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld: "
+                          "expected a rank from 0 to ranks - 1, and no negative sizes", rank, ranks,
+                          (long long)global_batch, (long long)grain);
+    t->rank         = rank;
+    t->ranks        = ranks;
+    t->global_batch = global_batch;
+    t->grain        = grain;
     return HPML_OK;
+}
+
+HPML_API float *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats)
+{
+    if (floats) *floats = t ? t->graph->grad_count : 0;
+    return t ? t->graph->grads : NULL;
+}
+
+HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param)
+{
+    if (!t || param < 0 || param >= t->graph->param_count || t->graph->param_last[param] < 0) return -1;
+    return t->ctx->params[param]->grad - t->graph->grads;
 }
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
-    hpmli_named **at, *s;
-    size_t        length = name ? strlen(name) + 1 : 0;
+    size_t length = name ? strlen(name) + 1 : 0; /* bytes */
     if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
-    for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
-    s = *at;
-    if (s) *at = s->next;
-    hpmli_free(t->ctx, s); /* which was called so */
-    s = values ? (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
+    hpmli_named_array **link = &t->states;
+    while (*link && strcmp((*link)->name, name) != 0) link = &(*link)->next;
+    hpmli_named_array *s = *link;
+    if (s) *link = s->next;
+    hpmli_free(t->ctx, s); /* the earlier array of that name */
+    s = values ? (hpmli_named_array *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
     if (!s) return t->ctx->status;
-    s->name = (const char *)memcpy(s + 1, name, length), s->values = values, s->count = count, s->next = t->states;
+    s->name   = (const char *)memcpy(s + 1, name, length);
+    s->values = values;
+    s->count  = count;
+    s->next   = t->states;
     t->states = s;
     return HPML_OK;
 }
 
-/* Puts samples into an input. */
-HPMLI_FN void hpmli_put(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
+/* Copies `samples` samples from host memory into an input. */
+HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *input, const void *from, int64_t samples)
 {
-    int64_t n = hpml_tensor_count(to) / to->shape[0] * to->batch_rows * samples;
-    t->ctx->backend->write(t->ctx->device, to->data, from, (size_t)n * hpml_dtype_size(to->dtype));
+    int64_t n = hpml_tensor_count(input) / input->shape[0] * input->batch_rows * samples;
+    t->ctx->backend->write(t->ctx->device, input->data, from, (size_t)n * hpml_dtype_size(input->dtype));
 }
 
-/* Sets the batch and fills inputs. A graph that cannot run fewer rows gets the rest as labels that do not count. */
-HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const void *y, int64_t samples)
+/* Sets the batch and copies x and y (NULL: none) into the inputs. A graph that mixes samples cannot run fewer rows than
+   it was recorded with: a short batch of labels is filled up with HPML_IGNORE, which does not count in the loss. */
+HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const void *y, int64_t samples)
 {
     hpml_graph *g    = t->graph;
     int64_t     rows = samples;
@@ -7390,71 +7992,94 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
                               "of %lld only; set drop_last in the loader", (long long)g->batch);
         rows = g->batch;
     }
-    if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
-    hpmli_put(t, t->d.input, x, samples);
+    if (hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
+    hpmli_write_samples(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
-    for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; rows > samples && i < n; i++)
-        t->host_y[i] = i < real ? ((const int32_t *)y)[i] : HPML_IGNORE;
-    hpmli_put(t, t->target, rows > samples ? t->host_y : y, rows);
+    if (rows > samples) {
+        int64_t labels = hpml_tensor_count(t->target), given = labels / rows * samples;
+        for (int64_t i = 0; i < labels; i++) t->host_y[i] = i < given ? ((const int32_t *)y)[i] : HPML_IGNORE;
+        y = t->host_y;
+    }
+    hpmli_write_samples(t, t->target, y, rows);
     return HPML_OK;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step, and the names of what is not finite in it
+// >>nonfinite   a step's scalars; the names of layers whose numbers are not finite
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
-HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
+/* A step finds a NaN or infinity in one of its scalars (loss, gradients' sum of squares) or while it steps a parameter.
+   Only then it searches for the place: it runs forward once more and checks each result. */
+
+/* Counts into t->scalars the rows of the output whose largest number is at their label, and the rows whose label is a
+   class (HPML_IGNORE is not); adds each to the confusion matrix, if there is one. On the host. */
+HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
-    const hpml_backend *b   = t->ctx->backend;
-    const hpml_tensor  *out = t->d.output;
-    int64_t             classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out), best;
-    bool                there = labels && b->correct && !confusion; /* where the outputs are */
-    if (there)
-        b->correct(t->ctx->device, t->ctx, out->dtype, out->data, (const int32_t *)(const void *)t->target->data,
-                   n / classes, classes, t->at->counts);
-    b->read(t->ctx->device, &t->told, t->at, sizeof t->told);
-    t->seen = t->looked;
-    const float *y = labels && !there ? hpmli_trainer_host_out(t) : NULL;
-    if (y && y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
-    if (y) t->told.counts[0] = t->told.counts[1] = 0;
-    for (int64_t r = 0; y && r < n / classes; r++, y += classes) {
+    const hpml_tensor *out = t->d.output;
+    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out);
+    const float       *y = hpmli_trainer_host_out(t); /* (rows, classes) */
+    if (!y) return;
+    if (y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
+    t->scalars.counts[0] = 0;
+    t->scalars.counts[1] = 0;
+    for (int64_t r = 0; r < n / classes; r++, y += classes) {
         if (labels[r] < 0 || labels[r] >= classes) continue;
-        best = 0;
+        int64_t best = 0;
         for (int64_t c = 1; c < classes; c++)
             if (y[c] > y[best]) best = c;
-        t->told.counts[0] += best == labels[r], t->told.counts[1] += 1;
+        if (best == labels[r]) t->scalars.counts[0]++;
+        t->scalars.counts[1]++;
         if (confusion) confusion[labels[r] * classes + best]++;
     }
 }
 
-/* Moves the inputs, and what is a reshape of an input, by `first` samples. */
-HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
+/* Reads the step's scalars from the device, and so waits for it. With labels (host) counts hits too, on the device if
+   its backend can and no confusion matrix is wanted. */
+HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
+{
+    const hpml_backend *b   = t->ctx->backend;
+    const hpml_tensor  *out = t->d.output;
+    int64_t             classes = out->shape[out->ndim - 1];
+    bool                on_device = labels && b->correct && !confusion;
+    if (on_device)
+        b->correct(t->ctx->device, t->ctx, out->dtype, out->data, (const int32_t *)(const void *)t->target->data,
+                   hpml_tensor_count(out) / classes, classes, t->device_scalars->counts);
+    b->read(t->ctx->device, &t->scalars, t->device_scalars, sizeof t->scalars);
+    t->norm_fetched = t->norm_ready;
+    if (labels && !on_device) hpmli_count_hits(t, labels, confusion);
+}
+
+/* Adds `samples` (negative: subtracts) to the offset of every input, and of every reshape of an input, in its array. */
+HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
-    if (first == 0) return;
-    g->first_sample += first;
-    g->shift += first;
+    if (samples == 0) return;
+    g->first_sample += samples;
+    g->shift += samples;
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
         hpml_tensor *root = x->node ? x->node->out_root : x;
         if (root->node || !root->batch_rows) continue;
-        int64_t sample = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
-        x->data = (float *)(void *)((char *)x->data + first * sample);
+        int64_t sample_bytes = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
+        x->data = (float *)(void *)((char *)x->data + samples * sample_bytes);
     }
 }
 
-/* What the steps of all parameters have found; see hpml_update.bad. */
-HPMLI_FN int32_t hpmli_trainer_bad(const hpml_trainer *t)
+/* Lets the next passes begin with sample `first` of the batch in the inputs, until hpmli_inputs_rewind by as many. */
+HPMLI_FN void hpmli_inputs_advance(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, first); }
+HPMLI_FN void hpmli_inputs_rewind(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, -first); }
+
+/* Returns the HPML_NONFINITE_ bits of all parameters' last steps. */
+HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t)
 {
-    int32_t bad = 0;
-    for (int i = 0; i < t->graph->param_count; i++) bad |= t->bad[i];
-    return bad;
+    int32_t found = 0;
+    for (int i = 0; i < t->graph->param_count; i++) found |= t->found_nonfinite[i];
+    return found;
 }
 
 HPMLI_FN double hpmli_plain_nan(double value) { return value == value ? value : fabs(value); } /* "nan", not "-nan" */
 
-/* The first of n floats that is NaN or infinite; n where there is none. */
+/* Returns the index of the first of n floats that is NaN or infinite; n: there is none. */
 HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
 {
     int64_t i = 0;
@@ -7462,19 +8087,18 @@ HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
     return i;
 }
 
-/* True when one of the numbers x of tensor y is not finite. Where the backend's sum of squares is not finite, which may
-   be an overflow, each number is looked at. */
-HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
+/* True if one of the numbers x (on the device, laid out as tensor y) is not finite. If the device's sum of squares is
+   not finite, which an overflow may be, the host checks each number. */
+HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
 {
-    int64_t     count = hpml_tensor_count(y), c;
+    int64_t     count = hpml_tensor_count(y);
     size_t      size  = hpml_dtype_size(y->dtype);
     hpml_tensor piece = *y;
     float       host[HPMLI_PIECE];
-    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->at->sumsq);
-    hpmli_trainer_tell(t, NULL, NULL);
-    if (t->told.sumsq - t->told.sumsq == 0) return false;
-    for (int64_t i = 0; i < count; i += c) {
-        c = hpmli_min(count - i, HPMLI_PIECE);
+    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->device_scalars->sumsq);
+    hpmli_read_step_scalars(t, NULL, NULL);
+    if (t->scalars.sumsq - t->scalars.sumsq == 0) return false;
+    HPMLI_PIECES(i, c, count) {
         piece.data = (float *)(void *)((char *)(uintptr_t)x + (size_t)i * size);
         hpmli_read_floats(t->ctx, &piece, c, host);
         if (hpmli_first_nonfinite(host, c) < c) return true;
@@ -7482,132 +8106,169 @@ HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float
     return false;
 }
 
-/* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
-HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
-                          const float *x, bool known)
+/* Fails with an error that names `place` of tensor y, if a number of x there is not finite, or `known` says so; false:
+   all are finite. what, value: the quantity in which the step has found a NaN or infinity. */
+HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double value, const char *place,
+                                     const hpml_tensor *y, const float *x, bool known)
 {
-    if (!known && (!x || !hpmli_nonfinite(t, y, x))) return false;
+    if (!known && (!x || !hpmli_has_nonfinite(t, y, x))) return false;
+    bool stepped = hpmli_updates_found(t) != 0;
     hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
                "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what,
-               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_trainer_bad(t) ? ""
-               : ". The rest of this step is in the parameters: go on from a checkpoint");
+               hpmli_plain_nan(value), place, y->name, (double)hpml_trainer_lr(t),
+               stepped ? ". The rest of this step is in the parameters: go on from a checkpoint" : "");
     return true;
 }
 
-/* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
-HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, double value)
+/* Finds the first layer with a NaN or infinity, by running forward once more and checking each result, and fails with
+   an error that names it. */
+HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, double value)
 {
     hpml_ctx           *ctx = t->ctx;
     hpml_graph         *g   = t->graph;
     hpml_tensor *const *p   = ctx->params;
     hpml_run            run = hpmli_run_of(g, true, g->step, 1);
-    run.sum = NULL; /* the others are elsewhere */
+    run.sum = NULL; /* a sum over all ranks would wait, because the others are not here */
     for (int i = 0; i < ctx->param_count; i++)
-        if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
+        if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
     for (int i = -g->leaf_count; i < g->count; i++) {
         const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
-        const char *where = i < 0 ? "the data of" : "the result of";
-        if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->data, false)) return ctx->status;
+        const char *place = i < 0 ? "the data of" : "the result of";
+        if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, place, y, y->data, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
+        if (hpmli_report_nonfinite(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
                       hpmli_plain_nan(value));
 }
 
-HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* reports non-finite gradients and parameters */
+/* After the parameters' steps: fails if one has found a non-finite gradient or a non-finite result. */
+HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t)
 {
-    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_trainer_bad(t) : 0;
-    bool    grad = bad & HPML_BAD_GRADIENT;
-    for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* in the order of the backward pass */
-        if (hpmli_blame(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
-                        grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
-                        t->bad[i] & (grad ? HPML_BAD_GRADIENT : HPML_BAD_STEP)))
-            break;
+    int32_t     found = t->ctx->status == HPML_OK ? hpmli_updates_found(t) : 0;
+    bool        grad  = (found & HPML_NONFINITE_GRADIENT) != 0;
+    int32_t     bit   = grad ? HPML_NONFINITE_GRADIENT : HPML_NONFINITE_STEP;
+    const char *what  = grad ? "a gradient" : "an update";
+    const char *place = grad ? "the gradient of" : "the step of parameter";
+    double      value = grad ? (double)NAN : (double)INFINITY;
+    for (int i = t->graph->param_count - 1; found && i >= 0; i--) { /* in the order of the backward pass */
+        bool here = (t->found_nonfinite[i] & bit) != 0;
+        if (hpmli_report_nonfinite(t, what, value, place, t->ctx->params[i], NULL, here)) break;
+    }
     return t->ctx->status;
 }
 
-/* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
-HPMLI_FN void hpmli_trainer_look(hpml_trainer *t)
+// ---------------------------------------------------------------------------------------------------------------------
+// >>step   one step: micro-batch, gradients, update
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* hpml_trainer_step runs the lines of the table at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
+   hpmli_step_update and hpmli_step_fill_info. Data parallelism calls two of its pieces by itself, from its hooks:
+   hpml_trainer_forward_backward and hpml_trainer_apply. */
+
+/* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs it. */
+HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
 {
-    if (!t->looked && t->looks)
+    if (!t->norm_ready && t->wants_norm)
         t->ctx->backend->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
-                               &t->at->sumsq);
-    t->looked = t->looks;
+                               &t->device_scalars->sumsq);
+    t->norm_ready = t->wants_norm;
 }
 
-/* The host looks at it, too. */
-HPMLI_FN hpml_status hpmli_trainer_see(hpml_trainer *t)
+/* Reads the norm on the host: notes an overflow due to the loss scale, fails if it is not finite without one. */
+HPMLI_FN hpml_status hpmli_grad_norm_on_host(hpml_trainer *t)
 {
-    if (!t->seen) hpmli_trainer_tell(t, NULL, NULL);
-    double sum = t->told.sumsq;
-    t->overflowed = t->scale_steps >= 0 && sum - sum != 0 && t->loss_scale > 1;
-    if (t->d.no_finite_check || t->overflowed || sum - sum == 0) return t->ctx->status;
-    return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
+    if (!t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
+    double sum    = t->scalars.sumsq;
+    bool   finite = sum - sum == 0;
+    t->overflowed = t->scale_age >= 0 && !finite && t->loss_scale > 1;
+    if (t->d.no_finite_check || t->overflowed || finite) return t->ctx->status;
+    return hpmli_find_nonfinite(t, "the gradient norm", sqrt(sum));
 }
-
-#define HPMLI_SCALE_MOST 1099511627776.0f /* 2^40: gradients that stay 0 never overflow, but the scale would */
 
 /* Halves a dynamic loss scale after an overflow and doubles it after 2,000 updates without one. */
 HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
 {
-    if (t->scale_steps < 0) return;
-    t->scale_steps = t->overflowed ? 0 : t->scale_steps + 1;
+    if (t->scale_age < 0) return;
+    t->scale_age = t->overflowed ? 0 : t->scale_age + 1;
     if (t->overflowed) t->loss_scale /= 2;
-    if (t->scale_steps < 2000) return;
-    t->scale_steps = 0;
-    if (t->loss_scale < HPMLI_SCALE_MOST) t->loss_scale *= 2;
+    if (t->scale_age < 2000) return;
+    t->scale_age = 0;
+    if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
-                                            bool accumulate, float *loss)
+/* Reads loss, and hits where they are wanted, of the pass over `samples` samples from `first` on. */
+HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
+{
+    const int32_t *labels = t->labels;
+    if (labels) labels += first * hpml_tensor_count(t->target) / t->graph->batch_now;
+    hpmli_read_step_scalars(t, labels, NULL);
+    if (!labels) return;
+    t->correct += t->scalars.counts[0];
+    t->counted += t->scalars.counts[1];
+}
+
+/* Forward and backward on what the inputs now begin with; see hpml_trainer_forward_backward. */
+HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, bool accumulate)
+{
+    hpml_graph *g      = t->graph;
+    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
+    if (status != HPML_OK) return status;
+    if (g->updates && !t->d.no_finite_check) { /* before a NaN gets into parameters, which step during this pass */
+        hpmli_read_step_scalars(t, NULL, NULL);
+        float loss = t->scalars.loss;
+        if (loss - loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)loss);
+    }
+    return hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
+}
+
+HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+                                                   bool accumulate, float *loss)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    hpml_graph *g = t->graph;
-    bool        part = samples > 0 && (first != 0 || samples != t->fed);
-    if (first < 0 || samples < 0 || first + samples > t->fed)
+    hpml_graph *g    = t->graph;
+    bool        part = samples > 0 && (first != 0 || samples != t->batch_samples);
+    if (first < 0 || samples < 0 || first + samples > t->batch_samples)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
-                          (long long)first, (long long)(first + samples), (long long)t->fed);
-    if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
-    hpmli_trainer_shift(t, first);
-    g->idle = samples == 0, g->last = t->micro + 1 == t->d.accumulate;
-    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
-    if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
-        hpmli_trainer_tell(t, NULL, NULL);
-        if (t->told.loss - t->told.loss != 0) status = hpmli_name_nonfinite(t, "the loss", (double)t->told.loss);
-    }
-    if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
+                          (long long)first, (long long)(first + samples), (long long)t->batch_samples);
+    if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
+    hpmli_inputs_advance(t, first);
+    g->idle = samples == 0;
+    g->last = t->micro_batch + 1 == t->d.accumulate;
+    hpml_status status = hpmli_forward_backward(t, grad_scale, accumulate);
     g->idle = false;
-    if (status == HPML_OK && t->whole) hpmli_trainer_look(t); /* so that the host waits once */
-    if (status == HPML_OK && samples > 0 && (loss || t->labels)) {
-        hpmli_trainer_tell(t, t->labels ? t->labels + first * hpml_tensor_count(t->target) / g->batch_now : NULL, NULL);
-        if (t->labels) t->correct += t->told.counts[0], t->counted += t->told.counts[1];
+    if (status == HPML_OK) {
+        if (t->update_follows) hpmli_grad_norm_on_device(t); /* so that the host waits once, for loss and norm */
+        if (samples > 0 && (loss || t->labels)) hpmli_read_pass(t, first);
+        if (loss) *loss = samples > 0 ? t->scalars.loss : 0;
     }
-    if (status == HPML_OK && loss) *loss = samples > 0 ? t->told.loss : 0;
-    hpmli_trainer_shift(t, -first);
+    hpmli_inputs_rewind(t, first);
     return status;
 }
 
-/* The steps of parameters, ready to be taken. */
-HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_count)
+/* Fills in what changes with each step in the updates of parameters first_param .. first_param + param_count - 1. */
+HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_count)
 {
-    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
+    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
     for (int i = first_param; i < first_param + param_count; i++) {
         const hpml_param *p = t->ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
-        u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
-        u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
-        u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
-        u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
-        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = 0;
-        u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
-        u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
-        u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
+        bool              no_decay = p->no_decay && !t->d.decay_all;
+        u->n          = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
+        u->step       = (uint64_t)t->step + 1;
+        u->lr         = lr * p->lr_scale;
+        u->grad_scale = 1 / scale;
+        u->clip       = t->d.clip_norm * scale;
+        u->sumsq      = t->d.clip_norm > 0 ? &t->device_scalars->sumsq : NULL;
+        u->weight_decay = no_decay ? 0 : t->d.weight_decay;
+        u->trust        = no_decay ? 0 : t->d.trust;
+        t->found_nonfinite[i] = 0;
+        u->found_nonfinite    = t->d.no_finite_check ? NULL : &t->found_nonfinite[i];
     }
 }
 
-HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
+HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
@@ -7615,152 +8276,251 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     if (first_param < 0 || param_count < 0)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
                           "more of both", param_count, first_param);
-    hpmli_trainer_look(t);
-    bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
-    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
+    hpmli_grad_norm_on_device(t);
+    bool host_needs_norm = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
+    if (host_needs_norm && (hpmli_grad_norm_on_host(t) != HPML_OK || t->overflowed)) return ctx->status;
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
-    hpmli_trainer_updates(t, first_param, param_count);
+    hpmli_updates_prepare(t, first_param, param_count);
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
-    return hpmli_trainer_updated(t);
+    return hpmli_updates_check(t);
 }
 
-HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
+/* Returns what a micro-batch's gradients are multiplied by, so that over all of them they add up to accumulate_weight
+   times the mean over the update's samples. A `run` hook weights its gradients itself. */
+HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
 {
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (t->looks || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
-        t->ctx->backend != hpml_backend_cpu())
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
-                          "a dynamic loss scale, LARS and LAMB");
-    t->more = more, t->more_scale = scale;
-    hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
-    return t->more = NULL, status;
+    t->accumulate_weight = 1;
+    if (t->hooks.run || t->d.accumulate == 1) return 1;
+    if (t->micro_batch == 0) {
+        t->first_batch_samples = samples;
+        t->samples_so_far      = 0;
+    }
+    t->samples_so_far += samples;
+    double first = (double)t->first_batch_samples;
+    t->accumulate_weight = (float)((double)t->samples_so_far / (first * t->d.accumulate));
+    return (float)((double)samples / first) / (float)t->d.accumulate;
 }
 
-/* What a batch's gradients are multiplied by, to add up to `share` times the mean over all samples of the update. */
-HPMLI_FN float hpmli_trainer_weigh(hpml_trainer *t, int64_t samples)
+/* Where the parameters take their step, in one call of hpml_trainer_step. */
+typedef enum hpmli_road {
+    HPMLI_NO_UPDATE,    /* nowhere: more micro-batches of this update follow */
+    HPMLI_UPDATE_EARLY, /* each with the op that makes its gradient final, because the gradient is in the cache then */
+    HPMLI_UPDATE_HOOK,  /* in hooks.update, which calls hpml_trainer_apply */
+    HPMLI_UPDATE_LOCAL  /* in hpml_trainer_apply, after the backward pass */
+} hpmli_road;
+
+/* One call of hpml_trainer_step. */
+typedef struct hpmli_step {
+    int64_t    number;    /* updates before */
+    int64_t    samples;
+    hpmli_road road;
+    double     start, traced_start; /* seconds: of hpml_now, of the timeline */
+    float      weight;    /* see hpmli_batch_weight */
+    float      lr, scale; /* learning rate; loss scale times accumulate_weight */
+    float      loss;      /* 0 unless loss_known */
+    bool       loss_known, info;
+} hpmli_step;
+
+/* Chooses the road of this micro-batch. Early steps need a host that neither waits for all gradients (a norm) nor for a
+   device, and no hook that uses gradients. */
+HPMLI_FN hpmli_road hpmli_step_road(const hpml_trainer *t)
 {
-    if (t->hooks.run || t->d.accumulate == 1) return t->share = 1;
-    if (t->micro == 0) t->first = samples, t->gathered = 0;
-    t->gathered += samples;
-    t->share = (float)((double)t->gathered / ((double)t->first * t->d.accumulate));
-    return (float)((double)samples / (double)t->first) / (float)t->d.accumulate;
+    const hpml_backend *b = t->ctx->backend;
+    if (t->micro_batch + 1 < t->d.accumulate) return HPMLI_NO_UPDATE;
+    if (t->hooks.update) return HPMLI_UPDATE_HOOK;
+    if (t->hooks.run || t->hooks.grad || t->wants_norm || b->sync || b->begin) return HPMLI_UPDATE_LOCAL;
+    return HPMLI_UPDATE_EARLY;
+}
+
+/* Copies the micro-batch into the inputs and sets what this call works with. */
+HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
+{
+    int64_t samples = s->samples;
+    s->start = hpml_now();
+    if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
+        hpml_status status = hpmli_write_batch(t, x, y, samples);
+        if (status != HPML_OK) return status;
+    }
+    t->batch_samples = samples;
+    t->correct       = 0;
+    t->counted       = 0;
+    t->norm_ready    = false;
+    t->norm_fetched  = false;
+    t->overflowed    = false;
+    t->labels        = NULL;
+    if (s->info && hpmli_is_classifier(t)) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
+    hpmli_trace_step(t->ctx, t->step);
+    s->number       = t->step;
+    s->traced_start = hpmli_trace_time(t->ctx, s->start);
+    s->weight       = hpmli_batch_weight(t, samples);
+    s->lr           = hpml_trainer_lr(t);
+    s->scale        = t->loss_scale * t->accumulate_weight;
+    s->road         = hpmli_step_road(t);
+    s->loss_known   = t->hooks.run || s->info || !t->d.no_finite_check;
+    return HPML_OK;
+}
+
+/* Forward and backward of the micro-batch, by the hook or here, with the steps of the parameters that go early. */
+HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
+{
+    hpml_status status;
+    if (t->hooks.run) status = t->hooks.run(t->hooks.user, t, s->samples, &s->loss);
+    else {
+        float *loss = s->loss_known ? &s->loss : NULL;
+        bool   updates = s->road == HPMLI_UPDATE_EARLY || s->road == HPMLI_UPDATE_LOCAL;
+        t->update_follows = updates && !t->hooks.grad;
+        if (s->road == HPMLI_UPDATE_EARLY) {
+            hpmli_updates_prepare(t, 0, t->graph->param_count);
+            t->graph->updates = t->updates;
+        }
+        status = hpml_trainer_forward_backward(t, 0, s->samples, s->weight, t->micro_batch > 0, loss);
+        t->graph->updates = NULL;
+        t->update_follows = false;
+    }
+    if (status != HPML_OK) return status;
+    if (!t->d.no_finite_check && s->loss - s->loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)s->loss);
+    return HPML_OK;
+}
+
+/* Counts the micro-batch, and after the last of an update takes the rest of the road. */
+HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t, const hpmli_step *s)
+{
+    hpml_status status = HPML_OK;
+    t->micro_batch++;
+    if (s->road == HPMLI_NO_UPDATE) return HPML_OK;
+    switch (s->road) {
+    case HPMLI_NO_UPDATE: break;
+    case HPMLI_UPDATE_EARLY: status = hpmli_updates_check(t); break;
+    case HPMLI_UPDATE_HOOK: status = t->hooks.update(t->hooks.user, t); break;
+    case HPMLI_UPDATE_LOCAL: status = hpml_trainer_apply(t, 0, t->graph->param_count); break;
+    }
+    t->micro_batch = 0;
+    if (status == HPML_OK && !t->overflowed) t->step++;
+    hpmli_trainer_rescale(t);
+    return status;
+}
+
+HPMLI_FN void hpmli_step_fill_info(hpml_trainer *t, const hpmli_step *s, hpml_step_info *info)
+{
+    if (t->norm_ready && !t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
+    memset(info, 0, sizeof *info);
+    info->step      = t->step;
+    info->epoch     = t->epoch;
+    info->samples   = s->samples;
+    info->lr        = s->lr;
+    info->loss      = s->loss;
+    info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
+    info->grad_norm = t->norm_ready ? (float)sqrt(t->scalars.sumsq) / s->scale : -1;
+    info->skipped   = t->overflowed;
+    info->seconds   = hpml_now() - s->start;
 }
 
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info)
 {
-    float  loss  = 0, lr, scale, weight;
-    double start = hpml_now();
+    hpmli_step s;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
-    if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
-        hpml_status fed = hpmli_trainer_feed(t, x, y, samples);
-        if (fed != HPML_OK) return fed;
-    }
-    t->fed     = samples;
-    t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
-    t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
-    hpmli_trace_step(t->ctx, t->step);
-    const int64_t number = t->step;
-    const double  since  = hpmli_trace_time(t->ctx, start);
-    weight = hpmli_trainer_weigh(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
-    /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
-       the op that makes its gradient final: it is still in the cache. */
-    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
-    bool early = t->whole && !t->looks && !t->ctx->backend->sync && !t->ctx->backend->begin;
-    if (early) hpmli_trainer_updates(t, 0, t->graph->param_count), t->graph->updates = t->updates;
-    hpml_status status =
-        t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                     : hpml_trainer_run_local(t, 0, samples, weight, t->micro > 0,
-                                              info || !t->d.no_finite_check ? &loss : NULL);
-    t->graph->updates = NULL, t->whole = false;
+    memset(&s, 0, sizeof s);
+    s.samples = samples;
+    s.info    = info != NULL;
+    hpml_status status = hpmli_step_begin(t, x, y, &s);
+    if (status == HPML_OK) status = hpmli_step_run(t, &s);
     if (status != HPML_OK) return status;
-    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
-    if (++t->micro == t->d.accumulate) {
-        status = early             ? hpmli_trainer_updated(t)
-                 : t->hooks.update ? t->hooks.update(t->hooks.user, t)
-                                   : hpml_trainer_update_local(t, 0, t->graph->param_count);
-        t->micro = 0;
-        t->step += status == HPML_OK && !t->overflowed;
-        hpmli_trainer_rescale(t);
-    }
-    bool known = t->hooks.run || info || !t->d.no_finite_check; /* what the loss is */
-    if (t->ctx->trace) hpmli_trace_stepped(t->ctx, number, since, known ? loss : (float)NAN);
-    if (!info || status != HPML_OK) return status;
-    memset(info, 0, sizeof *info);
-    info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
-    info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
-    if (t->looked && !t->seen) hpmli_trainer_tell(t, NULL, NULL);
-    info->grad_norm = t->looked ? (float)sqrt(t->told.sumsq) / scale : -1;
-    info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
-    return HPML_OK;
+    status = hpmli_step_update(t, &s);
+    if (t->ctx->trace) hpmli_trace_stepped(t->ctx, s.number, s.traced_start, s.loss_known ? s.loss : (float)NAN);
+    if (info && status == HPML_OK) hpmli_step_fill_info(t, &s, info);
+    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>fit   passes over data, evaluation, prediction
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A loader over `data` that fits the trainer. */
+/* Fails if a sample of the data has not the shape and type of the model's input and target. */
+HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool augments)
+{
+    const hpml_tensor *x = t->d.input, *y = t->target;
+    int64_t x_data = hpmli_cropped(data), x_model = hpml_tensor_count(x) / t->graph->batch; /* numbers of a sample */
+    int64_t y_model = hpml_tensor_count(y) / t->graph->batch;
+    bool    tokens = data->x_dtype == HPML_DTYPE_I32; /* pixels become floats */
+    bool    x_fits = x_data == x_model && x->dtype == (tokens ? HPML_DTYPE_I32 : HPML_DTYPE_F32);
+    bool    y_fits = !data->y || (data->y_size == y_model && data->y_dtype == y->dtype);
+    if (!x_fits || !y_fits)
+        return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of "
+                           "%s to learn, the model takes %lld of %s and %lld of %s", (long long)x_data,
+                           hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
+                           (long long)x_model, hpml_dtype_name(x->dtype), (long long)y_model,
+                           hpml_dtype_name(y->dtype));
+    bool moves = augments || data->x_crop > 0 || memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0;
+    if (x->layout == HPML_NHWC && moves)
+        return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
+                           "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
+                           "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x),
+                           hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
+    return true;
+}
+
+/* Creates a loader over `data` for this trainer: in order and all samples to evaluate, else this rank's share; NULL: an
+   error, or no data. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
 {
     hpml_loader_desc d = HPMLI_ZEROED;
-    const hpml_tensor *x = t->d.input, *y = t->target;
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpmli_graph_whole(t->graph);
-    int64_t have  = hpmli_cropped(data), need = hpml_tensor_count(x) / t->graph->batch;
-    int64_t learn = hpml_tensor_count(y) / t->graph->batch;
-    if (have != need || x->dtype != (data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32) ||
-        (data->y && (data->y_size != learn || data->y_dtype != y->dtype)))
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of %s "
-                          "to learn, the model takes %lld of %s and %lld of %s", (long long)have,
-                          hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
-                          (long long)need, hpml_dtype_name(x->dtype), (long long)learn, hpml_dtype_name(y->dtype));
     if (given) d = *given;
-    if (x->layout == HPML_NHWC && (d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0 || data->x_crop > 0 ||
-                                   memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0))
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
-                          "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
-                          "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x),
-                          hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
+    if (!hpmli_data_fits(t, data, d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0)) return NULL;
     if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
         return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",
                           d.batch, (long long)t->graph->batch);
     if (evaluate) d.in_order = true;
-    else if (d.ranks == 0)
-        d.rank = t->rank, d.ranks = t->ranks, d.global_batch = t->global_batch, d.grain = t->grain;
+    else if (d.ranks == 0) {
+        d.rank         = t->rank;
+        d.ranks        = t->ranks;
+        d.global_batch = t->global_batch;
+        d.grain        = t->grain;
+    }
     return hpml_loader_create(t->ctx, data, &d);
 }
 
-static uint64_t hpmli_loader_mark(const hpml_loader *l); /* see >>loader */
+static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and order; see >>loader */
 
-HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start,
-                                     int64_t *samples, int64_t *steps)
+/* What one call of fit counts. */
+typedef struct hpmli_fit {
+    double  start;   /* seconds */
+    int64_t samples, updates;
+} hpmli_fit;
+
+/* Trains from the trainer's place in the data to the end of the epoch. HPML_ERR_STOPPED: the callback or max_steps has
+   ended the fit. */
+HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, hpmli_fit *f)
 {
     hpml_batch     b;
     hpml_step_info info;
     hpml_loader_seek(l, t->epoch, t->epoch_step);
     while (hpml_loader_next(l, &b)) {
-        hpml_status status;
-        int64_t     before = t->step;
-        bool        last   = b.index + 1 == hpml_loader_steps(l);
+        int64_t before = t->step;
+        bool    last   = b.index + 1 == hpml_loader_steps(l);
         t->graph->first_sample = b.first;
-        status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
+        hpml_status status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
         if (status != HPML_OK) return status;
-        t->epoch += last;
+        if (last) t->epoch++;
         t->epoch_step = last ? 0 : b.index + 1;
-        *samples += b.samples;
-        *steps += t->step - before;
+        f->samples += b.samples;
+        f->updates += t->step - before;
         if (d->on_step) {
-            info.epoch_step = b.index + 1, info.epoch_steps = hpml_loader_steps(l);
-            info.seconds = hpml_now() - start, info.samples_per_second = (double)*samples / info.seconds;
+            info.epoch_step         = b.index + 1;
+            info.epoch_steps        = hpml_loader_steps(l);
+            info.seconds            = hpml_now() - f->start;
+            info.samples_per_second = (double)f->samples / info.seconds;
             if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
         }
-        if (d->max_steps > 0 && *steps >= d->max_steps && !last) return HPML_ERR_STOPPED;
+        if (d->max_steps > 0 && f->updates >= d->max_steps && !last) return HPML_ERR_STOPPED;
     }
     return t->ctx->status;
 }
@@ -7768,9 +8528,8 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
 {
     hpml_fit_desc d;
-    hpml_status   status  = HPML_OK;
-    int64_t       samples = 0, steps = 0;
-    double        start = hpml_now();
+    hpml_status   status = HPML_OK;
+    hpmli_fit     f      = { hpml_now(), 0, 0 };
     if (!t) return HPML_ERR_ARGUMENT;
     if (!HPMLI_TAKE(t->ctx, "fit", d, desc)) return t->ctx->status;
     if (d.epochs < 0 || d.max_steps < 0)
@@ -7783,68 +8542,89 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         status = t->hooks.data(t->hooks.user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
     }
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
-        if (d.max_steps > 0 && steps >= d.max_steps) break; /* they ended with a pass */
-        status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
+        if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last of them ended an epoch */
+        status = hpmli_fit_epoch(t, l, &d, &f);
     }
     hpml_loader_free(l);
     hpmli_graph_whole(t->graph);
-    if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
-    /* reports non-finite values that a device found in the last step */
+    if (status == HPML_ERR_STOPPED && d.max_steps > 0 && f.updates >= d.max_steps) status = HPML_OK;
+    /* waits for the device, which returns an error if its last step has found a non-finite number */
     if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
     return status;
 }
 
-/* Names the sample whose loss is not finite, of a batch that begins with sample `first`, by running one at a time. */
-HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_t samples)
+/* Fails with an error that names the sample whose loss is not finite, among `samples` in the inputs that begin with
+   number `first` of the data, by running one sample at a time. */
+HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64_t samples)
 {
     hpml_graph *g    = t->graph;
-    double      loss = (double)t->told.loss;
+    double      loss = (double)t->scalars.loss;
     bool        found = false;
     for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
-        if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
-        hpmli_trainer_shift(t, i);
+        if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
+        hpmli_inputs_advance(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
-        hpmli_trainer_shift(t, -i);
+        hpmli_inputs_rewind(t, i);
         if (status != HPML_OK) return status;
-        hpmli_trainer_tell(t, NULL, NULL);
-        found = t->told.loss - t->told.loss != 0;
-        if (found) loss = (double)t->told.loss, first += i, samples = 1;
+        hpmli_read_step_scalars(t, NULL, NULL);
+        found = t->scalars.loss - t->scalars.loss != 0;
+        if (!found) continue;
+        loss = (double)t->scalars.loss;
+        first += i;
+        samples = 1;
     }
     return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "evaluate: the loss of sample %lld%s is %g: look at the data, and "
                       "whether training has left the parameters finite", (long long)first,
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
+/* Adds one batch to the metrics, accuracy: the number of hits; false: an error. */
+HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
+{
+    bool classifier = hpmli_is_classifier(t);
+    if (!b->y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
+    if (hpmli_failed(t->ctx) || hpmli_write_batch(t, b->x, b->y, b->samples) != HPML_OK) return false;
+    if (hpml_graph_forward(t->graph, false, 0) != HPML_OK) return false;
+    hpmli_read_step_scalars(t, classifier ? (const int32_t *)b->y : NULL, out->confusion);
+    if (!t->d.no_finite_check && t->scalars.loss - t->scalars.loss != 0) {
+        hpmli_evaluate_report(t, out->samples, b->samples);
+        return false;
+    }
+    out->loss += (double)t->scalars.loss * (double)b->samples;
+    out->samples += b->samples;
+    if (!classifier) return true;
+    out->accuracy += (double)t->scalars.counts[0];
+    *counted += t->scalars.counts[1];
+    return true;
+}
+
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
 {
     hpml_batch b;
-    int64_t    correct = 0, counted = 0, *confusion;
+    int64_t    counted = 0;
     double     start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
     hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
-    confusion = out->confusion;
+    int64_t *confusion = out->confusion;
     memset(out, 0, sizeof *out);
     out->confusion = confusion;
-    while (hpml_loader_next(l, &b)) {
-        if (!b.y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
-        if (hpmli_failed(t->ctx) || hpmli_trainer_feed(t, b.x, b.y, b.samples) != HPML_OK ||
-            hpml_graph_forward(t->graph, false, 0) != HPML_OK)
-            break;
-        hpmli_trainer_tell(t, hpmli_classifies(t) ? (const int32_t *)b.y : NULL, confusion);
-        if (!t->d.no_finite_check && t->told.loss - t->told.loss != 0) {
-            hpmli_evaluate_blame(t, out->samples, b.samples);
-            break;
-        }
-        out->loss += (double)t->told.loss * (double)b.samples;
-        out->samples += b.samples;
-        if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
-    }
+    while (hpml_loader_next(l, &b) && hpmli_evaluate_batch(t, &b, out, &counted)) {}
     hpml_loader_free(l);
     hpmli_graph_whole(t->graph);
     if (out->samples > 0) out->loss /= (double)out->samples;
-    out->accuracy = counted > 0 ? (double)correct / (double)counted : -1;
+    out->accuracy = counted > 0 ? out->accuracy / (double)counted : -1;
     out->seconds  = hpml_now() - start;
+    return t->ctx->status;
+}
+
+/* Runs the forward pass without the node of the loss, because there are no targets. */
+HPMLI_FN hpml_status hpmli_predict_pass(hpml_trainer *t)
+{
+    hpml_graph *g   = t->graph;
+    hpml_run    run = hpmli_run_of(g, false, 0, 1);
+    for (int i = 0; i < g->count; i++)
+        if (g->nodes[i]->out != t->loss && hpmli_run_node(g, &run, i, false) != HPML_OK) break;
     return t->ctx->status;
 }
 
@@ -7855,24 +8635,20 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g = t->graph;
     hpmli_graph_whole(g);
-    int64_t each = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
-    int64_t row  = hpml_tensor_count(t->d.output) / g->batch;
+    int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
+    int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* both of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
-        int64_t n = samples - i < g->batch ? samples - i : g->batch;
-        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
-        hpmli_put(t, t->d.input, (const char *)x + i * each, n);
-        for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
-            hpml_run run = hpmli_run_of(g, false, 0, 1);
-            if (g->nodes[p]->out == t->loss) continue;
-            if (hpmli_run_node(g, &run, p, false) != HPML_OK) break;
-        }
-        if (t->ctx->status != HPML_OK) break;
-        hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
-        int64_t at = t->d.no_finite_check ? n * row : hpmli_first_nonfinite(out + i * row, n * row);
-        if (at < n * row)
+        int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
+        if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
+        hpmli_write_samples(t, t->d.input, (const char *)x + i * x_bytes, n);
+        if (hpmli_predict_pass(t) != HPML_OK) break;
+        hpmli_read_floats(t->ctx, t->d.output, floats, out + i * out_floats);
+        if (t->d.no_finite_check) continue;
+        int64_t at = hpmli_first_nonfinite(out + i * out_floats, floats);
+        if (at < floats)
             hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the data, and "
-                       "whether training has left the parameters finite", (long long)(at % row),
-                       (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
+                       "whether training has left the parameters finite", (long long)(at % out_floats),
+                       (long long)(i + at / out_floats), hpmli_plain_nan((double)out[i * out_floats + at]));
     }
     hpmli_graph_whole(g);
     return t->ctx->status;
@@ -7886,9 +8662,9 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 // >>files   reading files, writing files that appear whole
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* No file is trusted. What a reader copies is read and not mapped, because a mapped file that another program cuts
-   short kills this process (SIGBUS). A file that is written goes to a temporary name in the same folder, is synced,
-   renamed, and the folder is synced: at any moment the name holds the old content or the new one. */
+/* Files are untrusted input. Readers that copy data use read(), not mmap(), because a mapped file that another program
+   truncates kills this process (SIGBUS). A writer writes to a temporary name in the same folder, syncs the file,
+   renames it and syncs the folder: at any moment the final name holds the old content or the new content. */
 
 #if HPMLI_POSIX
 #if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these */
@@ -7897,14 +8673,14 @@ FILE   *fdopen(int fd, const char *mode);
 int     fileno(FILE *f);
 int     fsync(int fd);
 int     ftruncate(int fd, off_t size);
-ssize_t readlink(const char *path, char *target, size_t room);
+ssize_t readlink(const char *path, char *target, size_t size);
 #endif
 #if defined(O_NOFOLLOW)
 #define HPMLI_NOFOLLOW O_NOFOLLOW
 #elif defined(__O_NOFOLLOW) /* glibc's under -std=c99 */
 #define HPMLI_NOFOLLOW __O_NOFOLLOW
 #else
-#define HPMLI_NOFOLLOW O_EXCL /* refuses links too, and any file that is already there */
+#define HPMLI_NOFOLLOW O_EXCL /* refuses links, but any other existing file as well */
 #endif
 #endif
 
@@ -7912,7 +8688,7 @@ typedef struct hpmli_file {
     hpml_ctx            *ctx;
     const char          *path;
     FILE                *in;    /* NULL: closed */
-    const unsigned char *bytes; /* (size), once the file is mapped or read as a whole */
+    const unsigned char *bytes; /* (size) the content, if the file was mapped or read as a whole; else NULL */
     size_t               size;  /* of the file, in bytes */
     bool                 mapped;
 #ifdef HPML_USE_ZLIB
@@ -7937,10 +8713,10 @@ HPMLI_FN void hpmli_file_close(hpmli_file *f)
     f->bytes = NULL;
 }
 
-/* Destructor of objects that begin with a file. */
-HPMLI_FN void hpmli_file_drop(void *object) { hpmli_file_close((hpmli_file *)object); }
+/* The destructor of context-owned objects whose first member is a hpmli_file. */
+HPMLI_FN void hpmli_file_destroy(void *object) { hpmli_file_close((hpmli_file *)object); }
 
-/* Opens a regular file that is not empty; pipes, devices and folders are refused without waiting for them. */
+/* Opens a regular file that is not empty. Pipes, devices and folders are refused, without blocking on them. */
 HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
     memset(f, 0, sizeof *f);
@@ -7972,7 +8748,8 @@ HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
     return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
 }
 
-/* Reads the next bytes, unpacked where they are gzipped; returns how many: fewer than asked for at the end. */
+/* Reads the next `size` bytes and returns the number read, which is smaller at the end of the file. Gzipped files are
+   decompressed; their size then counts decompressed bytes. */
 HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
 {
     size_t got = 0;
@@ -7986,14 +8763,14 @@ HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
     return got;
 }
 
-/* Reads the next `size` bytes; with fewer there is an error. */
+/* Reads exactly `size` bytes; fails if the file ends before. */
 HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size)
 {
     return hpmli_file_next(f, to, size) == size ||
            hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
 }
 
-/* Opens a file and reads all of it, or maps it: then it must not become shorter while it is open. */
+/* Opens a file and reads all of it into memory, or maps it; a mapped file must not be truncated while it is open. */
 HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
 {
     if (!hpmli_file_open(ctx, f, path)) return false;
@@ -8020,16 +8797,17 @@ HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, b
 typedef struct hpmli_writer {
     hpml_ctx *ctx;
     FILE     *f;
-    char     *path, *temporary; /* path: what the caller's name leads to */
-    uint64_t  size, synced;     /* bytes written, and those of them that are on the disk */
+    char     *path, *temporary; /* the final name, with symbolic links resolved; the name while writing */
+    uint64_t  size, synced;     /* bytes written; bytes written at the last sync */
     int       error;            /* errno of the first failure; 0: none */
-    int       fd;               /* POSIX: the temporary file; holds its lock until the file has its name; -1: none */
-    bool      direct;           /* into a device or a pipe: no temporary file */
+    int       fd;               /* POSIX: the temporary file, locked until it is renamed; -1: none */
+    bool      direct;           /* the target is a device or a pipe: no temporary file, no rename */
 } hpmli_writer;
 
 #if HPMLI_POSIX
-/* Follows the symbolic links that end a path, so that a save replaces the file and not a link to it. */
-HPMLI_FN bool hpmli_follow(char *path, size_t room)
+/* Replaces a path that names a symbolic link by the link's target, so that a save replaces the file and not the link.
+   `size`: bytes that `path` can hold. False: too many links, or too long a path. */
+HPMLI_FN bool hpmli_resolve_links(char *path, size_t size)
 {
     char target[4096];
     for (int links = 0; links < 40; links++) {
@@ -8037,7 +8815,7 @@ HPMLI_FN bool hpmli_follow(char *path, size_t room)
         if (n < 0) return true; /* no link */
         char  *name = strrchr(path, '/');
         size_t kept = name && target[0] != '/' ? (size_t)(name + 1 - path) : 0;
-        if (kept + (size_t)n >= room) break;
+        if (kept + (size_t)n >= size) break;
         memcpy(path + kept, target, (size_t)n);
         path[kept + (size_t)n] = 0;
     }
@@ -8045,9 +8823,9 @@ HPMLI_FN bool hpmli_follow(char *path, size_t room)
     return false;
 }
 
-/* Whether the file open as w->fd may be overwritten: locked, owned by this user, no link, still under its temporary
-   name. */
-HPMLI_FN bool hpmli_temporary_ours(const hpmli_writer *w)
+/* True if the existing temporary file open as w->fd may be overwritten: this process could lock it, this user owns it,
+   it has no second link, and the temporary name still refers to it. */
+HPMLI_FN bool hpmli_temporary_is_ours(const hpmli_writer *w)
 {
     struct stat mine, there;
     if (flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || stat(w->temporary, &there) != 0)
@@ -8056,8 +8834,8 @@ HPMLI_FN bool hpmli_temporary_ours(const hpmli_writer *w)
            mine.st_dev == there.st_dev;
 }
 
-/* Empties the temporary file, gives it the mode of the file that it will replace (NULL: there is none), and opens a
-   stream on it. */
+/* Truncates the temporary file, gives it the permissions of the file that it will replace (`old`, NULL: a new file),
+   and opens the stream w->f on it. */
 HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
 {
     struct stat mine;
@@ -8074,60 +8852,63 @@ HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
     return false;
 }
 
-/* Opens "path.tmp", so that a save reuses what a killed one has left there. Where another writer has it, or it is a
-   link, or not ours, or there are no locks, a numbered name is made that nothing else has. */
-HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t room)
+/* Opens "path.tmp", so that a save overwrites the temporary file of an earlier save that was killed. If that name is
+   locked by another writer, a link, owned by another user, or cannot be locked, a new numbered name is created instead.
+   `size`: bytes that w->temporary can hold. */
+HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t size)
 {
     struct stat old;
     bool        exists = stat(w->path, &old) == 0;
     for (int n = 0; n < 100; n++) {
-        if (n == 0) snprintf(w->temporary, room, "%s.tmp", w->path);
-        else snprintf(w->temporary, room, "%s.tmp%ld-%d", w->path, (long)getpid(), n);
+        if (n == 0) snprintf(w->temporary, size, "%s.tmp", w->path);
+        else snprintf(w->temporary, size, "%s.tmp%ld-%d", w->path, (long)getpid(), n);
         int flags = O_RDWR | O_CREAT | O_NONBLOCK | HPMLI_NOFOLLOW;
         w->fd = open(w->temporary, n == 0 ? flags : flags | O_EXCL, exists ? 0600 : 0666);
         if (w->fd < 0 && n > 0 && errno != EEXIST) break;
         if (w->fd < 0) continue;
-        if (n > 0 || hpmli_temporary_ours(w)) return hpmli_temporary_take(w, exists ? &old : NULL);
+        if (n > 0 || hpmli_temporary_is_ours(w)) return hpmli_temporary_take(w, exists ? &old : NULL);
         close(w->fd);
     }
     w->error = errno;
     return false;
 }
 
-/* Syncs the folder, so that a crash of the machine does not take the new name away. */
+/* Syncs the folder of the renamed file, because otherwise the rename could be lost in a crash of the machine. */
 HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
 {
-    char *folder = w->temporary, *end = strrchr(folder, '/'); /* unused now, because the file has been renamed */
+    char *folder = w->temporary, *end = strrchr(folder, '/'); /* this name is free now: the file has been renamed */
     if (end) end[end == folder] = 0;
     else strcpy(folder, ".");
     int fd = open(folder, O_RDONLY);
-    if (fd < 0) w->error = errno == EACCES ? 0 : errno; /* a folder that may be written to but not read */
+    if (fd < 0) w->error = errno == EACCES ? 0 : errno; /* EACCES: a folder that may be written but not read */
     else if (fsync(fd) != 0 && errno != EINVAL) w->error = errno; /* EINVAL: a file system that cannot sync folders */
     if (fd >= 0) close(fd);
     return w->error == 0;
 }
 #endif
 
-/* seeks: the start of the file is written last, which a pipe does not allow. */
+/* Opens a file for writing; it appears under its name in hpmli_writer_close. seeks: the caller will rewrite the start
+   of the file at the end, which pipes and devices do not allow. */
 HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path, bool seeks)
 {
-    size_t room = 4096 + 48; /* bytes: the longest path that systems accept, and a number */
+    size_t name_size = 4096 + 48; /* bytes: the longest path of any system, and a suffix */
     memset(w, 0, sizeof *w);
-    w->ctx = ctx, w->fd = -1;
+    w->ctx = ctx;
+    w->fd  = -1;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
     if (strlen(path) >= 4096)
         return hpmli_false(ctx, HPML_ERR_WRITE, "\"%.64s...\": cannot write: %s", path, strerror(ENAMETOOLONG));
-    w->temporary = (char *)hpmli_alloc(ctx, 2 * room); /* and the path behind it */
+    w->temporary = (char *)hpmli_alloc(ctx, 2 * name_size); /* one block for both names */
     if (!w->temporary) return false;
-    w->path = strcpy(w->temporary + room, path);
+    w->path = strcpy(w->temporary + name_size, path);
 #if HPMLI_POSIX
     struct stat there;
     w->direct = stat(path, &there) == 0 && !S_ISREG(there.st_mode);
     if (w->direct && seeks) w->error = ESPIPE;
     else if (w->direct) w->f = fopen(path, "wb");
-    else if (hpmli_follow(w->path, 4096)) hpmli_temporary_open(w, room);
+    else if (hpmli_resolve_links(w->path, 4096)) hpmli_temporary_open(w, name_size);
 #else
-    snprintf(w->temporary, room, "%s.tmp", w->path);
+    snprintf(w->temporary, name_size, "%s.tmp", w->path);
     w->f = fopen(w->temporary, "wb");
 #endif
     if (w->f) return true;
@@ -8138,20 +8919,21 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     return false;
 }
 
+/* Appends bytes. Errors are kept in the writer; hpmli_writer_close reports the first. */
 HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
 {
     if (size > 0 && !w->error && fwrite(bytes, 1, size, w->f) != size) w->error = errno ? errno : EIO;
     w->size += size;
 }
 
-/* Rewinds: the next writes replace the start of the file. */
+/* Seeks to the start of the file: the next writes replace its first bytes. */
 HPMLI_FN void hpmli_write_start(hpmli_writer *w)
 {
     if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
 }
 
-/* Writes large data. A progress callback is called each time that 64 MB more are on the disk, so that the sync at the
-   end is short. */
+/* Appends large data. With a progress callback, the file is synced after each 64 MB and the callback is called, so that
+   the last sync is short and the callback's count of bytes is true. */
 HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
 {
     const size_t         piece    = (size_t)64 << 20;
@@ -8168,38 +8950,44 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
     }
 }
 
-/* The file appears now, or an error says why not; with `keep` false nothing appears. */
+/* Closes the writer. keep: the file appears under its final name, or the call fails with an error; without keep the
+   temporary file is removed and the call cannot fail. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
-    bool here = false; /* the file is under its final name */
+    bool renamed = false; /* the file is under its final name */
 #if HPMLI_POSIX
-    if (good && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
+    if (good && !w->direct) good = fsync(w->fd) == 0; /* the data must be on the disk before the rename */
 #endif
     if (!good && !w->error) w->error = errno ? errno : EIO;
-    if (fclose(w->f) != 0 && good) good = false, w->error = errno;
+    if (fclose(w->f) != 0 && good) {
+        good     = false;
+        w->error = errno;
+    }
     w->f = NULL;
-    if (good && !w->direct) good = here = rename(w->temporary, w->path) == 0;
+    if (good && !w->direct) good = renamed = rename(w->temporary, w->path) == 0;
     if (!good && !w->error) w->error = errno;
-    if (!here && !w->direct) remove(w->temporary);
+    if (!renamed && !w->direct) remove(w->temporary);
 #if HPMLI_POSIX
-    if (here) good = hpmli_folder_sync(w);
+    if (renamed) good = hpmli_folder_sync(w);
     if (w->fd >= 0) close(w->fd);
 #endif
     if (keep && !good)
-        hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot %s: %s", w->path, here ? "sync its folder" : "write",
+        hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot %s: %s", w->path, renamed ? "sync its folder" : "write",
                    strerror(w->error));
     hpmli_free(w->ctx, w->temporary);
     return good || !keep ? HPML_OK : HPML_ERR_WRITE;
 }
 
-HPMLI_FN uint64_t hpmli_little(const unsigned char *p, int bytes)
+/* Reads a little-endian integer of 1 to 8 bytes. */
+HPMLI_FN uint64_t hpmli_read_little(const unsigned char *p, int bytes)
 {
     uint64_t x = 0;
     for (int i = bytes - 1; i >= 0; i--) x = x << 8 | p[i];
     return x;
 }
 
+/* Appends a little-endian integer of 1 to 8 bytes. */
 HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
 {
     unsigned char p[8];
@@ -8211,10 +8999,10 @@ HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
 // >>json   UTF-8, decimal numbers, JSON
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Bytes of the UTF-8 character that a text begins with, 1 to 4; 0: it begins with none. */
+/* Returns the length in bytes (1 to 4) of the UTF-8 character at the start of a text, 0 if there is no valid one. */
 HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
 {
-    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length; a longer form than needed is none */
+    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length: overlong forms are invalid */
     const unsigned char  *p = (const unsigned char *)text;
     size_t                n = 2;
     if (size > 0 && p[0] < 0x80) return 1;
@@ -8231,7 +9019,7 @@ HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
     return good ? n : 0;
 }
 
-/* Whether all of a text is UTF-8. */
+/* True if all of a text is valid UTF-8. */
 HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
 {
     for (size_t n; size > 0; text += n, size -= n)
@@ -8239,21 +9027,21 @@ HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
     return true;
 }
 
-#define HPMLI_F32_END 3.4028235677973366e38 /* from here on numbers round to an infinite f32 */
+#define HPMLI_F32_END 3.4028235677973366e38 /* the smallest double that rounds to an infinite f32 */
 
-/* big = by big + add, in 32-bit words, the lowest first. */
-HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t by, uint32_t add)
+/* big = factor big + add; big: an integer of 32-bit words, the lowest first. */
+HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t factor, uint32_t add)
 {
     uint64_t carry = add;
     for (int i = 0; i < words; i++) {
-        carry += (uint64_t)big[i] * by;
+        carry += (uint64_t)big[i] * factor;
         big[i] = (uint32_t)carry;
         carry >>= 32;
     }
 }
 
-/* Sign of digits 10^exponent - x, exactly: both become whole numbers. Digits after the 200th only tell whether there is
-   more, because the middle of two floats has no more than 113 of them. */
+/* Returns the sign of digits 10^exponent - x, computed exactly with big integers. Digits after the 200th only matter by
+   being zero or not, because the middle of two neighbouring floats has at most 113 significant digits. */
 HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
 {
     enum { WORDS = 64 };
@@ -8268,7 +9056,8 @@ HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t expon
         else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
         digits += digits > 0 || *p != '0';
     }
-    big[1][0] = (uint32_t)mantissa, big[1][1] = (uint32_t)(mantissa >> 32);
+    big[1][0] = (uint32_t)mantissa;
+    big[1][1] = (uint32_t)(mantissa >> 32);
     for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
     for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
     for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
@@ -8278,7 +9067,7 @@ HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t expon
     return more;
 }
 
-/* w 10^exponent, wrong by less than 2^-50 of it in what f32 holds. */
+/* Returns w 10^exponent with a relative error below 2^-50 within the range of f32. */
 HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
 {
     static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
@@ -8293,22 +9082,28 @@ HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
     return d;
 }
 
-/* A decimal number, whatever the locale; *out as f32 is the float that is nearest to it, infinite beyond all of them.
-   Returns the end, or NULL when there is none. */
+/* Parses a decimal number, independently of the locale. *out rounds to the f32 nearest to the number (infinity beyond
+   the largest). Returns the position after the number, or NULL if there is none. */
 HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
 {
     const double slack = 1.0 / ((int64_t)1 << 50);
     uint64_t     w = 0; /* the first 19 digits */
-    int64_t      exponent = 0, given = 0, behind = 0;
+    int64_t      exponent = 0, given = 0, decimals = 0; /* of w; after the e; digits after the point */
     int          digits = 0;
     bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
     if (p < end && (*p == '-' || *p == '+')) p++;
     const char *start = p;
     for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
         if (*p == '.') { point = true; continue; }
-        any = true, behind += point;
-        if (digits < 19) w = 10 * w + (uint64_t)(*p - '0'), exponent -= point;
-        else exponent += !point, cut = cut || *p != '0';
+        any = true;
+        decimals += point;
+        if (digits < 19) {
+            w = 10 * w + (uint64_t)(*p - '0');
+            exponent -= point;
+        } else {
+            exponent += !point;
+            cut = cut || *p != '0';
+        }
         digits += digits > 0 || *p != '0';
     }
     if (!any) return NULL;
@@ -8324,9 +9119,9 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     double d = hpmli_decimal_near(w, exponent + given);
     bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
     float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
-    if (least < most) { /* near the middle of two floats */
+    if (least < most) { /* too near to the middle of two floats to know which one is nearest: compare exactly */
         double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
-        int    side   = hpmli_decimal_compare(start, stop, given - behind, middle);
+        int    side   = hpmli_decimal_compare(start, stop, given - decimals, middle);
         d = side < 0 ? (double)least : middle;
         if (side > 0) d = (double)most;
     }
@@ -8334,15 +9129,17 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     return p;
 }
 
-/* JSON, in memory of our own, in which strings are unescaped in place. Strict as safetensors' own reader is, but for a
-   tuple of Python, (2, 3,), which is read as well, and for strings with a NUL, which C cannot hold. */
+/* A JSON reader for a private, writable copy of the text, in which strings are unescaped in place. It accepts and
+   refuses the same texts as safetensors' own reader, with two exceptions: Python tuples, (2, 3,), are accepted for .npy
+   headers, and strings that contain a NUL are refused, because C strings cannot hold one. */
 
 typedef struct hpmli_json {
-    char *p, *end;
-    bool  bad;
+    char *p, *end; /* the next character; the end of the text */
+    bool  bad;     /* a syntax error was found; every later call does nothing */
 } hpmli_json;
 
-HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next */
+/* Skips blanks, then consumes c if it is the next character; returns whether it was. */
+HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c)
 {
     while (j->p < j->end && (*j->p == ' ' || *j->p == '\n' || *j->p == '\t' || *j->p == '\r')) j->p++;
     if (j->p >= j->end || *j->p != c) return false;
@@ -8350,9 +9147,11 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next *
     return true;
 }
 
+/* Consumes c; anything else is a syntax error. */
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 
-HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* takes true, false or null if it comes next */
+/* Consumes `word` (true, false, null) if it comes next; returns whether it did. */
+HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word)
 {
     size_t n = strlen(word);
     hpmli_json_is(j, ' '); /* skips blanks */
@@ -8361,7 +9160,7 @@ HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* takes true, fa
     return true;
 }
 
-/* Takes backslash uXXXX; false: there is none. */
+/* Consumes one escape of the form backslash uXXXX (a UTF-16 unit); false: there is none. */
 HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
 {
     char hex[5] = { 0 };
@@ -8372,8 +9171,8 @@ HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
     return strspn(hex, "0123456789abcdefABCDEF") == 4;
 }
 
-/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on a pair of them does. 0 would end the
-   text. */
+/* Consumes backslash uXXXX, or the surrogate pair of a character from 0x10000 on, and appends the character at *to in
+   UTF-8. False: the escape is invalid, or is 0, which would end a C string. */
 HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
 {
     uint32_t code, low = 0;
@@ -8383,13 +9182,14 @@ HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
         if (!hpmli_json_unit(j, &low) || low >> 10 != 0x37) return false;
         code = 0x10000 + ((code & 0x3ff) << 10) + (low & 0x3ff);
     }
-    j->p--; /* at the last digit */
+    j->p--; /* stay on the last digit, because the caller steps over one character */
     for (uint32_t most = 0x80; code >= most && more < 3; more++) most = more == 0 ? 0x800 : 0x10000;
     *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
     while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
     return true;
 }
 
+/* Consumes a string, unescapes it in place and returns it; "" after a syntax error. */
 HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
 {
     char *start, *to;
@@ -8398,19 +9198,21 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
         if (*j->p == '\\') {
             static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f";
             const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
-            if (at) j->p++, *to++ = is[at - of];
-            else if (!hpmli_json_unicode(j, &to)) j->bad = true;
+            if (at) {
+                j->p++;
+                *to++ = is[at - of];
+            } else if (!hpmli_json_unicode(j, &to)) j->bad = true;
         } else if ((unsigned char)*j->p < 32) j->bad = true;
         else *to++ = *j->p;
     }
     if (j->p >= j->end) j->bad = true;
     if (j->bad) return "";
     j->p++;
-    *to = 0; /* at the latest in the place of the closing quote */
+    *to = 0; /* at or before the closing quote, because unescaping never makes a string longer */
     return start;
 }
 
-/* How many decimal digits come next. */
+/* Returns the number of decimal digits at p. */
 HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
 {
     const char *start = p;
@@ -8418,7 +9220,7 @@ HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
     return p - start;
 }
 
-/* A whole number that is not negative. */
+/* Consumes a non-negative integer. */
 HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
 {
     uint64_t v = 0;
@@ -8433,7 +9235,8 @@ HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
     return j->bad ? 0 : v;
 }
 
-/* Before element n of a list: takes the bracket or the comma in front of it; false at the end, and when it is bad. */
+/* Called before element n of a list or object: consumes the opening bracket (n = 0) or the comma in front of the
+   element. False at the closing bracket, which is consumed, and after a syntax error. */
 HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
 {
     if (n == 0) hpmli_json_want(j, open);
@@ -8442,7 +9245,7 @@ HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
     return !j->bad && !(close == ')' && hpmli_json_is(j, close));
 }
 
-/* Upper bound of the number of elements of the list or object that comes next, which is not consumed. */
+/* Returns an upper bound of the number of elements of the list or object that comes next; consumes nothing. */
 HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
 {
     int64_t count = 1;
@@ -8458,14 +9261,14 @@ HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
     return count;
 }
 
-/* An array of numbers, of which it takes the first `room`; returns how many there are. *product: of all, when it is
-   wanted; more than 64 bits are bad. */
-HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int room, uint64_t *product)
+/* Consumes a list of non-negative integers, stores the first `capacity` of them and returns how many there are.
+   *product (NULL: not wanted) is multiplied by each; an overflow of 64 bits is a syntax error. */
+HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int capacity, uint64_t *product)
 {
     int n = 0;
     for (; hpmli_json_next(j, n, open, close); n++) {
         uint64_t number = hpmli_json_number(j);
-        if (n < room) out[n] = number > INT64_MAX ? INT64_MAX : (int64_t)number;
+        if (n < capacity) out[n] = number > INT64_MAX ? INT64_MAX : (int64_t)number;
         if (!product) continue;
         if (number > 0 && *product > UINT64_MAX / number) j->bad = true;
         *product *= number;
@@ -8473,7 +9276,7 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *o
     return n;
 }
 
-/* Leaves out a number of any kind, as JSON writes them: 1.5e-7, but not .5, 5., 05 or +5. */
+/* Skips a number in JSON's syntax: 1.5e-7, but not .5, 5., 05 or +5. */
 HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
 {
     double      v   = 0;
@@ -8487,7 +9290,7 @@ HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
     j->p += end - j->p;
 }
 
-/* Leaves out a value of any kind, with brackets up to `depth` deep. */
+/* Skips a value of any kind, with brackets nested at most `depth` deep. */
 HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
 {
     hpmli_json_is(j, ' '); /* skips blanks */
@@ -8510,18 +9313,19 @@ HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
 // >>dataset   datasets; images as data: IDX, CIFAR
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A dataset and its arrays, in one block. A slice is a bare hpml_dataset. */
+/* A dataset that owns its arrays, which follow it in the same block of memory. A slice is a hpml_dataset alone. */
 typedef struct hpmli_samples {
     hpml_dataset  d;
     char         *x;
-    int32_t      *y;               /* labels, or targets in f32 */
-    unsigned char vocabulary[256]; /* of text: the byte of each token */
+    int32_t      *y;               /* labels; targets in f32 use the same memory */
+    unsigned char vocabulary[256]; /* text datasets: the byte that each token stands for */
     int           vocabulary_size;
 } hpmli_samples;
 
 HPML_API void hpml_dataset_free(hpml_dataset *d) { if (d) hpmli_free(d->ctx, d); }
 
-/* The end of every reader. After an error it lets go of what it has; labels say how many classes there are. */
+/* Every reader ends with this call: it frees the dataset and returns NULL after an error; otherwise it sets the number
+   of classes to the largest label + 1 where labels are integers. */
 HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
 {
     bool    bad    = s && s->d.ctx->status != HPML_OK;
@@ -8532,14 +9336,14 @@ HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
     return s && !bad ? &s->d : NULL;
 }
 
-/* Room for samples, sizes checked; NULL and an error when there is none. */
+/* Allocates a dataset with uninitialized samples; NULL and an error if the sizes overflow or memory is exhausted. */
 HPMLI_FN hpmli_samples *hpmli_samples_new(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                           const int64_t *x_shape, hpml_dtype y_dtype, int64_t y_size)
 {
     const size_t head = (sizeof(hpmli_samples) + 63) / 64 * 64; /* the arrays begin at multiples of 64 bytes */
-    int64_t      each = hpmli_shape_count(x_ndim, x_shape);
+    int64_t      sample_size = hpmli_shape_count(x_ndim, x_shape); /* elements */
     size_t       xs, ys;
-    if (each < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)each, &xs) ||
+    if (sample_size < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)sample_size, &xs) ||
         !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul(4, (size_t)y_size, &ys) ||
         !hpmli_mul((size_t)count, ys, &ys) || xs > SIZE_MAX / 4 || ys > SIZE_MAX / 8)
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
@@ -8548,8 +9352,14 @@ HPMLI_FN hpmli_samples *hpmli_samples_new(hpml_ctx *ctx, int64_t count, hpml_dty
     if (!s) return NULL;
     memset(s, 0, sizeof *s);
     hpml_dataset *d = &s->d;
-    d->ctx = ctx, d->owner = s, d->x_scale = 1.0f / 255.0f;
-    d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y_size;
+    d->ctx     = ctx;
+    d->owner   = s;
+    d->x_scale = 1.0f / 255.0f;
+    d->count   = count;
+    d->x_dtype = x_dtype;
+    d->x_ndim  = x_ndim;
+    d->y_dtype = y_dtype;
+    d->y_size  = y_size;
     for (int i = 0; i < HPML_MAX_DIMS; i++) d->x_shape[i] = i < x_ndim ? x_shape[i] : 1;
     d->x = s->x = (char *)s + head;
     if (ys > 0) d->y = s->y = (int32_t *)(void *)(s->x + xs);
@@ -8573,7 +9383,7 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
     return hpmli_dataset_done(s);
 }
 
-/* Where x and y of a sample begin. */
+/* Return the address of x, of y of sample i. */
 HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i)
 {
     int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
@@ -8594,31 +9404,35 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
                           (long long)count, (long long)first, (long long)d->count);
     s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
     if (!s) return NULL;
-    *s = *d, s->owner = NULL, s->count = count;
-    s->x = hpmli_sample_x(d, first);
+    *s = *d;
+    s->owner = NULL;
+    s->count = count;
+    s->x     = hpmli_sample_x(d, first);
     if (d->y) s->y = hpmli_sample_y(d, first);
     return s;
 }
 
 #ifdef HPML_USE_ZLIB
-/* Unpacks `want` bytes that stand behind a header. Memory grows with what comes, because the header may lie. */
+/* Decompresses the `want` bytes after the header into f->bytes. The block grows with the data read, because a false
+   header could ask for any amount of memory. */
 HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
-    size_t room = 0, got = 0;
+    size_t capacity = 0, got = 0;
     bool   more = true;
     char   extra;
-    while (more && got == room && room < want) {
-        room = room == 0 ? (size_t)1 << 20 : 2 * room;
-        if (room > want) room = want;
-        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, room);
+    while (more && got == capacity && capacity < want) {
+        capacity = capacity == 0 ? (size_t)1 << 20 : 2 * capacity;
+        if (capacity > want) capacity = want;
+        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, capacity);
         if (!p) return false;
         if (got > 0) memcpy(p, f->bytes, got);
         hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
         f->bytes = p;
-        size_t n = hpmli_file_next(f, p + got, room - got);
-        more = n > 0, got += n;
+        size_t n = hpmli_file_next(f, p + got, capacity - got);
+        more = n > 0;
+        got += n;
     }
-    more = hpmli_file_next(f, &extra, 1) == 1; /* which reads the checksum behind the data as well */
+    more = hpmli_file_next(f, &extra, 1) == 1; /* reading past the end makes zlib check the checksum, too */
     int wrong;
     gzerror(f->gz, &wrong);
     if (wrong < 0) return hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", f->path);
@@ -8628,8 +9442,9 @@ HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 }
 #endif
 
-/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes; may be gzipped. Reads the
-   header, and of a gzipped file the data as well: *want bytes. */
+/* Opens an IDX file, the format of MNIST: bytes 0, 0, type, number of dimensions; the sizes as big-endian u32; the
+   data; the whole may be gzipped. Reads the header into `sizes` and *want (bytes of data); the data of a gzipped file
+   is decompressed into f->bytes at once. */
 HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes, size_t *want)
 {
     unsigned char head[16];
@@ -8665,7 +9480,7 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int
                        *want, f->size - length);
 }
 
-/* The data behind the header. */
+/* Copies the `want` bytes of data of a file opened by hpmli_idx_open. */
 HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want)
 {
     if (f->bytes) memcpy(to, f->bytes, want);
@@ -8680,13 +9495,14 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     hpmli_samples *s = NULL;
     if (hpmli_failed(ctx)) return NULL;
     if (hpmli_idx_open(ctx, &fx, images, 3, shape, &xs) && hpmli_idx_open(ctx, &fy, labels, 1, &count, &ys)) {
-        images_count = shape[0], shape[0] = 1; /* channels */
+        images_count = shape[0];
+        shape[0]     = 1; /* channels */
         if (images_count == count) s = hpmli_samples_new(ctx, count, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
         else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
                         (long long)images_count, labels, (long long)count);
     }
     if (s && hpmli_idx_read(&fx, s->x, xs)) {
-        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y, made wider in place */
+        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y: widened in place */
         hpmli_idx_read(&fy, bytes, ys);
         for (int64_t i = 0; i < count; i++) s->y[i] = bytes[i];
     }
@@ -8695,7 +9511,7 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     return hpmli_dataset_done(s);
 }
 
-/* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
+/* CIFAR-10's binary format: records of one label byte and 3072 bytes of pixels, the planes R, G, B. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
     const int64_t  shape[3] = { 3, 32, 32 };
@@ -8736,13 +9552,14 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
 typedef struct hpmli_csv {
     hpml_ctx   *ctx;
     const char *path, *p, *end;
-    const char *names;            /* the header line; NULL: there is none */
-    int64_t     line, columns;    /* lines begun; fields of each */
-    int64_t     label, room;      /* column of the label, or -1; samples that there is memory for */
+    const char *names;            /* the header line; NULL: the file has none */
+    int64_t     line, columns;    /* number of the current line, from 1; fields of a line */
+    int64_t     label, capacity;  /* column of the label, or -1; samples that there is memory for */
     char        separator;
 } hpmli_csv;
 
-/* Reads a field into [*text, *stop), without blanks and quotes around it. True: another field follows on the line. */
+/* Reads the next field into [*text, *stop), without surrounding blanks and quotes. Returns true if another field
+   follows on the same line. */
 HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop)
 {
     const char *p = c->p;
@@ -8755,16 +9572,19 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
     bool another = p < c->end && *p == c->separator;
     c->p = p < c->end ? p + 1 : p;
     while (p > *text && (p[-1] == ' ' || p[-1] == '\r' || p[-1] == '\t')) p--;
-    if (quoted && p - *text > 1 && p[-1] == '"') ++*text, p--;
+    if (quoted && p - *text > 1 && p[-1] == '"') {
+        ++*text;
+        p--;
+    }
     *stop = p;
     return another;
 }
 
-/* Counts the columns. The first line is a header if no field of it is a number, because a row of data taken for a
-   header would be lost. */
-HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
+/* Counts the columns of the first line. The line is a header only if none of its fields is a number, because a row of
+   data taken for a header would be lost silently. */
+HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
-    static const char none[][4] = { "nan", "inf" }; /* count as numbers here, although as data they are errors */
+    static const char nonfinite[][4] = { "nan", "inf" }; /* numbers here; as data they are errors later */
     const char *start = c->p, *text, *stop;
     bool        more = true, numbers = false, words = false;
     double      v;
@@ -8773,14 +9593,19 @@ HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
         int64_t size = stop - text;
         bool    number = hpmli_parse_number(text, stop, &v) == stop && size > 0;
         for (int i = 0; i < 2 && size >= 3; i++)
-            number = number || ((stop[-3] | 32) == none[i][0] && (stop[-2] | 32) == none[i][1] &&
-                                (stop[-1] | 32) == none[i][2] && (size == 3 || (size == 4 && *text == '-')));
-        numbers = numbers || number, words = words || (size > 0 && !number);
+            number = number || ((stop[-3] | 32) == nonfinite[i][0] && (stop[-2] | 32) == nonfinite[i][1] &&
+                                (stop[-1] | 32) == nonfinite[i][2] && (size == 3 || (size == 4 && *text == '-')));
+        numbers = numbers || number;
+        words   = words || (size > 0 && !number);
     }
     if (words && !numbers) c->names = start;
-    else c->p = start, c->line--;
+    else { /* data: read this line again */
+        c->p = start;
+        c->line--;
+    }
 }
 
+/* Fails with the file, line, column, the column's name in the header, and the text of a field. */
 HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t column, const char *text, const char *stop,
                              const char *expected)
 {
@@ -8794,13 +9619,13 @@ HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t col
                end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
 }
 
-/* Parses a line into a sample. */
+/* Parses a line into the next sample. */
 HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
-    bool        more = true, fits = s && s->d.count < c->room; /* what does not fit is no whole row, see below */
-    bool        first = !c->names && (!s || s->d.count == 0);  /* the line may be meant as a header */
+    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory: the row has too few fields */
+    bool        first = !c->names && (!s || s->d.count == 0); /* the user may have meant this line as a header */
     for (; more; column++) {
         double v = 0;
         more = hpmli_csv_field(c, &text, &stop);
@@ -8824,8 +9649,8 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
     else s->d.count++;
 }
 
-/* Memory for as many samples as the rest can hold: each takes a line, and two bytes a field. NULL without an error: not
-   even one. */
+/* Allocates as many samples as the rest of the file can hold: a sample takes a line, and at least two bytes a field.
+   given: the label's column as the caller numbers it. NULL without an error: the rest is too short for one sample. */
 HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
 {
     int64_t columns = c->columns, lines = 1;
@@ -8835,10 +9660,10 @@ HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtyp
         return hpmli_null(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld", c->path,
                           (long long)columns, (long long)given);
     for (const char *p = c->p; p < c->end; p++) lines += *p == '\n';
-    c->room = hpmli_min(lines, (c->end - c->p + 1) / (2 * columns));
+    c->capacity = hpmli_min(lines, (c->end - c->p + 1) / (2 * columns));
     columns -= c->label >= 0;
-    if (c->room == 0) return NULL;
-    hpmli_samples *s = hpmli_samples_new(c->ctx, c->room, HPML_DTYPE_F32, 1, &columns, y_dtype, c->label >= 0);
+    if (c->capacity == 0) return NULL;
+    hpmli_samples *s = hpmli_samples_new(c->ctx, c->capacity, HPML_DTYPE_F32, 1, &columns, y_dtype, c->label >= 0);
     if (s) s->d.count = 0;
     return s;
 }
@@ -8850,14 +9675,18 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     hpmli_samples *s = NULL;
     bool           begun = false;
     if (hpmli_failed(ctx) || !hpmli_file_whole(ctx, &f, path, false)) return NULL;
-    c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
-    if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
-    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
+    c.ctx       = ctx;
+    c.path      = path;
+    c.p         = (const char *)f.bytes;
+    c.end       = c.p + f.size;
+    c.separator = ',';
+    if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the byte order mark of spreadsheets */
+    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the separator: the first of , ; tab on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
     while (c.p < c.end && ctx->status == HPML_OK) {
         if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
         c.line++;
-        if (c.columns == 0) { hpmli_csv_first(&c); continue; }
+        if (c.columns == 0) { hpmli_csv_first_line(&c); continue; }
         if (!begun) s = hpmli_csv_samples(&c, label_column, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
         begun = true;
         if (ctx->status == HPML_OK) hpmli_csv_row(&c, s);
@@ -8873,9 +9702,9 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
 {
     hpmli_samples *s = NULL;
     hpmli_file     f;
-    int32_t        of[256], *token;
+    int32_t        token_of[256], *token;
     size_t         total = 0, at = 0;
-    bool           used[256] = { false };
+    bool           used[256] = { false }; /* bytes that occur */
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || context < 1)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
@@ -8889,9 +9718,9 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
                    (long long)context);
     if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, (int64_t)total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
     if (!s) return NULL;
-    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x, made wider in place */
+    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x: bytes widened to i32 in place */
     for (int i = 0; i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
-        if (f.size > total - at) f.size = total - at; /* it grew */
+        if (f.size > total - at) f.size = total - at; /* the file grew meanwhile */
         if (hpmli_file_read(&f, text + at, f.size)) at += f.size;
         hpmli_file_close(&f);
     }
@@ -8899,14 +9728,17 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
         hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
     for (size_t i = 0; i < at; i++) used[text[i]] = true;
     for (int c = 0; c < 256; c++) {
-        of[c] = s->vocabulary_size;
+        token_of[c] = s->vocabulary_size;
         if (used[c] || bytes) s->vocabulary[s->vocabulary_size++] = (unsigned char)c;
     }
     token  = (int32_t *)(void *)s->x;
     s->d.y = token + 1;
-    for (size_t i = 0; i < at; i++) token[i] = of[text[i]];
-    s->d.count -= context, s->d.x_ndim = 1, s->d.classes = s->vocabulary_size;
-    s->d.x_shape[0] = s->d.y_size = context, s->d.x_step = s->d.y_step = 1; /* one begins at every place */
+    for (size_t i = 0; i < at; i++) token[i] = token_of[text[i]];
+    s->d.count -= context;
+    s->d.classes    = s->vocabulary_size;
+    s->d.x_ndim     = 1;
+    s->d.x_shape[0] = s->d.y_size = context;
+    s->d.x_step     = s->d.y_step = 1; /* a sample begins at every character */
     return hpmli_dataset_done(s);
 }
 
@@ -8921,21 +9753,22 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 // >>npy   numpy arrays and packed records
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* .npy: \x93NUMPY, version 1 0 (2 0, 3 0), length of the header u16 (u32), a Python dict as text, the data. */
+/* A .npy file: \x93NUMPY; version 1 0, 2 0 or 3 0; length of the header as u16 (version 1) or u32; the header, a Python
+   dict as text; the data. */
 
-/* What comes after 'key': in the dict; "" when it is not there. */
+/* Returns the text after 'key': in the dict, "" if the key is missing. */
 HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
 {
     char *p = strstr(header, key);
     return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
 }
 
-/* Makes f8 and i8 values f4 and i4, in place; false and an error where one does not fit. */
+/* Converts f8 values to f4, i8 values to i4, in place; fails if a value is out of range. */
 HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
         double  v;
-        int64_t w = (int64_t)hpmli_little((const unsigned char *)data + 8 * i, 8);
+        int64_t w = (int64_t)hpmli_read_little((const unsigned char *)data + 8 * i, 8);
         memcpy(&v, &w, 8);
         float   x = (float)v;
         int32_t n = (int32_t)w;
@@ -8950,15 +9783,16 @@ HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype
     return true;
 }
 
-/* Reads the header, to `header`, zeroed; returns the bytes in front of the data, 0 when there is none to read. */
-HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t room)
+/* Reads the header's text into `header`, which is zeroed and holds `capacity` bytes. Returns the offset of the data in
+   the file, 0 if this is no .npy file. */
+HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t capacity)
 {
     unsigned char start[12] = { 0 };
     bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
-    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length; versions 2 and 3 have more */
+    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length field */
     good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
-    size_t length = (size_t)hpmli_little(start + 8, (int)field);
-    good = good && length > 0 && length < room && hpmli_file_next(f, header, length) == length;
+    size_t length = (size_t)hpmli_read_little(start + 8, (int)field);
+    good = good && length > 0 && length < capacity && hpmli_file_next(f, header, length) == length;
     return good ? 8 + field + length : 0;
 }
 
@@ -9015,7 +9849,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
         hpmli_table_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
     hpmli_table_add(&text, "), }");
     n = text.used;
-    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
+    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data begin at a multiple of 64 bytes */
     header[n++] = '\n';
     void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
     if (!host || hpmli_transfer(t, "save", NULL, host, hpml_tensor_count(t), false) != HPML_OK ||
@@ -9031,40 +9865,41 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
-struct hpml_record_writer {
+struct hpml_records_writer {
     hpmli_writer w;
-    uint64_t    *offsets; /* (count) */
+    uint64_t    *offsets; /* (count) where each record begins */
     int64_t      count, capacity;
 };
 
-/* One that was not finished leaves no file. */
-HPMLI_FN void hpmli_record_writer_drop(void *object)
+/* The destructor: a file that was not finished is discarded. */
+HPMLI_FN void hpmli_records_writer_destroy(void *object)
 {
-    hpml_record_writer *w = (hpml_record_writer *)object;
+    hpml_records_writer *w = (hpml_records_writer *)object;
     if (w->w.f) hpmli_writer_close(&w->w, false);
     hpmli_free(w->w.ctx, w->offsets);
 }
 
-HPMLI_FN void hpmli_record_head(hpml_record_writer *w, uint64_t index)
+/* Writes the head of the file; index: offset of the index behind the records. */
+HPMLI_FN void hpmli_records_head(hpml_records_writer *w, uint64_t index)
 {
     hpmli_write(&w->w, "HPMLREC1", 8);
     hpmli_write_little(&w->w, (uint64_t)w->count, 8);
     hpmli_write_little(&w->w, index, 8);
 }
 
-HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
+HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path)
 {
     if (hpmli_failed(ctx)) return NULL;
-    hpml_record_writer *w = (hpml_record_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_record_writer_drop);
+    hpml_records_writer *w = (hpml_records_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_records_writer_destroy);
     if (!w || !hpmli_writer_open(ctx, &w->w, path, true)) {
         hpmli_free(ctx, w);
         return NULL;
     }
-    hpmli_record_head(w, 0);
+    hpmli_records_head(w, 0);
     return w;
 }
 
-HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size)
+HPML_API hpml_status hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size)
 {
     if (!w || hpmli_failed(w->w.ctx)) return w ? w->w.ctx->status : HPML_ERR_ARGUMENT;
     if (!hpmli_grow(w->w.ctx, &w->offsets, w->count, &w->capacity, sizeof *w->offsets)) return w->w.ctx->status;
@@ -9073,7 +9908,7 @@ HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, s
     return HPML_OK;
 }
 
-HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
+HPML_API hpml_status hpml_records_finish(hpml_records_writer *w)
 {
     if (!w) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx   = w->w.ctx;
@@ -9081,35 +9916,38 @@ HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
     for (int64_t i = 0; i < w->count; i++) hpmli_write_little(&w->w, w->offsets[i], 8);
     hpmli_write_little(&w->w, index, 8);
     hpmli_write_start(&w->w);
-    hpmli_record_head(w, index);
+    hpmli_records_head(w, index);
     hpml_status status = hpmli_writer_close(&w->w, ctx->status == HPML_OK);
     hpmli_free(ctx, w);
     return ctx->status != HPML_OK ? ctx->status : status;
 }
 
-HPML_API void hpml_record_abandon(hpml_record_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
+HPML_API void hpml_records_abandon(hpml_records_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
 
-struct hpml_record_file {
+struct hpml_records_file {
     hpmli_file           file;
     int64_t              count;
-    const unsigned char *index; /* (count + 1) u64 */
+    const unsigned char *index; /* (count + 1) offsets as little-endian u64: record i is [index[i], index[i + 1]) */
 };
 
-HPMLI_FN hpml_record_file *hpmli_record_open(hpml_ctx *ctx, const char *path, bool map)
+HPMLI_FN hpml_records_file *hpmli_records_open(hpml_ctx *ctx, const char *path, bool map)
 {
     uint64_t count = 0, index = 0, last = 24;
     if (hpmli_failed(ctx)) return NULL;
-    hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
+    hpml_records_file *f = (hpml_records_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_destroy);
     if (!f || !hpmli_file_whole(ctx, &f->file, path, map)) {
         hpmli_free(ctx, f);
         return NULL;
     }
     const hpmli_file *in = &f->file;
-    if (in->size >= 32) count = hpmli_little(in->bytes + 8, 8), index = hpmli_little(in->bytes + 16, 8);
+    if (in->size >= 32) {
+        count = hpmli_read_little(in->bytes + 8, 8);
+        index = hpmli_read_little(in->bytes + 16, 8);
+    }
     bool good = index >= 24 && index <= in->size && memcmp(in->bytes, "HPMLREC1", 8) == 0 && count < in->size / 8 &&
                 in->size - index == (count + 1) * 8;
     for (uint64_t i = 0; good && i <= count; i++) {
-        uint64_t at = hpmli_little(in->bytes + index + 8 * i, 8);
+        uint64_t at = hpmli_read_little(in->bytes + index + 8 * i, 8);
         good = at >= last && at <= index && (i < count || at == index);
         last = at;
     }
@@ -9117,54 +9955,60 @@ HPMLI_FN hpml_record_file *hpmli_record_open(hpml_ctx *ctx, const char *path, bo
         hpmli_free(ctx, f);
         return hpmli_null(ctx, HPML_ERR_FORMAT, "\"%s\": not a record file, or damaged", path);
     }
-    f->count = (int64_t)count, f->index = in->bytes + index;
+    f->count = (int64_t)count;
+    f->index = in->bytes + index;
     return f;
 }
 
-HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
+HPML_API hpml_records_file *hpml_records_open(hpml_ctx *ctx, const char *path)
 {
-    return hpmli_record_open(ctx, path, true);
+    return hpmli_records_open(ctx, path, true);
 }
 
-HPML_API int64_t hpml_record_count(const hpml_record_file *f) { return f ? f->count : 0; }
+HPML_API int64_t hpml_records_count(const hpml_records_file *f) { return f ? f->count : 0; }
 
-HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_t *size)
+HPML_API const void *hpml_records_get(const hpml_records_file *f, int64_t i, size_t *size)
 {
     if (size) *size = 0;
     if (!f || i < 0 || i >= f->count) return NULL;
-    uint64_t at = hpmli_little(f->index + 8 * i, 8);
-    if (size) *size = (size_t)(hpmli_little(f->index + 8 * (i + 1), 8) - at);
+    uint64_t at = hpmli_read_little(f->index + 8 * i, 8);
+    if (size) *size = (size_t)(hpmli_read_little(f->index + 8 * (i + 1), 8) - at);
     return f->file.bytes + at;
 }
 
-HPML_API void hpml_record_close(hpml_record_file *f) { if (f) hpmli_free(f->file.ctx, f); }
+HPML_API void hpml_records_close(hpml_records_file *f) { if (f) hpmli_free(f->file.ctx, f); }
 
-/* Record 0: ten i64: x dtype, x dimensions, five sizes, y dtype, y size, classes; then x and y of each sample. */
+/* Record 0 describes the samples in ten i64: dtype of x, its dimensions, five sizes, dtype of y, its size, classes. The
+   others are x and y of a sample each. */
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
     int64_t head[10];
     if (!d || hpmli_failed(d->ctx)) return d ? d->ctx->status : HPML_ERR_ARGUMENT;
     size_t xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
     size_t ys = (size_t)d->y_size * 4;
-    head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
+    head[0] = d->x_dtype;
+    head[1] = d->x_ndim;
+    head[7] = d->y_dtype;
+    head[8] = d->y_size;
+    head[9] = d->classes;
     for (int i = 0; i < HPML_MAX_DIMS; i++) head[2 + i] = i < d->x_ndim ? d->x_shape[i] : 1;
-    hpml_record_writer *w = hpml_record_create(d->ctx, path);
+    hpml_records_writer *w = hpml_records_create(d->ctx, path);
     if (!w) return d->ctx->status;
-    hpml_record_add(w, head, sizeof head);
+    hpml_records_add(w, head, sizeof head);
     for (int64_t i = 0; i < d->count; i++) {
-        hpml_record_add(w, hpmli_sample_x(d, i), xs);
-        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* a record goes on until the next begins */
+        hpml_records_add(w, hpmli_sample_x(d, i), xs);
+        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* the same record: it ends where the next begins */
     }
-    return hpml_record_finish(w);
+    return hpml_records_finish(w);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path)
 {
-    hpml_record_file *f = hpmli_record_open(ctx, path, false);
+    hpml_records_file *f = hpmli_records_open(ctx, path, false);
     hpmli_samples    *s = NULL;
     size_t            size = 0;
-    const void       *first = hpml_record_get(f, 0, &size);
-    int64_t           h[10] = { 0 }, count = hpml_record_count(f) - 1;
+    const void       *first = hpml_records_get(f, 0, &size);
+    int64_t           h[10] = { 0 }, count = hpml_records_count(f) - 1;
     bool              good = size == sizeof h;
     if (!f) return NULL;
     if (good) memcpy(h, first, sizeof h);
@@ -9173,19 +10017,19 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
            (h[7] == HPML_DTYPE_I32 || h[7] == HPML_DTYPE_F32) && h[9] >= 0 && h[9] <= INT32_MAX && count > 0;
     size_t xs = good ? (size_t)hpmli_shape_count((int)h[1], h + 2) * hpml_dtype_size((hpml_dtype)h[0]) : 0;
     size_t ys = good ? (size_t)h[8] * 4 : 0;
-    for (int64_t i = 0; good && i < count; i++) { /* before memory is taken: the header may promise anything */
-        hpml_record_get(f, i + 1, &size);
+    for (int64_t i = 0; good && i < count; i++) { /* before memory is allocated, because the header may be false */
+        hpml_records_get(f, i + 1, &size);
         good = size == xs + ys;
     }
     if (good) s = hpmli_samples_new(ctx, count, (hpml_dtype)h[0], (int)h[1], h + 2, (hpml_dtype)h[7], h[8]);
     else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
     for (int64_t i = 0; s && i < count; i++) {
-        const char *p = (const char *)hpml_record_get(f, i + 1, &size);
+        const char *p = (const char *)hpml_records_get(f, i + 1, &size);
         memcpy(s->x + (size_t)i * xs, p, xs);
         if (ys) memcpy((char *)s->y + (size_t)i * ys, p + xs, ys);
     }
     if (s) s->d.classes = (int)h[9];
-    hpml_record_close(f);
+    hpml_records_close(f);
     return hpmli_dataset_done(s);
 }
 
@@ -9193,42 +10037,49 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Global batch g of an epoch holds positions [g G, (g + 1) G) of the shuffle, whatever the number of ranks; rank r
-   takes the r-th share. So the order of the data depends on seed and epoch only, and all ranks make equally many steps.
-   A thread of the loader's own makes the next batch while the current one is used. */
+/* Global batch g of an epoch, of G samples, holds positions [g G, (g + 1) G) of the shuffled data, independently of the
+   number of ranks; rank r takes the r-th shard of it. So the order of the samples depends only on seed and epoch, and
+   all ranks make the same number of steps. A background thread prepares the next batch while the current one is used.
+   */
 
 struct hpml_loader {
     hpml_ctx            *ctx;
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              steps, crop, whole, each; /* whole, each: numbers of a sample, and of what it becomes */
-    float               *image;                /* one sample before augmentation */
-    float               *x[2];                 /* batch n of all epochs, one behind the other, is in x[n % 2], */
-    char                *y[2];                 /* y[n % 2] */
+    int64_t              steps, crop;          /* batches of an epoch; side of the cropped image, 0: not cropped */
+    int64_t              stored_size, size;    /* floats of a stored sample; of a sample of a batch */
+    float               *image;                /* (stored_size) one sample before augmentation */
+    float               *x[2];                 /* two slots: batch n, counted over all epochs, is in slot n % 2 */
+    char                *y[2];
     hpml_batch           batch[2];
-    int64_t              made, taken, done;    /* the next batch to make, to hand out, and that may still be in use */
-    bool                 ended;                /* the end of an epoch is to be told before the next batch */
+    int64_t              made, taken, done;    /* numbers of batches: next to prepare, next to return, in use */
+    bool                 ended;                /* the next call returns false: the end of an epoch */
 #ifndef HPML_NO_THREADS
     bool                 threaded, stop;
     pthread_t            thread;
-    pthread_mutex_t      mutex;                /* of made, done and stop, while the thread runs */
+    pthread_mutex_t      mutex;                /* guards made, done and stop while the thread runs */
     pthread_cond_t       changed;
 #endif
 };
 
-/* Copies a sample with crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
+/* Copies a sample with random crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j' is j or,
+   flipped, w - 1 - j; 0 outside the image and in the cutout. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
     const hpml_augment *a     = &l->d.augment;
     const int64_t      *shape = l->data->x_shape;
-    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->whole / (H * W), dx, dy, cx, cy;
-    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of what comes out */
+    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->stored_size / (H * W);
+    int64_t  dx, dy, cx, cy;
+    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of the result */
     uint32_t word[4];
     l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
     dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
     dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
-    if (l->crop > 0 && l->d.in_order) dx = (W - w) / 2, dy = (H - h) / 2;
+    if (l->crop > 0 && l->d.in_order) { /* evaluation: the middle */
+        dx = (W - w) / 2;
+        dy = (H - h) / 2;
+    }
     bool flip = a->flip && (word[2] & 1);
     cx   = (int64_t)(word[2] >> 1) % w - a->cutout / 2;
     cy   = (int64_t)word[3] % h - a->cutout / 2;
@@ -9242,36 +10093,37 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
             }
 }
 
-/* Sample number `sample` becomes sample `at` of a batch. */
+/* Writes sample number `sample` of the data as sample `at` of a batch: converted, scaled, augmented. */
 HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t at, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
     const char *from    = hpmli_sample_x(d, sample);
     bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
-    float      *to      = x + at * l->each, *plain = augment ? l->image : to;
-    hpmli_convert(l->k, d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype, plain, d->x_dtype, from, l->whole);
-    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(plain, plain, d->x_scale, d->x_shift, l->whole);
+    float      *to      = x + at * l->size, *converted = augment ? l->image : to;
+    hpml_dtype  dtype   = d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype;
+    hpmli_convert(l->k, dtype, converted, d->x_dtype, from, l->stored_size);
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(converted, converted, d->x_scale, d->x_shift, l->stored_size);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
     if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
 
-/* Where rank r's share of a global batch of `size` samples begins. */
-HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t rank)
+/* Returns the first sample of a rank's shard of a global batch of `size` samples. */
+HPMLI_FN int64_t hpmli_shard_begin(const hpml_loader_desc *d, int64_t size, int64_t rank)
 {
     int64_t grains = d->grain > 0 ? (d->global_batch + d->grain - 1) / d->grain : 0;
     int64_t at     = d->grain > 0 ? grains * rank / d->ranks * d->grain : size * rank / d->ranks;
     return at < size ? at : size;
 }
 
-/* A hash of what says which samples make a batch, and of the targets of 64 samples from all over the data: equal for
-   the same data on several ranks, but not for two slices of it. */
+/* Hashes the settings that decide which samples make a batch, and the targets of 64 samples spread over the data. Ranks
+   compare it: equal for the same data, different for two slices of the data. */
 static uint64_t hpmli_loader_mark(const hpml_loader *l)
 {
     const hpml_dataset *d    = l->data;
-    const int64_t       of[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
-                                 l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
+    const int64_t       settings[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
+                                       l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
     const int64_t       size = d->y ? d->y_size * 4 : 0;
-    uint64_t            mark = hpmli_hash(HPMLI_HASH, of, sizeof of);
+    uint64_t            mark = hpmli_hash(HPMLI_HASH, settings, sizeof settings);
     for (int64_t i = 0; i < 64 && size > 0; i++) {
         int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
         mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
@@ -9279,26 +10131,27 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l)
     return mark;
 }
 
-/* Makes the next batch. */
+/* Prepares batch number l->made in its slot. */
 HPMLI_FN void hpmli_load_batch(hpml_loader *l)
 {
     int     slot  = (int)(l->made % 2);
     int64_t epoch = l->made / l->steps, index = l->made % l->steps, start = index * l->d.global_batch;
     int64_t left  = l->d.samples_per_epoch - start, size = left < l->d.global_batch ? left : l->d.global_batch;
-    int64_t first = hpmli_share(&l->d, size, l->d.rank), end = hpmli_share(&l->d, size, l->d.rank + 1);
+    int64_t first = hpmli_shard_begin(&l->d, size, l->d.rank), end = hpmli_shard_begin(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
-    for (int64_t i = first; i < end; i++) { /* more samples than there are: the shuffle of the next round */
+    for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: another shuffle each round */
         int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
         if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
         hpmli_load_sample(l, l->x[slot], l->y[slot], i - first, at, (uint64_t)epoch);
     }
     hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
     l->batch[slot] = b;
-    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual one is not this thread's to read */
+    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* this thread may not read a virtual clock */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 
 #ifndef HPML_NO_THREADS
+/* The background thread: prepares batches, at most two ahead of the batch in use. */
 HPMLI_FN void *hpmli_loader_main(void *arg)
 {
     hpml_loader *l = (hpml_loader *)arg;
@@ -9315,6 +10168,7 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
     return NULL;
 }
 
+/* Stops the background thread. After a fork the child has no such thread. */
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 {
     if (l->threaded && !hpmli_forked(l->ctx)) {
@@ -9329,13 +10183,14 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
     l->threaded = l->stop = false;
 }
 
-/* Waits for the next batch of the thread, which it starts; false when there is none. */
+/* Waits until the background thread, which is started by the first call, has prepared the next batch. False: there is
+   no such thread, and the caller prepares the batch. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
-    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* no thread of the parent's is here, and none is started */
+    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread, and does not start one */
         hpmli_loader_stop(l);
         l->d.no_prefetch = true;
-        l->made          = l->taken; /* a batch that the parent's thread had begun is made again */
+        l->made          = l->taken; /* the parent's thread may have left a batch half prepared: prepare it again */
     }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
@@ -9356,14 +10211,18 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l) { (void)l; }
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l) { return (void)l, false; }
 #endif
 
-HPMLI_FN void hpmli_loader_drop(void *object)
+HPMLI_FN void hpmli_loader_destroy(void *object)
 {
     hpml_loader *l = (hpml_loader *)object;
     hpmli_loader_stop(l);
-    for (int i = 0; i < 2; i++) hpmli_free(l->ctx, l->x[i]), hpmli_free(l->ctx, l->y[i]);
+    for (int i = 0; i < 2; i++) {
+        hpmli_free(l->ctx, l->x[i]);
+        hpmli_free(l->ctx, l->y[i]);
+    }
     hpmli_free(l->ctx, l->image);
 }
 
+/* Fills in the defaults of a loader's desc and checks it against the data. */
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
 {
     bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0 || data->x_crop != 0;
@@ -9398,14 +10257,19 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     hpml_loader_desc d;
     if (hpmli_failed(ctx) || !data) return NULL;
     if (!HPMLI_TAKE(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
-    hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
+    hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_destroy);
     if (!l) return NULL;
-    l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
-    l->whole   = hpmli_shape_count(data->x_ndim, data->x_shape), l->each = hpmli_cropped(data), l->crop = data->x_crop;
-    l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
-    l->image   = hpmli_new(ctx, float, l->whole);
+    l->ctx  = ctx;
+    l->k    = ctx->k;
+    l->data = data;
+    l->d    = d;
+    l->crop = data->x_crop;
+    l->size = hpmli_cropped(data);
+    l->stored_size = hpmli_shape_count(data->x_ndim, data->x_shape);
+    l->steps = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
+    l->image = hpmli_new(ctx, float, l->stored_size);
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
-        l->x[i] = (float *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * sizeof(float));
+        l->x[i] = (float *)hpmli_alloc_array(ctx, l->size, (size_t)d.batch * sizeof(float));
         l->y[i] = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
     }
     if (ctx->status == HPML_OK) return l;
@@ -9422,7 +10286,10 @@ HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t ind
         return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch,
                           (long long)index, (long long)l->steps);
     int64_t to = epoch * l->steps + index;
-    if (to != l->taken) hpmli_loader_stop(l), l->made = l->taken = l->done = to;
+    if (to != l->taken) {
+        hpmli_loader_stop(l);
+        l->made = l->taken = l->done = to;
+    }
     l->ended = index == l->steps;
     return HPML_OK;
 }
@@ -9446,15 +10313,16 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 // >>safetensors   safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
-   "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
+/* A safetensors file: length of the header as u64; the header in JSON; the data. An entry of the header is "name":
+   {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, with offsets in bytes from the end of the header. The
+   entries must cover the data without holes or overlaps. */
 
 #define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
 #define HPMLI_SAFE_META   "__metadata__"
 
 struct hpml_safetensors {
     hpmli_file       file;
-    char            *text;                 /* copy of a mapped header; names point into it, else into the file */
+    char            *text;                 /* writable copy of the header of a mapped file; names point into it */
     hpml_safetensor *entries;              /* (count), by name */
     hpml_meta       *meta;                 /* (meta_count), by key */
     int              count, meta_count;
@@ -9470,7 +10338,8 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-/* Entries and metadata begin with their name. Of two with one name the later in the text comes last. */
+/* Order of qsort for entries and metadata, whose first member is their name, in the text of the header: by name; equal
+   names by their place in the text. */
 HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
     const char *x = *(const char *const *)a, *y = *(const char *const *)b;
@@ -9484,11 +10353,12 @@ HPMLI_FN int hpmli_name_find(const void *name, const void *b)
     return strcmp((const char *)name, *(const char *const *)b);
 }
 
-/* Sorts by name; of several with one name the last stays. Returns how many are left; *twice: a name of several. */
-HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **twice)
+/* Sorts by name and keeps the last of several with one name. Returns the number kept; *twice: a name that occurred more
+   than once. */
+HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **twice)
 {
-    char *p = (char *)things, *to = p;
-    if (count > 0) qsort(things, (size_t)count, size, hpmli_name_order);
+    char *p = (char *)named, *to = p;
+    if (count > 0) qsort(named, (size_t)count, size, hpmli_name_order);
     for (int i = 0; i < count; i++, p += size) {
         const char *name = *(const char *const *)(const void *)p;
         if (i + 1 < count && hpmli_name_find(name, p + size) == 0) {
@@ -9498,17 +10368,18 @@ HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **
         memmove(to, p, size);
         to += size;
     }
-    return (int)((size_t)(to - (char *)things) / size);
+    return (int)((size_t)(to - (char *)named) / size);
 }
 
+/* Parses the object of metadata, pairs of strings; false: a syntax error, or no memory. */
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
-    int64_t     room = hpmli_json_length(*j);
+    int64_t     capacity = hpmli_json_length(*j);
     const char *twice;
     if (hpmli_json_word(j, "null")) return true;
-    f->meta = hpmli_new(f->file.ctx, hpml_meta, room);
+    f->meta = hpmli_new(f->file.ctx, hpml_meta, capacity);
     if (!f->meta) return false;
-    for (int n = 0; hpmli_json_next(j, n, '{', '}') && n < room; n++) {
+    for (int n = 0; hpmli_json_next(j, n, '{', '}') && n < capacity; n++) {
         f->meta[f->meta_count].key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         f->meta[f->meta_count++].value = hpmli_json_text(j);
@@ -9517,7 +10388,7 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
     return !j->bad;
 }
 
-/* The types of the format and their bits; those of hpml_dtype come first, in its order. */
+/* The types of the format and their bits; the types that hpml_dtype has come first, in its order. */
 static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
     { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
@@ -9525,10 +10396,11 @@ static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F8_E5M2FNUZ", 8 } };
 #define HPMLI_SAFE_TYPES ((int)(sizeof hpmli_safe_types / sizeof hpmli_safe_types[0]))
 
-/* ndim of an entry to be left out, because hpml cannot hold it; of a wrong one, unless a later one has its name. */
+/* Marks in ndim: an entry that is valid but that hpml cannot hold, which is skipped; an invalid entry, which makes the
+   file invalid unless a later entry of the same name replaces it. */
 enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
 
-/* One entry, an object or the list of its values. */
+/* Parses one entry, an object or, as the reference reader accepts too, the list of its values. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
     static const char *const keys[] = { "dtype", "shape", "data_offsets" };
@@ -9538,7 +10410,8 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     int              seen[4] = { 0 }, ndim = 0, offsets = 0, type = HPMLI_SAFE_TYPES, n = 0;
     hpmli_json       ahead   = *j;
     bool             list    = hpmli_json_is(&ahead, '[');
-    e = &f->entries[f->count++], e->name = name;
+    e = &f->entries[f->count++];
+    e->name = name;
     for (; hpmli_json_next(j, n, list ? '[' : '{', list ? ']' : '}'); n++) {
         int key = n;
         if (!list) {
@@ -9568,6 +10441,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     return true;
 }
 
+/* Order of qsort: by offset of the data, then by size. */
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
 {
     const hpml_safetensor *x = (const hpml_safetensor *)a, *y = (const hpml_safetensor *)b;
@@ -9575,9 +10449,10 @@ HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
     return (const char *)x->data < (const char *)y->data ? -1 : 1;
 }
 
+/* Parses and checks the header of a file that is read or mapped; false: invalid, or no memory. */
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
-    uint64_t    length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
+    uint64_t    length = f->file.size >= 8 ? hpmli_read_little(f->file.bytes, 8) : 0;
     bool        meta = false;
     int         kept = 0;
     const char *twice;
@@ -9590,12 +10465,13 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
         if (!f->text) return false;
         j.p = (char *)memcpy(f->text, j.p, (size_t)length);
     }
-    j.end = j.p + length, j.bad = !hpmli_utf8_all(j.p, (size_t)length);
-    int64_t room = hpmli_json_length(j);
-    if (j.bad || room > (int64_t)length / 24 + 1) return false; /* entries are longer */
-    f->entries = hpmli_new(f->file.ctx, hpml_safetensor, room);
+    j.end = j.p + length;
+    j.bad = !hpmli_utf8_all(j.p, (size_t)length);
+    int64_t capacity = hpmli_json_length(j);
+    if (j.bad || capacity > (int64_t)length / 24 + 1) return false; /* an entry takes more than 24 bytes of text */
+    f->entries = hpmli_new(f->file.ctx, hpml_safetensor, capacity);
     if (!f->entries) return false;
-    for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < room; n++) {
+    for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < capacity; n++) {
         const char *name = hpmli_json_text(&j);
         bool        is_meta = strcmp(name, HPMLI_SAFE_META) == 0;
         hpmli_json_want(&j, ':');
@@ -9620,7 +10496,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 HPMLI_FN hpml_safetensors *hpmli_safe_open(hpml_ctx *ctx, const char *path, bool map)
 {
     if (hpmli_failed(ctx)) return NULL;
-    hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
+    hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_destroy);
     if (f && hpmli_file_whole(ctx, &f->file, path, map) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file", path);
@@ -9659,7 +10535,7 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
     return m ? m->value : NULL;
 }
 
-/* A string, behind what stands before it. */
+/* Appends `before` and the string s, quoted and escaped. */
 HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *s)
 {
     char code[8];
@@ -9673,6 +10549,7 @@ HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *
     hpmli_write(w, "\"", 1);
 }
 
+/* Appends `before` and the header's entry of a tensor whose data begin at offset `at`. */
 HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_safetensor *t, uint64_t at)
 {
     char        text[256];
@@ -9685,35 +10562,38 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_
     hpmli_write(w, text, (size_t)line.used);
 }
 
-/* What a safetensors file will hold. */
+/* The contents of a safetensors file to be written. */
 typedef struct hpmli_safe_content {
     const hpml_safetensor *t;    /* (count) */
     const hpml_meta       *meta; /* (meta_count) */
     int                    count, meta_count;
-    uint32_t              *sums; /* (count) checksums; NULL: the file has none */
+    uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
 } hpmli_safe_content;
 
-/* Whether all names are UTF-8 and distinct, else an error; each of the `things` is a struct that begins with a name. */
-HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *things, int count, size_t size)
+/* Checks that all names are UTF-8, distinct and not reserved; fails otherwise. named: structs of `size` bytes whose
+   first member is the name; kind: for the error's text. */
+HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *named, int count, size_t size)
 {
     const char *wrong = NULL, *why = "the name is used twice", *name;
     char       *sorted = (char *)hpmli_alloc_array(ctx, count, size);
     if (!sorted) return false;
-    if (count > 0) memcpy(sorted, things, (size_t)count * size);
+    if (count > 0) memcpy(sorted, named, (size_t)count * size);
     hpmli_name_sort(sorted, count, size, &wrong);
     for (int i = 0; i < count && !wrong; i++) {
-        name = *(const char *const *)(const void *)((const char *)things + (size_t)i * size);
-        if (!hpmli_utf8_all(name, strlen(name))) wrong = name, why = "it is not UTF-8";
-        if (strcmp(name, HPMLI_SAFE_META) == 0) wrong = name, why = "the format reserves that name";
+        name = *(const char *const *)(const void *)((const char *)named + (size_t)i * size);
+        bool utf8 = hpmli_utf8_all(name, strlen(name)), reserved = strcmp(name, HPMLI_SAFE_META) == 0;
+        if (!utf8) why = "it is not UTF-8";
+        if (reserved) why = "the format reserves that name";
+        if (!utf8 || reserved) wrong = name;
     }
     if (wrong)
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", what,
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", kind,
                    wrong, why);
     hpmli_free(ctx, sorted);
     return !wrong;
 }
 
-/* Whether these contents can be written to a file, else an error. */
+/* Checks that these contents can be written to a file; fails otherwise. */
 HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 {
     const hpml_safetensor *t = c->t;
@@ -9735,9 +10615,11 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
            hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
 }
 
+#define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes for "opt.<state>." and the name of a parameter */
 #define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
 
-/* Writes everything before the data. Its size in bytes depends neither on the header's `length` nor on checksums. */
+/* Appends everything that stands before the data. The number of bytes depends neither on `length`, the header's length
+   field, nor on the checksums, so that both can be filled in later. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";
@@ -9750,7 +10632,7 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
         hpmli_write_json(w, ":", c->meta[i].value);
     }
     for (int i = 0; i < c->count && c->sums; i++, before = ",") {
-        char key[sizeof HPMLI_SUM + HPMLI_NAME];
+        char key[sizeof HPMLI_SUM + HPMLI_ARRAY_NAME];
         snprintf(key, sizeof key, HPMLI_SUM "%s", c->t[i].name);
         snprintf(sum, sizeof sum, "%08x", (unsigned)c->sums[i]);
         hpmli_write_json(w, before, key);
@@ -9764,8 +10646,9 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
-/* host NULL: the data are as they will stand in the file; else they are f32 on the device, and come through `host`,
-   which has room for each. The head is written again when length and checksums are known. */
+/* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file. Otherwise they
+   are f32 in device memory and are read and converted through `host`, which can hold the largest tensor. The head is
+   written first with zeros, and again at the end, when its length and the checksums are known. */
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
     hpmli_writer w;
@@ -9779,7 +10662,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
         const hpml_safetensor *t = &c->t[i];
         size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
         if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
-        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* it gets no wider */
+        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* in place */
         if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
         hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
     }
@@ -9803,57 +10686,79 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // >>checkpoint   parameters and whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Saves named arrays of a device to a file, and loads them. Loading checks all arrays before it changes any. */
+/* Saves named arrays of a device to a file and loads them. Loading checks all arrays before it changes the first. */
 
 typedef struct hpmli_arrays {
-    hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
-    float           *host;  /* room for the largest */
-    uint32_t        *sums;  /* (count) */
-    char            *names; /* (count, HPMLI_NAME) */
+    hpml_safetensor *t;     /* (count) data: f32 on the device. Start of the block that holds the other arrays, too */
+    float           *host;  /* host memory for the largest array */
+    uint32_t        *sums;  /* (count) CRC-32C */
+    char            *names; /* (count, HPMLI_ARRAY_NAME) */
+    bool            *nonnegative; /* (count) holds sums or means of squares */
     int              count;
-    int              squares, after; /* [squares, after) are second moments */
-    hpml_dtype       dtype; /* in the file */
+    hpml_dtype       dtype; /* of the data in the file */
 } hpmli_arrays;
 
-/* One more array, with a name in two parts; device NULL: there is none. */
-HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *name, const float *device, int ndim,
-                               const int64_t *shape)
+/* Adds an array on the device (NULL: does nothing), and returns the memory for its name. */
+HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, const float *device, int ndim, const int64_t *shape)
 {
     hpml_safetensor *t = &a->t[a->count];
-    if (!device) return;
-    snprintf(a->names + a->count * HPMLI_NAME, HPMLI_NAME, "%s%s", kind, name);
-    t->name = a->names + a->count++ * HPMLI_NAME, t->dtype = a->dtype, t->ndim = ndim, t->data = device;
+    if (!device) return NULL;
+    char *name = a->names + a->count++ * HPMLI_ARRAY_NAME;
+    t->name  = name;
+    t->dtype = a->dtype;
+    t->ndim  = ndim;
+    t->data  = device;
     t->bytes = (size_t)hpmli_shape_count(ndim, shape) * hpml_dtype_size(a->dtype);
     memcpy(t->shape, shape, (size_t)ndim * sizeof *shape);
+    return name;
 }
 
-/* The parameters; with a trainer also what its optimizer keeps for them, and named values. False and an error: no
+/* Adds the optimizer's state k of each parameter as "opt.<state>.<parameter>". */
+HPMLI_FN void hpmli_arrays_add_state(hpmli_arrays *a, const hpml_trainer *t, int k)
+{
+    const hpml_optimizer_state *state = &t->optimizer->states[k];
+    for (int i = 0; i < t->graph->param_count; i++) { /* parameters recorded after the trainer have none */
+        const hpml_tensor *p = t->ctx->params[i];
+        char *name = hpmli_arrays_add(a, t->updates[i].state[k], p->ndim, p->shape);
+        if (!name) continue; /* a buffer, or frozen: it is not stepped */
+        snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", state->name, p->name);
+        a->nonnegative[a->count - 1] = state->nonnegative;
+    }
+}
+
+/* Lists the parameters; with a trainer also the states of its optimizer, and its named states. False and an error: no
    memory. */
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
-    static const char *const kinds[] = { "", "opt.m.", "opt.v." };
-    hpmli_named *states = t ? t->states : NULL;
-    int64_t      room   = 3 * (int64_t)ctx->param_count, most = 1;
-    for (int i = 0; i < ctx->param_count; i++) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
-    for (hpmli_named *v = states; v; v = v->next, room++) most = hpmli_max(most, v->count);
+    int64_t room = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
+    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_tensor_count(ctx->params[i]));
+    for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
+        largest = hpmli_max(largest, v->count);
+        room++;
+    }
     memset(a, 0, sizeof *a);
     a->dtype = dtype;
+    size_t each = sizeof *a->t + sizeof *a->sums + HPMLI_ARRAY_NAME + sizeof *a->nonnegative;
     if (hpml_param_init(ctx) == HPML_OK)
-        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + 4 + HPMLI_NAME) + (size_t)most * 4);
+        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * each + (size_t)largest * sizeof *a->host);
     if (!a->t) return false;
     a->host  = (float *)(void *)(a->t + room);
-    a->sums  = (uint32_t *)(void *)(a->host + most);
+    a->sums  = (uint32_t *)(void *)(a->host + largest);
     a->names = (char *)(a->sums + room);
-    for (int kind = 0; kind < (t ? 3 : 1); kind++) {
-        if (kind == 2) a->squares = a->count;
-        for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
-            const hpml_tensor *p = ctx->params[i];
-            hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
-                             : t->updates[i].v, p->ndim, p->shape);
-        }
+    a->nonnegative = (bool *)(void *)(a->names + room * HPMLI_ARRAY_NAME);
+    memset(a->nonnegative, 0, (size_t)room * sizeof *a->nonnegative);
+    for (int i = 0; i < ctx->param_count; i++) {
+        const hpml_tensor *p = ctx->params[i];
+        char *name = hpmli_arrays_add(a, p->data, p->ndim, p->shape);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "%s", p->name);
     }
-    if (t) a->after = a->count;
-    for (hpmli_named *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
+    if (!t) return true;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (t->state[k]) hpmli_arrays_add_state(a, t, k);
+    for (const hpmli_named_array *v = t->states; v; v = v->next) {
+        char *name = hpmli_arrays_add(a, v->values, 1, &v->count);
+        if (name) snprintf(name, HPMLI_ARRAY_NAME, "state.%s", v->name);
+    }
     return true;
 }
 
@@ -9869,12 +10774,12 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, co
     return ctx->status;
 }
 
-/* Checks every tensor that has a checksum. Files of other programs, and older files of hpml, have no checksums. */
+/* Checks the CRC-32C of every tensor that has one; files of other programs have none. */
 HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
 {
     for (int i = 0; i < f->meta_count; i++) {
         hpml_safetensor e;
-        char            sum[9];
+        char             sum[9];
         const hpml_meta *m = &f->meta[i];
         if (strncmp(m->key, HPMLI_SUM, strlen(HPMLI_SUM)) != 0) continue;
         bool found = hpml_safetensors_find(f, m->key + strlen(HPMLI_SUM), &e);
@@ -9887,7 +10792,8 @@ HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const c
     return true;
 }
 
-/* The n numbers of a tensor of a file as f32: in the file's memory, or converted into a->host. */
+/* Returns the n numbers of a file's tensor as f32: in the file's own memory if they are, else converted into a->host.
+   */
 HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
 {
     if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
@@ -9895,14 +10801,14 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
     return a->host;
 }
 
-/* Whether file f has array i of a, with its shape and valid numbers; else an error. */
+/* Checks that file f has array i of `a`, with its shape and finite numbers; fails otherwise. */
 HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
                                 const char *path)
 {
     const hpml_safetensor *t = &a->t[i];
     hpml_safetensor        e;
     int64_t                n = (int64_t)(t->bytes / sizeof(float));
-    float                  least = i >= a->squares && i < a->after ? 0 : -FLT_MAX;
+    float                  least = a->nonnegative[i] ? 0 : -FLT_MAX;
     if (!hpml_safetensors_find(f, t->name, &e))
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
                            "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
@@ -9914,7 +10820,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
         if (!(values[at] >= least && values[at] <= FLT_MAX))
             return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
                                "numbers%s", path, (long long)at, t->name, (double)values[at],
-                               least == 0 ? " from 0, as means of squares are" : "");
+                               least == 0 ? " from 0, as sums and means of squares are" : "");
     return true;
 }
 
@@ -9950,83 +10856,112 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
     return hpml_ctx_status(ctx);
 }
 
-/* Numbers of a training that are not arrays, as text in the metadata. */
-enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_STEPS,
-       HPMLI_NUMBERS };
-static const char *const hpmli_numbers[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
+/* What a checkpoint says of a training in its metadata: the optimizer's name, and whole numbers as text. */
+enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_AGE,
+       HPMLI_ENTRIES };
+static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
-#define HPMLI_NUMBERS_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
+#define HPMLI_ENTRIES_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
 #define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
 
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    char      text[HPMLI_NUMBERS][24], sum[9];
-    hpml_meta meta[HPMLI_NUMBERS + 1];
+    char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9];
+    hpml_meta meta[HPMLI_ENTRIES + 1];
     uint32_t  crc = 0;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (t->micro != 0)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
-                          "between updates", path, t->micro, t->d.accumulate);
-    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step,
-                          hpmli_opt_saved(t->d.optimizer), (int64_t)t->loss_scale, t->scale_steps };
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
-        meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
+    if (t->micro_batch != 0)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d micro-batches of an update are done; "
+                          "save between updates", path, t->micro_batch, t->d.accumulate);
+    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step, 0, (int64_t)t->loss_scale,
+                          t->scale_age };
+    for (int i = 0; i < HPMLI_ENTRIES; i++) {
+        if (i == HPMLI_OPTIMIZER) snprintf(text[i], sizeof text[i], "%s", t->optimizer->name);
+        else snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
+        meta[i].key   = hpmli_entries[i];
+        meta[i].value = text[i];
         crc = t->ctx->k->crc32c(crc, text[i], strlen(text[i]));
     }
     snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
-    meta[HPMLI_NUMBERS].key = HPMLI_NUMBERS_SUM, meta[HPMLI_NUMBERS].value = sum;
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS + 1);
+    meta[HPMLI_ENTRIES].key   = HPMLI_ENTRIES_SUM;
+    meta[HPMLI_ENTRIES].value = sum;
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1);
 }
 
-/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_NUMBERS] and checks them; false: an error. */
-HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n)
+/* Reads entry i of a checkpoint's metadata as a whole number and checks its range; false: an error. */
+HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const char *text, int64_t *number)
 {
-    const char *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
-    char        is[9];
+    char *end = NULL;
+    errno   = 0;
+    *number = strtoll(text, &end, 10);
+    if (end == text || *end != 0 || errno == ERANGE)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits", path,
+                           hpmli_entries[i], text);
+    int least = i == HPMLI_SCALE_AGE ? -1 : 0; /* -1: a loss scale that is fixed */
+    if (i != HPMLI_SEED && i != HPMLI_SCALE && (*number < least || *number > HPMLI_COUNT_END))
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path, hpmli_entries[i],
+                           (long long)*number, least);
+    return true;
+}
+
+/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_ENTRIES] (0 for the optimizer, whose name goes to
+   *optimizer) and checks them; false: an error. */
+HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
+                                 const char **optimizer)
+{
+    const char *sum = hpml_safetensors_meta(f, HPMLI_ENTRIES_SUM);
+    char        actual[9];
     uint32_t    crc = 0;
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
-        char       *end  = NULL;
-        errno = 0;
-        n[i]  = text ? strtoll(text, &end, 10) : 0;
+    for (int i = 0; i < HPMLI_ENTRIES; i++) {
+        const char *text = hpml_safetensors_meta(f, hpmli_entries[i]);
         if (!text)
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no state of a training; load "
                                "them with hpml_params_load", path);
-        if (end == text || *end != 0 || errno == ERANGE)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
-                               path, hpmli_numbers[i], text);
-        int least = i == HPMLI_SCALE_STEPS ? -1 : 0; /* -1: a loss scale that is fixed */
-        if (i != HPMLI_SEED && i != HPMLI_OPTIMIZER && i != HPMLI_SCALE && (n[i] < least || n[i] > HPMLI_COUNT_END))
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path,
-                               hpmli_numbers[i], (long long)n[i], least);
+        n[i] = 0;
+        if (i == HPMLI_OPTIMIZER) *optimizer = text;
+        else if (!hpmli_entry_number(ctx, path, i, text, &n[i])) return false;
         crc = ctx->k->crc32c(crc, text, strlen(text));
     }
-    snprintf(is, sizeof is, "%08x", (unsigned)crc);
-    if (sum && strcmp(sum, is) != 0)
+    snprintf(actual, sizeof actual, "%08x", (unsigned)crc);
+    if (sum && strcmp(sum, actual) != 0)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the state of the training is damaged: its CRC-32C is "
-                           "%s, the file says %s; take an older file", path, is, sum);
+                           "%s, the file says %s; take an older file", path, actual, sum);
     return true;
+}
+
+/* True if the file was written by this trainer's optimizer, else an error. */
+HPMLI_FN bool hpmli_optimizer_matches(const hpml_trainer *t, const char *path, const char *name)
+{
+    if (strcmp(name, t->optimizer->name) == 0) return true;
+    if (*name && strspn(name, "0123456789") == strlen(name))
+        return hpmli_false(t->ctx, HPML_ERR_FORMAT, "\"%s\": names its optimizer by a number (%.20s), as files of "
+                           "older versions do, expected a name like \"%s\"; load only the parameters with "
+                           "hpml_params_load", path, name, t->optimizer->name);
+    return hpmli_false(t->ctx, HPML_ERR_FORMAT, "\"%s\": was written by optimizer \"%.*s\"%s, this trainer's is "
+                       "\"%s\"; make a trainer with that optimizer, or load only the parameters with hpml_params_load",
+                       path, HPMLI_OPTIMIZER_NAME, name, hpml_optimizer_find(name) ? "" : " (not a built-in one)",
+                       t->optimizer->name);
 }
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
-    int64_t n[HPMLI_NUMBERS];
+    int64_t     n[HPMLI_ENTRIES];
+    const char *optimizer = "";
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx         *ctx = t->ctx;
     hpml_safetensors *f   = hpmli_safe_open(ctx, path, false);
     if (!f) return ctx->status;
-    bool good = hpmli_numbers_read(ctx, f, path, n);
-    if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
-        (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; "
-                   "a LARS of 5 lacks the rates in its momentum); load only the parameters with hpml_params_load", path,
-                   (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
-    if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
-        ctx->seed = (uint64_t)n[HPMLI_SEED];
-        t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
-        if (t->scale_steps >= 0 && n[HPMLI_SCALE_STEPS] >= 0 && n[HPMLI_SCALE] >= 1) /* both dynamic */
-            t->loss_scale = (float)n[HPMLI_SCALE], t->scale_steps = n[HPMLI_SCALE_STEPS];
+    bool good = hpmli_entries_read(ctx, f, path, n, &optimizer) && hpmli_optimizer_matches(t, path, optimizer);
+    if (good && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
+        ctx->seed      = (uint64_t)n[HPMLI_SEED];
+        t->step        = n[HPMLI_STEP];
+        t->epoch       = n[HPMLI_EPOCH];
+        t->epoch_step  = n[HPMLI_EPOCH_STEP];
+        t->micro_batch = 0;
+        if (t->scale_age >= 0 && n[HPMLI_SCALE_AGE] >= 0 && n[HPMLI_SCALE] >= 1) { /* both dynamic */
+            t->loss_scale = (float)n[HPMLI_SCALE];
+            t->scale_age  = n[HPMLI_SCALE_AGE];
+        }
     }
     hpml_safetensors_close(f);
     return ctx->status;
@@ -10036,15 +10971,15 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Events go into a ring of fixed size; writing one is an atomic increment and a copy. The file is Chrome's trace format
-   in its array form, one event a line. Times are microseconds. */
+/* Events are kept in a ring buffer of fixed size; adding one takes an atomic increment and a copy. The file is in
+   Chrome's trace format, in its array form with one event a line, and times in microseconds. */
 
 struct hpmli_trace {
-    hpml_trace_desc  d;         /* resolved */
-    bool             at_first;  /* time 0 is the first event's */
-    int64_t          count;     /* atomic: events so far */
-    bool             paused;    /* outside the wanted steps */
-    hpml_trace_event events[1]; /* (capacity) ring */
+    hpml_trace_desc  d;         /* with its defaults filled in */
+    bool             at_first;  /* time 0 of the file is the start of the first event */
+    int64_t          count;     /* atomic: events added since the start, also those overwritten */
+    bool             paused;    /* the current step is not one of the steps to be traced */
+    hpml_trace_event events[1]; /* (capacity) the ring: event i is at i % capacity */
 };
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
@@ -10057,7 +10992,9 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpml_trace_event);
     hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
     if (!t) return ctx->status;
-    t->d = d, t->paused = d.first_step > 0, t->at_first = d.origin == 0;
+    t->d        = d;
+    t->paused   = d.first_step > 0;
+    t->at_first = d.origin == 0;
     if (t->at_first) t->d.origin = hpmli_trace_time(ctx, hpml_now());
     hpmli_free(ctx, ctx->trace);
     ctx->trace = t;
@@ -10069,12 +11006,12 @@ HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
     return ctx ? __atomic_exchange_n(&ctx->clock, seconds, __ATOMIC_RELAXED) : NULL;
 }
 
-/* Tells the trace which step begins. */
+/* Called at the begin of each step: pauses or resumes the trace by first_step and last_step. */
 HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
 {
     hpmli_trace *t = ctx->trace;
     bool         off = t && (step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step));
-    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* the loader's thread writes spans as well */
+    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* atomic: the loader's thread adds spans, too */
 }
 
 HPML_API bool hpml_trace_on(const hpml_ctx *ctx)
@@ -10094,22 +11031,32 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
 {
     hpml_trace_event e = HPMLI_ZEROED;
     if (!hpml_trace_on(ctx)) return;
-    e.lane = lane, e.name = name, e.start = start, e.end = end;
+    e.lane  = lane;
+    e.name  = name;
+    e.start = start;
+    e.end   = end;
     hpml_trace_add(ctx, &e);
 }
 
-/* Adds the events of a step that ends now: its span and its loss. */
+/* Adds the events of a step that ends now: its span and a counter with its loss. */
 HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
 {
     hpml_trace_event e = HPMLI_ZEROED;
-    e.kind = HPML_TRACE_STEP, e.lane = HPML_LANE_STEP, e.name = "step", e.number = step;
-    e.start = since, e.end = hpmli_trace_time(ctx, hpml_now());
+    e.kind   = HPML_TRACE_STEP;
+    e.lane   = HPML_LANE_STEP;
+    e.name   = "step";
+    e.number = step;
+    e.start  = since;
+    e.end    = hpmli_trace_time(ctx, hpml_now());
     hpml_trace_add(ctx, &e);
-    e.kind = HPML_TRACE_COUNTER, e.name = "loss", e.start = e.end, e.value = (double)loss;
+    e.kind  = HPML_TRACE_COUNTER;
+    e.name  = "loss";
+    e.start = e.end;
+    e.value = (double)loss;
     hpml_trace_add(ctx, &e);
 }
 
-/* The i-th event that is kept, the oldest first; NULL behind the last. */
+/* Returns the i-th event of the ring, the oldest first; NULL after the last. */
 HPMLI_FN const hpml_trace_event *hpmli_trace_at(const hpmli_trace *t, int64_t i)
 {
     int64_t count = __atomic_load_n(&t->count, __ATOMIC_RELAXED), lost = count - t->d.capacity;
@@ -10131,18 +11078,20 @@ HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
     if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
 }
 
-/* Writes a JSON string without its quotes. */
+/* Writes the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
 HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
 {
     for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
         n = hpmli_utf8(s, left);
-        if (n == 0) n = 1, fprintf(w->f, "\\ufffd");
-        else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
+        if (n == 0) {
+            n = 1;
+            fprintf(w->f, "\\ufffd");
+        } else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
         else hpmli_write(w, s, n);
     }
 }
 
-/* Writes no %f or %g, because these use a decimal comma in some locales. */
+/* Write a time in microseconds, a number: without %f or %g, because these use a decimal comma in some locales. */
 HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
 {
     long long ns = (long long)(1e9 * seconds);
@@ -10155,21 +11104,30 @@ HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value)
     fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
 }
 
+/* Writes the arguments of a span of communication: bucket, first and last tensor, bytes. */
 HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
 {
     const char *comma = "";
     fprintf(w->f, ",\"args\":{");
-    if (e->bucket > 0) fprintf(w->f, "\"bucket\":%d", e->bucket), comma = ",";
+    if (e->bucket > 0) {
+        fprintf(w->f, "\"bucket\":%d", e->bucket);
+        comma = ",";
+    }
     if (e->first) {
-        fprintf(w->f, "%s\"tensors\":\"", comma), comma = ",";
+        fprintf(w->f, "%s\"tensors\":\"", comma);
         hpmli_trace_text(w, e->first);
-        if (e->last && e->last != e->first) fprintf(w->f, " .. "), hpmli_trace_text(w, e->last);
+        if (e->last && e->last != e->first) {
+            fprintf(w->f, " .. ");
+            hpmli_trace_text(w, e->last);
+        }
         fprintf(w->f, "\"");
+        comma = ",";
     }
     if (e->number > 0) fprintf(w->f, "%s\"bytes\":%lld", comma, (long long)e->number);
     fprintf(w->f, "}");
 }
 
+/* Writes one event as a line of the file; origin: time 0 of the file, in seconds. */
 HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int rank, double origin)
 {
     static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* by hpml_trace_kind */
@@ -10183,7 +11141,7 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
     if (e->kind == HPML_TRACE_SPAN && (e->first || e->bucket > 0 || e->number > 0)) hpmli_trace_args(w, e);
     if (e->kind == HPML_TRACE_SEND || e->kind == HPML_TRACE_RECEIVE)
         fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
-                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* ends at the span it is in */
+                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* the arrow ends at the enclosing span */
     if (e->kind == HPML_TRACE_COUNTER) {
         fprintf(w->f, ",\"args\":{\"");
         hpmli_trace_text(w, e->name);
@@ -10202,7 +11160,7 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
-    if (ctx->backend->look) ctx->backend->sync(ctx->device);
+    if (ctx->backend->time_op) ctx->backend->sync(ctx->device);
     if (!hpmli_writer_open(ctx, &w, path, false)) return ctx->status;
     fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
             t->d.rank);
@@ -10222,34 +11180,11 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
-/* Multiply-adds count 2. Backward of a product costs two products; only the one for the weights when the input needs no
-   gradient. Everything that is not a product is counted as one operation for each element of its result. */
-
-HPMLI_FN double hpmli_node_flops(const hpml_node *n, bool backward)
-{
-    const hpml_tensor *x = n->src[0], *w = n->src_count > 1 ? n->src[1] : NULL, *y = n->out;
-    double out = (double)hpml_tensor_count(y), once = out;
-    int    products = (x->needs_grad ? 1 : 0) + (w && w->needs_grad ? 1 : 0);
-    switch (n->op) {
-    case HPML_OP_MATMUL: once = 2 * out * (double)x->shape[x->ndim - (n->attr.matmul.trans_a ? 2 : 1)]; break;
-    case HPML_OP_LINEAR: once = 2 * out * (double)w->shape[1]; break;
-    case HPML_OP_CONV2D: once = 2 * out * (double)(w->shape[1] * w->shape[2] * w->shape[3]); break;
-    case HPML_OP_ATTENTION: /* two products of (T, T) with C, half of it masked away when causal */
-        once     = 4 * out * (double)y->shape[1] * (n->attr.attention.causal ? 0.5 : 1);
-        products = 2;
-        break;
-    case HPML_OP_LSTM: once = 8 * out * (double)(y->shape[2] + x->shape[2]); break;
-    case HPML_OP_RESHAPE: return 0;
-    default: products = y->needs_grad; break;
-    }
-    return backward ? once * products : once;
-}
-
 /* Bytes that one forward call reads and writes. */
 HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
 {
     double bytes = (double)hpmli_tensor_bytes(n->out);
-    if (n->op == HPML_OP_RESHAPE) return 0;
+    if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return 0;
     for (int i = 0; i < n->src_count; i++)
         if (n->src[i]) bytes += (double)hpmli_tensor_bytes(n->src[i]);
     return bytes;
@@ -10258,14 +11193,14 @@ HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
-    for (int i = 0; g && i < g->count; i++) sum += hpmli_node_flops(g->nodes[i], backward);
+    for (int i = 0; g && i < g->count; i++) sum += hpmli_op_of(g->nodes[i])->flops(g->nodes[i], backward);
     return sum;
 }
 
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 {
     if (!g || hpmli_failed(g->ctx)) return;
-    if (g->profile) hpml_profile(g, NULL, 0); /* nothing under way adds to it any more */
+    if (g->profile) hpml_profile(g, NULL, 0); /* waits for the device, which may still add to the rows */
     hpmli_free(g->ctx, g->profile);
     g->profile = NULL;
     if (!on) return;
@@ -10273,9 +11208,10 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
     for (int i = 0; g->profile && i < g->count; i++) {
         hpml_node        *n = g->nodes[i];
         hpml_profile_row *r = &g->profile[i];
-        r->node = n, r->name = n->out->name;
-        r->forward_flops  = hpmli_node_flops(n, false);
-        r->backward_flops = n->out->needs_grad ? hpmli_node_flops(n, true) : 0;
+        r->node = n;
+        r->name = n->out->name;
+        r->forward_flops  = hpmli_op_of(n)->flops(n, false);
+        r->backward_flops = n->out->needs_grad ? hpmli_op_of(n)->flops(n, true) : 0;
         r->bytes          = hpmli_node_bytes(n);
     }
 }
@@ -10283,17 +11219,9 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity)
 {
     if (!g || !g->profile) return 0;
-    if (g->ctx->backend->look) g->ctx->backend->sync(g->ctx->device);
+    if (g->ctx->backend->time_op) g->ctx->backend->sync(g->ctx->device);
     if (rows) memcpy(rows, g->profile, sizeof *rows * (size_t)(capacity < g->count ? capacity : g->count));
     return g->count;
-}
-
-/* An op's name, as the functions that record it are called. */
-HPMLI_FN const char *hpmli_kind(const hpml_node *n)
-{
-    if (n->op == HPML_OP_HUBER && n->attr.huber.squared) return "mse";
-    if (n->op == HPML_OP_SOFTMAX && n->attr.softmax.log) return "log_softmax";
-    return hpml_op_name(n->op);
 }
 
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
@@ -10307,7 +11235,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_kind(r->node),
+        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
@@ -10327,9 +11255,9 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_kind(n),
+        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
-                       1e-6 * hpmli_node_flops(n, false));
+                       1e-6 * hpmli_op_of(n)->flops(n, false));
     }
     hpmli_table_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
                     (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),
@@ -11348,11 +12276,17 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
 // >>vupdate   optimizer steps, one pass over the data
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The gradient g is first multiplied by grad_scale (clipping), then weight decay is added: g + weight_decay w. The
-   formulas are those of PyTorch's optimizers of the same names: SGD (the first step sets m = g), Adagrad, RMSprop with
-   momentum, Adam, AdamW (Loshchilov & Hutter 2019). LARS (You et al. 2017) is SGD with lr 1 on gradients that are
-   scaled by the layer's learning rate. LAMB (You et al. 2020) only computes its direction, because the length of the
-   step depends on the norm of the whole direction. */
+/* The formulas of the built-in optimizers: those of PyTorch's optimizers of the same names. g = grad_scale gradient;
+   b1, b2, c: beta1, beta2, weight_decay; t: the step, from 1; states m (first moment) and v (second) start with 0.
+
+     SGD      g = g + c w;  m = momentum m + g (t = 1: m = g);  w = w - lr m (nesterov: lr (g + momentum m))
+     Adagrad  g = g + c w;  v = v + g g;  w = w - lr g / (sqrt(v) + eps)                   Duchi et al. 2011
+     RMSprop  g = g + c w;  v = b2 v + (1 - b2) g g;  m = momentum m + g / (sqrt(v) + eps);  w = w - lr m
+     Adam     g = g + c w;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g g;  r = (m / (1 - b1^t)) /
+              (sqrt(v / (1 - b2^t)) + eps);  w = w - lr r                                  Kingma & Ba 2015
+     AdamW    Adam without c in g;  w = w - lr c w - lr r                                  Loshchilov & Hutter 2019
+     LARS     SGD with lr 1; hpmli_lars_prepare has put the layer's rate into g and c      You et al. 2017
+     LAMB     AdamW's r + c w, written over the gradient; hpmli_direction_apply steps      You et al. 2020 */
 
 /* Records non-finite numbers of one update: a sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient
    was not finite. `replacement`, 0 or NaN, is added to the old weight where the new one is not finite. */
@@ -11437,19 +12371,18 @@ HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, flo
     HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), old, f, c);
 }
 
-/* Called after an update with a non-finite result: returns HPML_BAD_GRADIENT if a gradient was not finite, which
-   cannot be seen after LAMB, because it has overwritten the gradient, else HPML_BAD_STEP. Sets the non-finite elements
-   of the optimizer's state to 0, because no later gradient would make them finite. */
-HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
-                              int64_t n)
+/* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if a gradient was not finite, which
+   cannot be known after LAMB, because it has overwritten the gradient, else HPML_NONFINITE_STEP. Sets the non-finite
+   elements of the optimizer's state to 0, because no later gradient would make them finite. */
+HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
-    int found = HPML_BAD_STEP;
+    int found = HPML_NONFINITE_STEP;
     for (int64_t i = 0; i < n; i++) {
-        float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
+        float g = dw[i] * o->u.grad_scale;
         bool  nonfinite = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
-        if (g - g != 0) found = HPML_BAD_GRADIENT;
-        if (nonfinite && m && o->u.bad) m[i] = 0;
-        if (nonfinite && v && o->u.bad) v[i] = 0;
+        if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
+        if (nonfinite && m && o->u.found_nonfinite) m[i] = 0;
+        if (nonfinite && v && o->u.found_nonfinite) v[i] = 0;
     }
     return found;
 }
@@ -11461,7 +12394,6 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         HV(f32) g = HV(load_upto)(dw + i, c);                                                                          \
-        if (more) g = g + HV(load_upto)(more + i, c);                                                                  \
         g = g * HV(set1)(o->u.grad_scale);                                                                             \
         step;                                                                                                          \
     }
@@ -11479,23 +12411,23 @@ HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) 
     HV(store_upto)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(load_upto)(w, c), g), c);
 }
 
-HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
+HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
-    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
-    float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
-    HV(update_check)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.bad ? 0 : NAN) }, *f = &all;
+    HV(update_check)     all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
+    HV(update_check)    *f = &all;
     int64_t              i = 0;
     switch (o->u.opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, f, c))
     case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, f, c))
     case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
     case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
-    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, r + i, m + i, v + i, f, c))
+    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, dw + i, m + i, v + i, f, c))
+    case HPML_OPT_CUSTOM: break; /* see hpmli_optimizer_piece */
     }
     if (HV(sum_lanes)(all.weight + all.square + all.gradient) == 0) return 0;
-    int found = HV(opt_restart)(o, dw, more, m, v, n);
-    return HV(sum_lanes)(all.gradient) == 0 ? found : HPML_BAD_GRADIENT;
+    int found = HV(opt_restart)(o, dw, m, v, n);
+    return HV(sum_lanes)(all.gradient) == 0 ? found : HPML_NONFINITE_GRADIENT;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
    The digits are drawn by digits.h; --data DIR takes MNIST's IDX files (only the t10k pair: its last 2,000 test). */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
-#include "mnist.h"
+#include "mnist_options.h"
 #include "report.h"
 
 typedef struct job {
@@ -49,7 +49,7 @@ static hpml_distributed *join(hpml_comm *comm, hpml_trainer *t, const options *o
 {
     hpml_distribute_desc d = { .global_batch = o->batch, .exact = o->exact, .leaf = leaf };
     if (hpml_comm_size(comm) == 1 && !o->exact && o->table == 0 && strcmp(o->codec, "none") == 0) return NULL;
-    d.codec.kind         = codec_kind(o->codec);
+    d.codec.kind         = hpml_codec_find(o->codec); /* the command line refuses unknown names */
     d.codec.min_elements = 1024; /* not the first filters: 25 numbers each */
     d.algorithm          = hpml_algorithm_find(o->allreduce);
     d.history            = (int32_t)o->table;
@@ -157,7 +157,8 @@ static int launch(job *j)
     char             error[768];
     hpml_launch_desc l = { .ranks = (int32_t)o->workers, .ctx = { .seed = (uint64_t)o->seed } };
     l.ctx.threads = (int32_t)o->threads;
-    while (strcmp(hpml_dtype_name(l.ctx.store), o->precision) != 0) l.ctx.store = (hpml_dtype)(l.ctx.store + 1);
+    hpml_dtype *dtype = &l.ctx.activation_dtype;
+    while (strcmp(hpml_dtype_name(*dtype), o->precision) != 0) *dtype = (hpml_dtype)(*dtype + 1);
     if (strcmp(o->transport, "mpi") == 0) l.transport = HPML_TRANSPORT_MPI, l.ranks = 0;
     for (int n = 0; n < 2 && o->network; n++)
         if (strcmp(o->network, networks[n].name) == 0)

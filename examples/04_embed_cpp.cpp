@@ -68,7 +68,7 @@ static bool one_bit()
     std::vector<float>         gradient(128 * 784), residual(packing.residual_count), decoded(128 * 784);
     std::vector<unsigned char> wire(packing.size);
     for (size_t i = 0; i < gradient.size(); i++) gradient[i] = std::cos(float(i));
-    hpml_packing_encode(&packing, wire.data(), residual.data(), gradient.data(), 128);
+    hpml_packing_encode(&packing, wire.data(), residual.data(), gradient.data(), 128, NULL);
     hpml_packing_decode(&packing, decoded.data(), wire.data(), 128);
     double error = 0;
     for (size_t i = 0; i < gradient.size(); i++) error += std::fabs(double(gradient[i]) - decoded[i] - residual[i]);

@@ -98,15 +98,16 @@ typedef struct way {
     const char     *name;
     hpml_algorithm  algorithm;
     double          rounds; /* the latencies of that allreduce */
-    hpml_method     method;
-    hpml_codec_kind stripes;
+    hpml_codec_kind codec;
 } way;
 static const way ways[10] = {
-    { "central", HPML_CENTRAL, 1, 0, 0 }, { "tree", HPML_TREE, 1, 0, 0 },
-    { "ring", HPML_RING, 1, 0, 0 }, { "butterfly", HPML_BUTTERFLY, 1, 0, 0 },
-    { "halving", HPML_HALVING, 1, 0, 0 }, { "hierarchical", HPML_HIERARCHICAL, 1, 0, 0 },
-    { "1-bit", HPML_AUTO, 1, 0, HPML_CODEC_ONEBIT }, { "2-bit", HPML_AUTO, 1, 0, HPML_CODEC_TWOBIT },
-    { "top-k 1 %", HPML_RING, 0.5, HPML_METHOD_TOPK, 0 }, { "low rank 2", HPML_RING, 2, HPML_METHOD_LOWRANK, 0 } };
+    { "central", HPML_CENTRAL, 1, HPML_CODEC_NONE }, { "tree", HPML_TREE, 1, HPML_CODEC_NONE },
+    { "ring", HPML_RING, 1, HPML_CODEC_NONE }, { "butterfly", HPML_BUTTERFLY, 1, HPML_CODEC_NONE },
+    { "halving", HPML_HALVING, 1, HPML_CODEC_NONE }, { "hierarchical", HPML_HIERARCHICAL, 1, HPML_CODEC_NONE },
+    { "1-bit", HPML_AUTO, 1, HPML_CODEC_ONEBIT }, { "2-bit", HPML_AUTO, 1, HPML_CODEC_TWOBIT },
+    { "top-k 1 %", HPML_RING, 0.5, HPML_CODEC_TOPK }, { "low rank 2", HPML_RING, 2, HPML_CODEC_LOWRANK } };
+
+static bool by_stripes(const way *w) { return w->codec == HPML_CODEC_ONEBIT || w->codec == HPML_CODEC_TWOBIT; }
 
 /* What a layer of n numbers, taken as a square matrix, sends: bytes by stripes, else elements of an allreduce. Low rank
    adds up P and then Q, of 2 columns each. With top-k all pairs of p ranks, 8 k p bytes, go round in p - 1 rounds,
@@ -114,9 +115,10 @@ static const way ways[10] = {
 static int64_t size_of(const way *w, int64_t n, int ranks)
 {
     int64_t side = (int64_t)ceil(sqrt((double)n));
-    if (n < HPML_CODEC_MIN_ELEMENTS) return w->stripes ? 4 * n : n;
-    if (w->stripes) return side * (int64_t)hpml_codec_get(w->stripes)->row_size(NULL, side);
-    return w->method == HPML_METHOD_TOPK ? n / 100 * ranks : w->method == HPML_METHOD_LOWRANK ? 2 * 2 * side : n;
+    if (n < HPML_CODEC_MIN_ELEMENTS) return by_stripes(w) ? 4 * n : n;
+    if (by_stripes(w)) return side * (int64_t)hpml_codec_get(w->codec)->row_size(NULL, side);
+    if (w->codec == HPML_CODEC_TOPK) return n / 100 * ranks;
+    return w->codec == HPML_CODEC_LOWRANK ? 2 * 2 * side : n;
 }
 
 static int simulate(hpml_simulate_desc d, const way *w, model *m, hpml_simulation *s)
@@ -126,7 +128,7 @@ static int simulate(hpml_simulate_desc d, const way *w, model *m, hpml_simulatio
     for (int i = 0; i < m->count; i++)
         all += (double)m->elements[i], sent += (double)(m->sent[i] = size_of(w, m->elements[i], d.ranks));
     d.algorithm = w->algorithm, d.network.inside.latency *= w->rounds, d.network.between.latency *= w->rounds;
-    if (w->stripes) d.packed = m->sent;
+    if (by_stripes(w)) d.packed = m->sent;
     else if (sent > 0) /* as many buckets as ever, and as much to pack */
         d.elements = m->sent, d.bucket_bytes = (size_t)ceil(bucket * sent / all), d.codec_s_per_byte *= all / sent;
     return hpml_simulate(&d, s, error, sizeof error) == HPML_OK || (fprintf(stderr, "%s\n", error), 0);

@@ -1,12 +1,12 @@
-/* What you learn: the digit classifier of 02_mnist.c on a GPU: what changes is how the context is made.
+/* What you learn: the digit classifier of 02_mnist.c on a GPU: only the creation of the context changes.
    Difficulty 2 of 4.
    nvcc -O2 -arch=native examples/10_mnist_cuda.cu -lcublasLt -lcudnn -o mnist_cuda
    ./mnist_cuda [--precision f32|tf32|bf16|f16] [--cpu] [--data DIR] [--model M] [--epochs N] [--batch N] [--lr X]
                 [--seed N] [--json]
-   prints each pass, then accuracy and speed, and what ran where; --cpu trains the same model on the CPU, to compare. */
+   prints each epoch with accuracy and speed, then the counts of hpml_cuda_text; --cpu trains on the CPU. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
-#include "mnist.h"
+#include "mnist_options.h"
 
 static hpml_tensor *convolution(hpml_tensor *x, int64_t channels)
 {

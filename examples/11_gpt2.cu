@@ -1,11 +1,11 @@
-/* What you learn: training a real language model, GPT-2 with 124 M parameters, on one GPU, and how near it comes to
-   what the card can do. Difficulty 3 of 4.
+/* What you learn: training a real language model, GPT-2 with 124 M parameters, on one GPU, and how much of the GPU's
+   peak it uses (>>gpu-tour of hpml_cuda.cuh follows one step). Difficulty 3 of 4.
    nvcc -O2 -arch=native examples/11_gpt2.cu -lcublasLt -lcudnn -o gpt2
    ./gpt2 [--tokens FILE] [--weights model.safetensors] [--profile]; --help lists all options
    --tokens: 16-bit tokens, bare or with llm.c's header; any other file is read as bytes (default: hpml.h).
    --weights: GPT-2's as published in safetensors; without, random ones. Prints loss, tokens/s and MFU: the part of the
-   card's peak that goes into the model's own arithmetic, 6 parameters + 12 layers width context for each token; at the
-   end what ran where, and, with --profile, the GPU's time for each layer. */
+   GPU's peak that is the model's own arithmetic, 6 parameters + 12 layers width context for each token; at the end the
+   counts of hpml_cuda_text and, with --profile, the GPU's time for each layer. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
 #include <math.h>
@@ -88,7 +88,7 @@ static hpml_tensor *record_model(hpml_ctx *ctx, const options *o, hpml_tensor *t
 
 typedef struct meter {
     const options *o;
-    double         flops, start; /* of a token; of step 6: the first ones warm up */
+    double         flops, start; /* FLOP of a token; when step 6 began, because the first steps warm up */
     double         loss, tokens_per_second, mfu;
 } meter;
 
@@ -106,7 +106,7 @@ static int on_step(const hpml_step_info *i, void *user)
     return 0;
 }
 
-/* Prints the counts of hpml_cuda_text, and the GPU's time for each layer, of steps run op by op, not recorded. */
+/* Prints the counts of hpml_cuda_text, and the GPU's time for each layer, in three more steps that are not recorded. */
 static int report(hpml_ctx *ctx, const options *o, hpml_trainer *t, hpml_dataset *data)
 {
     static char   text[65536];
@@ -160,7 +160,7 @@ static int train(hpml_ctx *ctx, options *o, const char *device)
 int main(int argc, char **argv)
 {
     static const char *const names[] = { "f32", "tf32", "bf16", "f16" };
-    /* TFLOP/s of dense bf16, as the maker gives them */
+    /* TFLOP/s of dense bf16, from NVIDIA's data sheets */
     static const struct { const char *name; double peak; } cards[] = {
         { "H100", 989 }, { "H200", 989 }, { "A100", 312 }, { "B200", 2250 }, { "L40S", 362 }, { "RTX 4090", 165 } };
     options        o    = {};

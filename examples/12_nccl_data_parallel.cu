@@ -1,11 +1,11 @@
-/* What you learn: the digit classifier on all GPUs of a machine, or of many: one rank a GPU, gradients added up by
+/* What you learn: the digit classifier on all GPUs of one machine or many: one rank for each GPU, gradients reduced by
    NCCL. Difficulty 3 of 4.
    nvcc -O2 -arch=native -DHPML_USE_NCCL examples/12_nccl_data_parallel.cu -lcublasLt -lcudnn -o nccl
-   ./nccl     (one thread a GPU; first alone, then all together; --help lists the options)
-   With MPI, one process a GPU: nvcc -ccbin mpicxx -DHPML_USE_MPI ... -o nccl && mpiexec -n 8 ./nccl
+   ./nccl     (one thread for each GPU; first one GPU, then all; --help lists the options)
+   With MPI, one process for each GPU: nvcc -ccbin mpicxx -DHPML_USE_MPI ... -o nccl && mpiexec -n 8 ./nccl
    prints accuracy and samples per second for 1 and for N GPUs. */
 #define HPML_IMPLEMENTATION
-#include "../hpml_comm.h" /* before hpml_cuda.cuh, which then has hpml_nccl_attach */
+#include "../hpml_comm.h" /* before hpml_cuda.cuh, so that it declares hpml_nccl_attach */
 #include "../hpml_cuda.cuh"
 #include "digits.h"
 #include "options.h"
@@ -22,19 +22,19 @@ struct options {
     double         accuracy, rate; /* results of rank 0 */
 };
 
-/* Called for each rank before its context is made: a GPU of its own. */
+/* Called for each rank before its context is created: chooses a GPU for the rank. */
 static void place(hpml_ctx_desc *ctx, int rank, void *user)
 {
     options        *o   = (options *)user;
     hpml_cuda_desc *gpu = &o->gpu[rank % 64];
     int             n   = hpml_cuda_device_count();
-    gpu->device       = n > 0 ? rank % n : 0; /* none: opening it says so */
+    gpu->device       = n > 0 ? rank % n : 0; /* without a GPU the context has an error */
     gpu->precision    = HPML_CUDA_BF16;
     ctx->backend      = hpml_backend_cuda();
     ctx->backend_desc = gpu;
 }
 
-/* Every rank draws all digits; which of them it trains on is hpml_distribute's to say. */
+/* Every rank generates all digits; hpml_distribute gives each rank its share of them. */
 static hpml_dataset *digits(hpml_ctx *ctx, uint64_t seed, int64_t count)
 {
     const int64_t        shape[3] = { 1, DIGITS_SIDE, DIGITS_SIDE };
@@ -64,12 +64,12 @@ static hpml_status train(hpml_comm *comm, void *user)
     hpml_distribute_desc how  = {};
     hpml_metrics         m    = {};
     char                 line[1024];
-    if (hpml_nccl_attach(comm, NULL) != HPML_OK) return hpml_ctx_status(ctx); /* without it: through host memory */
+    if (hpml_nccl_attach(comm, NULL) != HPML_OK) return hpml_ctx_status(ctx); /* else through host memory */
     d.input         = hpml_input_4d(ctx, o->batch, 1, DIGITS_SIDE, DIGITS_SIDE);
     d.output        = model(d.input);
     d.lr            = 0.05f;
     d.momentum      = 0.9f;
-    d.lr_rule       = HPML_LR_SQRT; /* p times as many samples a step */
+    d.lr_rule       = HPML_LR_SQRT; /* a step has p times as many samples */
     d.lr_base_batch = o->batch;
     how.codec.kind  = o->onebit ? HPML_CODEC_ONEBIT : HPML_CODEC_NONE;
     hpml_trainer     *t    = hpml_trainer_create(ctx, &d);
@@ -106,7 +106,7 @@ int main(int argc, char **argv)
     if (failed) return failed == 1 ? 0 : failed;
     l.place = place;
 #ifdef HPML_USE_MPI
-    l.transport = HPML_TRANSPORT_MPI; /* mpiexec says how many */
+    l.transport = HPML_TRANSPORT_MPI; /* mpiexec sets the number of ranks */
 #else
     l.ranks = 1;
     if (o.gpus > 1 && hpml_launch(&l, train, &o, error, sizeof error) != HPML_OK)

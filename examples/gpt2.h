@@ -1,9 +1,9 @@
-/* What 11_gpt2.cu reads: GPT-2's published weights and files of tokens. */
+/* Readers of 11_gpt2.cu: GPT-2's published weights, and files of tokens. */
 #ifndef HPML_GPT2_H
 #define HPML_GPT2_H
 
-/* One published array into parameter p. Products' weights lie (in, out) there and (out, in) here; the vocabulary is
-   padded here to a multiple of 64. */
+/* Loads one published array into parameter p. Weights of products are (in, out) in the file and (out, in) in the
+   model; the model pads the vocabulary to a multiple of 64. */
 static hpml_status load_one(hpml_ctx *ctx, const hpml_safetensors *f, hpml_tensor *p)
 {
     char            other[256];
@@ -30,7 +30,8 @@ static hpml_status load_one(hpml_ctx *ctx, const hpml_safetensors *f, hpml_tenso
     return hpml_ctx_status(ctx);
 }
 
-/* Samples of T tokens and those that follow them: 16-bit tokens, bare (.bin) or with llm.c's header, else bytes. */
+/* Loads samples of T tokens, labelled with the tokens that follow: 16-bit tokens, bare (.bin) or with llm.c's header;
+   any other file is read as bytes. */
 static hpml_dataset *load_tokens(hpml_ctx *ctx, const char *path, int64_t T)
 {
     FILE          *file = fopen(path, "rb");

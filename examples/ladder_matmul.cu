@@ -1,10 +1,11 @@
 /* What you learn: how a matrix product becomes fast on a GPU, one idea at a time. Difficulty 3 of 4.
    nvcc -O3 -arch=native examples/ladder_matmul.cu -lcublas -o ladder && ./ladder [--size N] [--rung N]
-   Every rung computes C = A B, all (n, n) and row-major, is checked against the CPU at 2,000 places, and is timed
-   beside cuBLAS. Read them in order: each says what the one before it wastes.
+   Every rung computes C = A B, all (n, n) and row-major; 2,000 elements are compared with the CPU's, and the time with
+   cuBLAS's. Read the rungs in order: each removes a waste of the one before.
 
-   A GPU's limits (H100: 67 TFLOP/s in f32, 989 in bf16 on tensor cores; 3.3 TB/s of memory): 2 n^3 operations on 3 n^2
-   numbers, so for n = 4096 memory could feed it 40 times over. All rungs are about not asking it for a number again. */
+   An H100 computes 67 TFLOP/s in f32, 989 in bf16 on tensor cores, and reads 3.3 TB/s from memory. The product needs
+   2 n^3 operations on 3 n^2 numbers: for n = 4096 the memory could deliver each number 34 times in the time of the
+   arithmetic in f32. All rungs are about reading each number from memory only a few times. */
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -16,10 +17,10 @@
 
 #define CHECK(e) if (cudaError_t bad_ = (e)) return fprintf(stderr, "%s: %s\n", #e, cudaGetErrorString(bad_)), 1
 
-/* 1. A thread for each element of C; neighbours in x own neighbours in a column. Every warp reads 32 different rows of
-   A at once: 32 memory transactions where one would do.
-   2. Rows and columns exchanged: the threads of a warp now own neighbours in a row, so B and C are read and written
-   whole lines at a time (coalesced). Still n^3 reads of A and of B each. */
+/* 1. A thread for each element of C; neighbouring threads have neighbours of a column. Every warp reads 32 different
+   rows of A at once: 32 memory transactions instead of one.
+   2. Rows and columns exchanged: the threads of a warp have neighbours of a row, so B and C are accessed in whole
+   cache lines (coalesced). There are still n^3 reads each of A and B. */
 template <bool coalesced> static __global__ void k1_naive(int n, const float *A, const float *B, float *C)
 {
     int   x = blockIdx.x * blockDim.x + threadIdx.x, y = blockIdx.y * blockDim.y + threadIdx.y;
@@ -29,8 +30,8 @@ template <bool coalesced> static __global__ void k1_naive(int n, const float *A,
     C[(size_t)row * n + col] = sum;
 }
 
-/* 3. A block keeps a tile of A and of B in shared memory and uses each number TILE times: TILE times fewer reads. Now
-   every multiply-add waits for two reads of shared memory. */
+/* 3. A block keeps a tile of A and of B in shared memory and uses each number TILE times: TILE times fewer reads of
+   memory. Now every multiply-add waits for two reads of shared memory. */
 #define TILE 32
 static __global__ void k3_tiled(int n, const float *A, const float *B, float *C)
 {
@@ -42,14 +43,14 @@ static __global__ void k3_tiled(int n, const float *A, const float *B, float *C)
         b[y][x] = B[(size_t)(k + y) * n + col];
         __syncthreads(); /* the tile is complete */
         for (int i = 0; i < TILE; i++) sum += a[y][i] * b[i][x];
-        __syncthreads(); /* nobody reads it any more */
+        __syncthreads(); /* no thread reads the tile any more */
     }
     C[(size_t)row * n + col] = sum;
 }
 
-/* 4. A thread owns 8 x 8 elements in registers: 16 reads of shared memory now feed 64 multiply-adds. The tile of A is
-   kept turned, so that a thread's 8 rows lie side by side. */
-#define BLOCK 128 /* of C, each way */
+/* 4. A thread has 8 x 8 elements in registers: 16 reads of shared memory for 64 multiply-adds. The tile of A is stored
+   transposed, so that a thread's 8 rows are neighbours. */
+#define BLOCK 128 /* rows and columns of C in a block */
 #define DEPTH 8
 static __global__ __launch_bounds__(256) void k4_registers(int n, const float *A, const float *B, float *C)
 {
@@ -76,14 +77,14 @@ static __global__ __launch_bounds__(256) void k4_registers(int n, const float *A
 }
 
 /* 5. Tensor cores: a warp multiplies 16 x 16 x 16 in one instruction, operands rounded to bf16, sums in f32. 8 warps
-   share a tile of 128 x 128, each 64 x 32 of it. What is left to win: copies beside the computation (hpml_cuda.cuh,
-   >>gpu-tiles). */
+   share a tile of 128 x 128, each 64 x 32 of it. Copies that overlap with the computation would be the next rung
+   (hpml_cuda.cuh, >>gpu-tiles). */
 #define STEP 32
 static __global__ __launch_bounds__(256) void k5_tensor_cores(int n, const __nv_bfloat16 *A,
                                                               const __nv_bfloat16 *B, float *C)
 {
     using namespace nvcuda::wmma;
-    __shared__ __align__(32) __nv_bfloat16 a[BLOCK][STEP + 8], b[STEP][BLOCK + 8]; /* + 8: other banks */
+    __shared__ __align__(32) __nv_bfloat16 a[BLOCK][STEP + 8], b[STEP][BLOCK + 8]; /* + 8: rows in other banks */
     int t = threadIdx.x, warp = t / 32, row0 = blockIdx.y * BLOCK, col0 = blockIdx.x * BLOCK;
     int wr = warp / 4 * 64, wc = warp % 4 * 32; /* this warp's part of the tile */
     fragment<accumulator, 16, 16, 16, float> sum[4][2];
@@ -145,7 +146,7 @@ static void run(const bench *b, int rung)
     }
 }
 
-/* Largest error at 2,000 places, as a part of what the sum's length allows. */
+/* The largest error of 2,000 elements, relative to the error bound for a sum of this length. */
 static double check(const bench *b, const float *A, const float *B, float *C)
 {
     double worst = 0;
@@ -194,7 +195,7 @@ int main(int argc, char **argv)
         float ms = 0;
         if (only && rung != only - 1) continue;
         CHECK(cudaMemset(b.C, 0xff, bytes));
-        run(&b, rung); /* once to warm up */
+        run(&b, rung); /* warms up */
         CHECK(cudaEventRecord(start));
         for (int i = 0; i < 5; i++) run(&b, rung);
         CHECK(cudaEventRecord(stop));

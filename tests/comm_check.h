@@ -1,5 +1,5 @@
-/* What the tests of hpml_comm.h on threads, in virtual time and under mpiexec share: numbers to add up, checks that end
-   a rank with an error that names the line. */
+/* Checks of hpml_comm.h that its tests run on threads, in virtual time and under mpiexec. Each check is a function of a
+   rank; a check that fails returns an error that names the line. */
 #ifndef HPML_COMM_CHECK_H
 #define HPML_COMM_CHECK_H
 
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Inside a rank's function. */
+/* Inside a function that a rank runs: returns from the function with an error if the condition does not hold. */
 #define CHECK(condition)                                                                                               \
     do {                                                                                                               \
         if (!(condition)) return check_failed(c, __FILE__, __LINE__, #condition);                                      \
@@ -30,8 +30,10 @@ static hpml_status check_failed(hpml_comm *c, const char *file, int line, const 
     return hpml_ctx_fail(ctx, HPML_ERR_STATE, "%s:%d: %s", file, line, text);
 }
 
-static double whole(int rank, int64_t i) { return (double)((i * 7 + rank * 3) % 11 - 4); } /* sums stay exact in bf16 */
+/* Element i of a rank's input, a whole number so small that the sums over all ranks are exact in bf16. */
+static double whole(int rank, int64_t i) { return (double)((i * 7 + rank * 3) % 11 - 4); }
 
+/* Element i of a rank's input, a number whose sums are rounded. */
 static float real(int rank, int64_t i)
 {
     uint32_t h = (uint32_t)i * 2654435761u ^ (uint32_t)(rank + 1) * 40503u;
@@ -46,13 +48,13 @@ static uint64_t hash_of(const void *data, size_t bytes)
         word = 0;
         memcpy(&word, data, bytes < 8 ? bytes : 8);
         h    = (h ^ word) * 1099511628211u;
-        h   ^= h >> 32; /* else a word's last bits would be lost */
+        h   ^= h >> 32; /* because multiplication carries bits upwards only */
         data = (const char *)data + 8;
     }
     return h;
 }
 
-/* True on all ranks when all have the same bits. */
+/* Returns true on all ranks if all have the same bits. */
 static bool same_bits(hpml_comm *c, const void *data, size_t bytes)
 {
     int64_t all[64] = { 0 }, p = hpml_comm_size(c);
@@ -96,7 +98,7 @@ static double element_get(const void *data, hpml_element e, int64_t i)
     return 0;
 }
 
-/* Sum and maximum of whole(0 .. p-1, i). */
+/* The sum and the maximum of whole(rank, i) over p ranks. */
 static double whole_sum(int p, int64_t i)
 {
     double sum = 0;
@@ -111,8 +113,9 @@ static double whole_max(int p, int64_t i)
     return max;
 }
 
-/* One allreduce of whole numbers, which come out exact, and real ones in turn, within (p - 1) roundings. Each rank
-   looks at its block; all must have the same bits, which the hash tells. */
+/* Checks one allreduce. Elements alternate: whole numbers, whose sums are exact, and real numbers, whose sums may be
+   off by p - 1 roundings. Each rank checks its own block, and *hash is the hash of all elements, which must be equal on
+   all ranks. */
 static hpml_status allreduce_hash(hpml_comm *c, hpml_algorithm a, int64_t n, uint64_t *hash)
 {
     int                 p = hpml_comm_size(c), rank = hpml_comm_rank(c);
@@ -147,7 +150,7 @@ static hpml_status allreduce_case(hpml_comm *c, hpml_algorithm a, int64_t n)
     return HPML_OK;
 }
 
-/* Every type, sum, mean and maximum. */
+/* Checks allreduce for every type of element and for sum, mean and maximum. */
 static hpml_status types_case(hpml_comm *c, hpml_algorithm a, int64_t n)
 {
     int                 p = hpml_comm_size(c), rank = hpml_comm_rank(c);
@@ -175,7 +178,7 @@ static hpml_status types_case(hpml_comm *c, hpml_algorithm a, int64_t n)
     return HPML_OK;
 }
 
-/* The other collectives, from and to every root. */
+/* Checks all collectives but allreduce, with every rank as the root. */
 static hpml_status others_case(hpml_comm *c, int64_t n)
 {
     enum { MAX = 64 * 37 };
@@ -218,7 +221,8 @@ static hpml_status others_case(hpml_comm *c, int64_t n)
     return HPML_OK;
 }
 
-/* What a rank has sent in an allreduce, and that it is what the algorithm's moves say. */
+/* Counters of each rank after an allreduce. count_one checks that they equal those counted from the algorithm's moves.
+   */
 typedef struct traffic {
     hpml_algorithm algorithm;
     int            per_node;
@@ -232,22 +236,22 @@ static hpml_status count_one(hpml_comm *c, void *user)
     float              *x = (float *)calloc((size_t)t->n + 1, sizeof *x);
     hpml_allreduce_desc d;
     int                 rank = hpml_comm_rank(c), p = hpml_comm_size(c);
-    int64_t             to[16][2] = { { 0 } }; /* messages and bytes to each, from the moves */
+    int64_t             to[16][2] = { { 0 } }; /* messages and bytes to each rank, counted from the moves */
     memset(&d, 0, sizeof d);
     d.algorithm = t->algorithm;
     hpml_comm_counters_reset(c);
     hpml_allreduce(c, x, t->n, &d);
     free(x);
     hpml_comm_counters(c, &t->rank[rank]);
-    int64_t messages = 0, bytes = 0, rounds = 0, between = 0; /* the same from the moves */
+    int64_t messages = 0, bytes = 0, rounds = 0, between = 0; /* in all, counted from the moves */
     for (int k = 0;; k++) {
         hpml_move m;
         if (!hpml_allreduce_move(t->algorithm, p, t->per_node, rank, t->n, k, &m)) break;
         rounds += m.to >= 0 || m.from >= 0;
         if (m.to < 0) continue;
         messages++, to[m.to][0]++;
-        bytes += 4 * m.out_count, to[m.to][1] += 4 * m.out_count;
-        if (hpml_comm_node(c, m.to) != hpml_comm_node(c, rank)) between += 4 * m.out_count;
+        bytes += 4 * m.send_count, to[m.to][1] += 4 * m.send_count;
+        if (hpml_comm_node(c, m.to) != hpml_comm_node(c, rank)) between += 4 * m.send_count;
     }
     const hpml_counters *got = &t->rank[rank];
     CHECK(messages == got->messages && bytes == got->bytes && rounds == got->rounds && between == got->between_bytes);
@@ -255,7 +259,8 @@ static hpml_status count_one(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
-/* A hundred messages of random length between random ranks, begun and waited for in different orders. */
+/* Checks a hundred messages of random length between random ranks, which begin them and wait for them in different
+   orders. */
 static hpml_status messages_case(hpml_comm *c, uint32_t seed, size_t longest)
 {
     enum { COUNT = 100 };
@@ -277,9 +282,9 @@ static hpml_status messages_case(hpml_comm *c, uint32_t seed, size_t longest)
         for (size_t k = 0; k < size[i]; k++) data[i][k] = (unsigned char)(rank == from[i] ? k * 31 + (size_t)i : 0);
     }
     int first = strides[rank % 8], last = strides[(rank + 3) % 8];
-    for (int k = 0; k < COUNT; k++) { /* a message from a rank to itself is not of this test */
+    for (int k = 0; k < COUNT; k++) {
         int i = k * first % COUNT;
-        if (from[i] == to[i]) continue;
+        if (from[i] == to[i]) continue; /* messages from a rank to itself have another test */
         if (rank == from[i]) hpml_isend(c, to[i], i, data[i], size[i], &m[i]);
         if (rank == to[i]) hpml_irecv(c, from[i], i, data[i], size[i], &m[i]);
     }
@@ -294,7 +299,7 @@ static hpml_status messages_case(hpml_comm *c, uint32_t seed, size_t longest)
     return HPML_OK;
 }
 
-/* The same tag: in the order sent, whatever is waited for first. */
+/* Checks that messages of one tag arrive in the order sent, though the receiver waits for the last one first. */
 static hpml_status order_case(hpml_comm *c, size_t bytes)
 {
     int           p = hpml_comm_size(c), rank = hpml_comm_rank(c), next = (rank + 1) % p, before = (rank + p - 1) % p;
@@ -318,7 +323,8 @@ static hpml_status order_case(hpml_comm *c, size_t bytes)
     return HPML_OK;
 }
 
-/* Split in two by colour, in reversed order, and one with nobody for odd ranks. */
+/* Checks communicators of hpml_comm_split: two colours in reversed order of ranks; one colour that odd ranks are not
+   in; the ranks of a node; a part of a part. */
 static hpml_status split_case(hpml_comm *c)
 {
     int        p = hpml_comm_size(c), rank = hpml_comm_rank(c);
@@ -338,7 +344,7 @@ static hpml_status split_case(hpml_comm *c)
         if (i == p) CHECK(hpml_comm_size(node) == count);
         else count += hpml_comm_node(c, i) == hpml_comm_node(c, rank);
     }
-    again = hpml_comm_split(half, 0, hpml_comm_rank(half)); /* of a part */
+    again = hpml_comm_split(half, 0, hpml_comm_rank(half));
     x[0]  = 1;
     CHECK(again && hpml_allreduce(again, x, 1, &d) == HPML_OK && x[0] == m);
     hpml_comm_free(again);
@@ -347,7 +353,8 @@ static hpml_status split_case(hpml_comm *c)
     return HPML_OK;
 }
 
-static hpml_status add_rank(hpml_comm *c, void *user) /* a job */
+/* A job for hpml_background: adds up x[1] over the ranks and notes in x[0] that it ran once. */
+static hpml_status add_rank(hpml_comm *c, void *user)
 {
     int32_t            *x = (int32_t *)user;
     hpml_allreduce_desc d;
@@ -357,7 +364,7 @@ static hpml_status add_rank(hpml_comm *c, void *user) /* a job */
     return hpml_allreduce(c, x + 1, 1, &d);
 }
 
-/* Jobs in the background, collectives in the foreground at the same time. */
+/* Checks jobs in the background that run while collectives run in the foreground. */
 static hpml_status jobs_case(hpml_comm *c, int rounds)
 {
     enum { N = 1000 };
@@ -386,19 +393,20 @@ static hpml_status jobs_case(hpml_comm *c, int rounds)
     return HPML_OK;
 }
 
-/* Every rank finishes the tensors in an order of its own, each time another; half of the ranks compute between them,
-   and a job of another kind follows. The number of sums is what the size of a fused one says. */
+/* Checks hpml_exchange_ready: every rank finishes the tensors in an order of its own, another one in each step; odd
+   ranks compute between two tensors; a job of another kind follows. The trace must contain as many allreduces as the
+   size of the fusion buffer implies. */
 static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
 {
     enum { TENSORS = 7, EACH = 48, ALL = TENSORS * EACH, BYTES = 400, SUMS = (ALL * 4 + BYTES - 1) / BYTES };
     int                p = hpml_comm_size(c), rank = hpml_comm_rank(c);
-    float              x[TENSORS][EACH + 3], extra = 0; /* not side by side */
+    float              x[TENSORS][EACH + 3], extra = 0; /* + 3: with gaps between the tensors */
     hpml_gradient      g[TENSORS];
     hpml_exchange_desc d;
     hpml_rng           r = { .seed = 5, .stream = (uint64_t)rank };
     memset(&d, 0, sizeof d);
     for (int i = 0; i < TENSORS; i++) g[i] = (hpml_gradient){ "t", x[i], 1, EACH };
-    if (onebit) g[3].rows = 2, g[3].cols = EACH / 2; /* is packed, and goes last */
+    if (onebit) g[3].rows = 2, g[3].cols = EACH / 2; /* packed to 1 bit, and summed last */
     if (onebit) d.codec.kind = HPML_CODEC_ONEBIT, d.codec.min_elements = 1;
     d.count = TENSORS, d.tensors = g, d.fuse_bytes = BYTES;
     hpml_exchange *e = hpml_exchange_create(c, &d);
@@ -426,10 +434,10 @@ static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
                 CHECK((double)x[i][n] == (onebit && i == 3 ? p * (k + 1.0) : whole_sum(p, n + i + k)));
     }
     char path[] = "/tmp/hpml_orders_XXXXXX", line[512];
-    int  file = mkstemp(path), sums = -orders, fused = 0; /* the other job's are sums, too */
+    int  file = mkstemp(path), sums = -orders, fused = 0; /* - orders: the sums of `other` */
     CHECK(file >= 0 && hpml_trace_save(hpml_comm_ctx(c), path) == HPML_OK);
     close(file);
-    FILE *f = fopen(path, "r"); /* by its name: it appeared whole, in the place of the empty one */
+    FILE *f = fopen(path, "r"); /* opened by name, because hpml_trace_save has replaced the empty file */
     while (fgets(line, sizeof line, f)) {
         sums += (strstr(line, "\"allreduce\"") != NULL) - (strstr(line, "\"negotiate\"") != NULL);
         fused += strstr(line, "\"fuse\"") != NULL;
@@ -442,7 +450,8 @@ static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
 }
 
 #ifdef __linux__
-/* More than 2^31 elements and 2^32 bytes, of the same 4 MB again and again: what 32 bits cut off stays as it was. */
+/* Checks counts of more than 2^31 elements and 2^32 bytes: memory of this size that maps the same 4 MB again and again.
+   A count that was cut off to 32 bits would leave most of the 4 MB unchanged. */
 static hpml_status huge(hpml_comm *c, void *user)
 {
     enum { PART = 4 << 20, EXTRA = 1002 };
@@ -474,8 +483,8 @@ static hpml_status huge(hpml_comm *c, void *user)
 }
 #endif
 
-/* A rank that is late: as long as others have not failed in waiting for it, which they count in `ended` where they can
-   see it, else for some seconds. */
+/* Keeps a rank late: until all other ranks have failed because they waited for it, which has_ended counts in *ended; if
+   ended is NULL, because ranks are processes, for some seconds. */
 static void outlast(hpml_comm *c, const int *ended, double seconds)
 {
     double end = hpml_now() + (ended ? 20 : seconds);
@@ -489,9 +498,7 @@ static hpml_status has_ended(int *ended, hpml_status status)
     return status;
 }
 
-/* Rank 1 finishes one tensor of two, and then leaves, or the other is late: until `ended`, where not NULL, says that
-   all others have failed, else for a second. */
-/* Rank r waits for rank r + 1, the first rank longest; the last one hangs. */
+/* Rank r waits for rank r + 1, rank 0 for the longest time; the last rank hangs. */
 static hpml_status chain_hangs(hpml_comm *c, int *ended)
 {
     char x    = 0;
@@ -502,7 +509,8 @@ static hpml_status chain_hangs(hpml_comm *c, int *ended)
     return has_ended(ended, rank == last ? hpml_barrier(c) : hpml_recv(c, rank + 1, 0, &x, 1));
 }
 
-/* The last rank works for four deadlines of 0.3 s, and says so or hangs then; the others wait for one another. */
+/* The last rank works for 1.2 s, four deadlines of 0.3 s, and announces that by hpml_comm_busy; then it hangs, or comes
+   to the barrier. The other ranks wait in the barrier. */
 static hpml_status works_long(hpml_comm *c, bool hangs, int *ended)
 {
     bool last = hpml_comm_rank(c) == hpml_comm_size(c) - 1;
@@ -515,7 +523,8 @@ static hpml_status works_long(hpml_comm *c, bool hangs, int *ended)
     return has_ended(ended, hpml_barrier(c));
 }
 
-/* The same for two deadlines, while a job of the last rank waits for the others, which begin theirs when it comes. */
+/* The last rank works for two deadlines while a job of its own waits for the other ranks, which begin their part of the
+   job when the last rank's message comes. */
 static hpml_status works_beside_a_job(hpml_comm *c)
 {
     int   p = hpml_comm_size(c), last = p - 1;
@@ -533,7 +542,7 @@ static hpml_status works_beside_a_job(hpml_comm *c)
     return hpml_job_wait(job);
 }
 
-/* It comes back as long after its last call as it has said, though it had said so shortly before. */
+/* Rank 1 announces 4 s of work twice, 0.4 s apart, and comes back 3.8 s after the second announcement, in time. */
 static hpml_status works_to_the_end(hpml_comm *c)
 {
     char x = 0;
@@ -547,6 +556,7 @@ static hpml_status works_to_the_end(hpml_comm *c)
     return hpml_send(c, 0, 1, &x, 1);
 }
 
+/* Rank 1 finishes one tensor of two. Then it leaves, or is late with the other tensor (see outlast). */
 static hpml_status unready(hpml_comm *c, bool leave, int *ended)
 {
     static float       x[8][2];
@@ -563,7 +573,7 @@ static hpml_status unready(hpml_comm *c, bool leave, int *ended)
     return has_ended(ended, status);
 }
 
-/* Ranks that do not do as the others. */
+/* Functions of ranks one of which does not do what the others do. */
 static hpml_status sum_of_four(hpml_comm *c)
 {
     float x[4] = { 1, 1, 1, 1 };

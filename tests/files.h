@@ -1,4 +1,4 @@
-/* A private folder of this program, and the paths of files in it. */
+/* A temporary folder of the test program, removed at its end, and the paths of files in it. */
 #include <glob.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,15 +13,15 @@ static void folder_remove(void)
 {
     char command[100];
     snprintf(command, sizeof command, "rm -rf %s", folder);
-    if (system(command) != 0) printf("%s stays\n", folder);
+    if (system(command) != 0) printf("%s could not be removed\n", folder);
 }
 
-/* The path of a file; valid until four more calls. */
+/* Returns the path of a file in the folder; valid until four more calls. */
 static const char *file(const char *name)
 {
     static char path[4][160];
     static int  turn;
-    if (!folder[0]) { /* in memory if possible, because a busy disk takes minutes to sync the tests' files */
+    if (!folder[0]) { /* in memory if possible, because on a busy disk the tests' fsync takes minutes */
         strcpy(folder, access("/dev/shm", W_OK) == 0 ? "/dev/shm/hpml_XXXXXX" : "/tmp/hpml_XXXXXX");
         if (!mkdtemp(folder) || atexit(folder_remove) != 0) exit(1);
     }
@@ -30,6 +30,7 @@ static const char *file(const char *name)
     return path[turn];
 }
 
+/* Writes a file and returns its path. */
 static const char *put(const char *name, const void *bytes, size_t size)
 {
     const char *path = file(name);
@@ -38,6 +39,7 @@ static const char *put(const char *name, const void *bytes, size_t size)
     return path;
 }
 
+/* Returns how many files in the folder match a pattern. */
 static size_t files_like(const char *pattern)
 {
     glob_t g;

@@ -47,19 +47,19 @@ TAIL=25 stage machine 60 'nvidia-smi; ${NVCC:-nvcc} --version | tail -n 2; ${CC:
 # What build.ninja builds, by hand.
 by_hand='set -e; one() { echo "$*"; "$@"; }; apart="-DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY -DHPML_CUDA_BODY"
     sh tests/probe.sh build/zlib.flags; zlib=$(cat build/zlib.flags)
-    one ${CC:-cc} -O2 ${zlib%-lz} -c -x c tests/inside.c -o build/hpml.o'
+    one ${CC:-cc} -O2 ${zlib%-lz} -c -x c tests/private_api.c -o build/hpml.o'
 by_hand_gpu=$by_hand'; sh tests/probe.sh build/nvcc.found
     one ${CC:-cc} -O2 -DHPML_COMM_IMPLEMENTATION -c -x c hpml_comm.h -o build/comm.o
     one ${CC:-cc} -O2 -c tests/test_cuda.c -o build/test_cuda.o
     one sh tests/nvcc.sh build/cuda_body.o -c tests/cuda_body.cu
     one sh tests/nvcc.sh build/test_gpu build/test_cuda.o build/cuda_body.o build/hpml.o
-    one sh tests/nvcc.sh build/bench_gpu $apart tests/bench_gpu.cu build/cuda_body.o build/hpml.o
+    one sh tests/nvcc.sh build/bench_gpu $apart tests/bench/bench_gpu.cu build/cuda_body.o build/hpml.o
     for name in 10_mnist_cuda 11_gpt2 12_nccl_data_parallel; do
         comm=; [ $name != 12_nccl_data_parallel ] || comm=build/comm.o
         one sh tests/nvcc.sh build/$name $apart examples/$name.cu build/cuda_body.o build/hpml.o $comm
     done'
 by_hand_cpu=$by_hand'
-    one ${CXX:-c++} -std=c++17 -O1 -c tests/cuda_on_cpu.cc -o build/cuda_plain.o
+    one ${CXX:-c++} -std=c++17 -O1 -c tests/emulator/cuda_on_cpu.cc -o build/cuda_plain.o
     one ${CC:-cc} -O1 tests/test_cuda.c build/hpml.o build/cuda_plain.o -o build/test_libraries $zlib -lstdc++ -lm \
         -lpthread -ldl'
 programs='build/test_gpu build/bench_gpu build/11_gpt2 build/10_mnist_cuda build/12_nccl_data_parallel'
@@ -93,7 +93,7 @@ speed)
     fi ;;
 peers)
     if [ -z "$lack" ] && ! python3 -c 'import torch' 2>/dev/null; then row peers 0 'SKIP: no PyTorch'
-    else TAIL=40 gpu peers 330 'PYTHONUNBUFFERED=1 python3 tests/bench_gpu.py 200'; fi
+    else TAIL=40 gpu peers 330 'PYTHONUNBUFFERED=1 python3 tests/bench/bench_gpu.py 200'; fi
     grep '"case"' "$out/peers.log" >build/bench_gpu.peers 2>/dev/null
     for group in attention train; do TAIL=40 gpu bench_$group 90 "build/bench_gpu $group build/bench_gpu.peers"; done ;;
 nccl)

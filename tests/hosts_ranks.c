@@ -11,7 +11,8 @@
 
 /* In MPI_Finalize MPICH 4.0 over TCP closes its connections, then waits without serving them; a host that still has
    something to flush hangs, in one run of five (mended in MPICH by pull request 6596). This takes the place of UCX's
-   own function: whoever comes here has said goodbye (see hpmlc_mpi_close), so there is nothing to flush. */
+   own function: a rank that calls it has exchanged final control messages (see hpmlc_mpi_close), so nothing is left
+   to flush. */
 void *ucp_disconnect_nb(void *endpoint);
 void *ucp_disconnect_nb(void *endpoint) { return (void)endpoint, NULL; }
 

@@ -12,7 +12,8 @@ static inline hpml_ctx *context(const char *isa, int threads)
     hpml_ctx_desc d;
     hpml_ctx     *ctx;
     memset(&d, 0, sizeof d);
-    d.cpu = isa, d.threads = threads;
+    d.cpu     = isa;
+    d.threads = threads;
     ctx = hpml_ctx_create(&d);
     if (hpml_ctx_status(ctx) == HPML_OK) return ctx;
     hpml_ctx_free(ctx);

@@ -1,9 +1,14 @@
-/* An allocator that counts, and fails at a given call. */
+/* An allocator that counts bytes and calls, and fails at call number fail_at (0: never). */
 #include "../hpml.h"
 
 #include <stdlib.h>
 
-typedef struct meter { size_t live, calls, fail_at, peak; } meter; /* live, peak: bytes held, the most of them */
+typedef struct meter {
+    size_t live;    /* bytes allocated now */
+    size_t peak;    /* the largest value of live */
+    size_t calls;   /* of meter_alloc */
+    size_t fail_at; /* the number of the call that returns NULL */
+} meter;
 
 static void *meter_alloc(size_t size, size_t align, void *user)
 {

@@ -1,13 +1,14 @@
-/* What tests learn from: digits drawn by digits.h, or with HPML_MNIST=FOLDER those of MNIST's t10k files, the last
-   2,000 for testing; by an MLP of 784-128-10. */
+/* A task for tests of training: digits drawn by digits.h, or those in MNIST's t10k files in the folder HPML_MNIST, the
+   last 2,000 for testing; and an MLP of 784-128-10. */
 #include "../examples/digits.h"
 
 enum { TESTED = 2000, HIDDEN = 128 };
 
-static int            to_learn; /* digits, and TESTED after them */
+static int            to_learn; /* number of training digits; TESTED digits for testing follow */
 static unsigned char *images;
 static int32_t       *labels;
 
+/* Fills images and labels, with `drawn` training digits if there are no files. */
 static void get_digits(int drawn)
 {
     const char   *folder = getenv("HPML_MNIST");
@@ -24,9 +25,12 @@ static void get_digits(int drawn)
     if (folder && !all) { printf("    %s\n", hpml_ctx_error(ctx)); exit(1); }
     to_learn = all ? (int)all->count - TESTED : drawn;
     int count = to_learn + TESTED;
-    images = (unsigned char *)malloc((size_t)count * 785), labels = (int32_t *)malloc((size_t)count * sizeof *labels);
-    if (all) memcpy(images, all->x, (size_t)count * 784), memcpy(labels, all->y, (size_t)count * sizeof *labels);
-    else {
+    images    = (unsigned char *)malloc((size_t)count * 785);
+    labels    = (int32_t *)malloc((size_t)count * sizeof *labels);
+    if (all) {
+        memcpy(images, all->x, (size_t)count * 784);
+        memcpy(labels, all->y, (size_t)count * sizeof *labels);
+    } else {
         digits_fill(1, 0, to_learn, images, images + count * 784);
         digits_fill(1, 1000000000, TESTED, images + to_learn * 784, images + count * 784 + to_learn);
         for (int i = 0; i < count; i++) labels[i] = images[count * 784 + i];
@@ -34,6 +38,7 @@ static void get_digits(int drawn)
     hpml_ctx_free(ctx);
 }
 
+/* Makes a data set of `count` digits from digit `first` on. */
 static hpml_dataset *digits(hpml_ctx *ctx, int first, int count)
 {
     static const int64_t shape[1] = { 784 };

@@ -1,5 +1,5 @@
-/* The checks of comm_check.h on MPI's ranks, and what can go wrong there. Run by test_mpi.sh: mpi_ranks CASE. A rank
-   that finds an error says so on one line, "rank R: status S: text", and exits with 1. */
+/* The checks of comm_check.h on ranks of MPI, and the failures that are special to MPI. Run by test_mpi.sh: mpi_ranks
+   CASE. A rank that finds an error prints one line, "rank R: status S: text", and exits with 1. */
 #include "../hpml_comm.h"
 #include "comm_check.h"
 #include "trace.h"
@@ -35,7 +35,7 @@ static hpml_status native_parts(hpml_comm *c, void *user)
     return hpml_allreduce(turned, &x, 1, &d);
 }
 
-/* More parts, one after another, than there are numbers for; then more that live at the same time, which is refused. */
+/* Creates more parts, one after another, than there are numbers; then too many at the same time, which is refused. */
 static hpml_status many_parts(hpml_comm *c, void *user)
 {
     (void)user;
@@ -75,7 +75,7 @@ static hpml_status hangs_after_a_wait(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
-/* The part lives longer than what it was split from. */
+/* The part lives longer than the communicator that it was split from. */
 static hpml_status part_outlives(void)
 {
     float          x = 1;
@@ -92,7 +92,7 @@ static hpml_status part_outlives(void)
     bool        named  = hpml_allreduce(part, &x, 1, NULL) == HPML_ERR_STATE &&
                          strstr(hpml_ctx_error(ctx), "split from has been freed") != NULL;
     if (status == HPML_OK && !named) status = HPML_ERR_STATE;
-    hpml_comm_free(part); /* its tags were numbers of the first one's */
+    hpml_comm_free(part); /* frees its number, which is shared with the first communicator */
     hpml_ctx_free(ctx);
     MPI_Finalize();
     return status;
@@ -147,8 +147,8 @@ static hpml_status traffic_case(hpml_comm *c, void *user)
     hpml_counters       k;
     hpml_allreduce_desc d;
     (void)user;
-    for (int a = HPML_CENTRAL; a < HPML_NATIVE; a++)
-        for (int i = 0; i < 4; i++) {
+    for (int a = HPML_CENTRAL; a < HPML_ALGORITHM_COUNT; a++)
+        for (int i = 0; i < 4 && a != HPML_NATIVE; i++) {
             traffic t;
             memset(&t, 0, sizeof t);
             t.algorithm = (hpml_algorithm)a, t.n = sizes[i];
@@ -166,7 +166,7 @@ static hpml_status traffic_case(hpml_comm *c, void *user)
         blocks[i] = hpml_block(1003, p, b + 1) - hpml_block(1003, p, b);
     }
     CHECK(k.bytes == 4 * (2 * 1003 - blocks[0] - blocks[1]));
-    for (int i = 0, next = (hpml_comm_rank(c) + 1) % p; i < p; i++) /* all of it to the one ahead */
+    for (int i = 0, next = (hpml_comm_rank(c) + 1) % p; i < p; i++) /* all bytes to the next rank */
         CHECK(hpml_comm_messages_to(c, i) == (i == next ? k.messages : 0) &&
               hpml_comm_bytes_to(c, i) == (i == next ? k.bytes : 0));
     return HPML_OK;
@@ -201,7 +201,8 @@ static hpml_status raises(hpml_comm *c, void *user)
 
 static hpml_status not_ready(hpml_comm *c, void *user) { return (void)user, unready(c, false, NULL); }
 
-/* The error of a wait of a second, begun at `start`. Goodbyes take 5 s more, and who ends first may end them all. */
+/* Checks the error of a wait of 1 s, begun at `start`. Closing takes up to 5 s more, and the first process that ends
+   may end all. */
 static hpml_status at_once(hpml_comm *c, double start, hpml_status status)
 {
     printf("%s: %s\n", hpml_now() - start < 3 ? "at once" : "late", hpml_ctx_error(hpml_comm_ctx(c)));
@@ -213,11 +214,11 @@ static hpml_status killed(hpml_comm *c, void *user)
 {
     (void)user;
     sum_of_four(c);
-    if (hpml_comm_rank(c) == 1) usleep(300000), kill(getpid(), SIGKILL); /* when all are known to each other */
+    if (hpml_comm_rank(c) == 1) usleep(300000), kill(getpid(), SIGKILL); /* when all ranks have connected */
     return at_once(c, hpml_now(), sum_of_four(c));
 }
 
-/* As a lost one, but that mpiexec does not see it. Rank 2 waits for rank 0, which waits for rank 1. */
+/* Rank 1 hangs, which mpiexec cannot notice. Rank 2 waits for rank 0, which waits for rank 1. */
 static hpml_status stopped(hpml_comm *c, void *user)
 {
     float               x[4] = { 0 };
@@ -296,7 +297,7 @@ static int launch(hpml_rank_fn *fn, int ranks, bool check, double timeout)
     return report(hpml_launch(&d, fn, NULL, error, sizeof error), error);
 }
 
-/* HPML_RUN has chosen MPI; what the launcher said beforehand is so. */
+/* HPML_RUN has chosen MPI; hpml_launched was right before MPI started. */
 static hpml_status announced(hpml_comm *c, void *user)
 {
     int rank, size = hpml_launched(&rank);
@@ -311,7 +312,7 @@ static int by_environment(void)
     return report(hpml_launch(NULL, announced, NULL, error, sizeof error), error);
 }
 
-/* Every process runs threads of its own: refused, unless `alone` or HPML_RUN says that they are meant. */
+/* Every process runs threads of its own: refused, unless `alone` or HPML_RUN allows it. */
 static hpml_status own_threads(hpml_comm *c, void *user)
 {
     (void)user;
@@ -327,7 +328,7 @@ static int threads_each(bool alone)
     return report(hpml_launch(&d, own_threads, NULL, error, sizeof error), error);
 }
 
-/* A host program with MPI of its own: before MPI_Init, single-threaded, on a part of the world, after MPI_Finalize. */
+/* A program that starts MPI itself: before MPI_Init, single-threaded, on some ranks only, after MPI_Finalize. */
 static int host(const char *what)
 {
     bool           part = strcmp(what, "part") == 0, single = strcmp(what, "single") == 0;

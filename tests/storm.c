@@ -46,7 +46,7 @@ static void draw(uint64_t seed, int ranks, bool mpi)
     storm.kind   = (kind)hpml_rng_below(&r, mpi ? KINDS : EXIT);
     storm.op     = (int)hpml_rng_below(&r, 30);
     storm.microseconds = (long)hpml_rng_below(&r, 200000) + 1;
-    if (mpi && storm.work == FREE && storm.kind < HANG) storm.kind = HANG; /* who fails tells so before it frees */
+    if (mpi && storm.work == FREE && storm.kind < HANG) storm.kind = HANG; /* a failed rank announces it first */
 }
 
 static const char *in_folder(char path[400], const char *name, int rank)
@@ -190,7 +190,7 @@ static hpml_status run(hpml_comm *c, void *user)
         if (storm.work == JOBS) jobs(c);
         if (trains) train(c, &m, op);
         if (storm.work != FREE || !mpi || op <= storm.op) continue;
-        if (hpml_comm_rank(c) == storm.victim) strike(0); /* where the others free theirs */
+        if (hpml_comm_rank(c) == storm.victim) strike(0); /* where the other ranks free their communicators */
         break;
     }
     return hpml_ctx_status(ctx);

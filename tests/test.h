@@ -1,6 +1,9 @@
-/* A test program: TEST(name) { ... ENSURE(condition); ENSURE_NEAR(a, b, tolerance); } and nothing else; main is here.
-   Options: --filter TEXT runs the tests whose name contains it, --test NAME that one, --list names them.
-   Exit: 0 passed, 1 failed, 77 all skipped. */
+/* A test program consists of TEST(name) { ... ENSURE(condition); ENSURE_NEAR(a, b, tolerance); }; main is here.
+   Options: --filter TEXT runs the tests whose names contain TEXT, --test NAME runs one test, --list prints the names.
+   A test that took a second or more of processor time is printed with its seconds. TEST_PLAIN(name): a test for builds
+   without a sanitizer. A build with one leaves the test out unless HPML_TEST_ALL is set (ninja test-all), because the
+   test takes long there and runs hardly any code that other tests do not run.
+   Exit status: 0 all passed, 1 some failed, 77 all were skipped. */
 #ifndef HPML_TEST_H
 #define HPML_TEST_H
 
@@ -8,20 +11,30 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__) /* takes its time: less of the same will do */
+/* Is this a build with a sanitizer, which is so slow that a test repeats its cases less often? */
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 #define SLOW_BUILD 1
 #else
 #define SLOW_BUILD 0
 #endif
 
+/* for (...), over the allreduce algorithms from `first` on, without the transport's own. */
+#define EACH_ALGORITHM(a, first) \
+    for (int a = (first); a < HPML_ALGORITHM_COUNT; a++) \
+        if (a == HPML_NATIVE) continue; \
+        else
+
 typedef struct test_case {
     const char       *name;
     void            (*run)(void);
+    int               plain; /* of TEST_PLAIN */
     struct test_case *next;
 } test_case;
 
-/* TEST_OUT: where what failed is told. TEST_GIVE_UP(): the first failure is the last, and this ends the program. */
+/* A program may define TEST_OUT, the stream for failures, and TEST_GIVE_UP(), which is called after the first failure
+   and ends the program. */
 #ifndef TEST_OUT
 #define TEST_OUT stdout
 #endif
@@ -30,15 +43,18 @@ static test_case  *test_first, **test_last = &test_first;
 static int         test_failed;
 static const char *test_skipped;
 
-/* Registers itself before main. */
-#define TEST(name)                                                 \
-    static void name(void);                                        \
-    static test_case test_case_##name = { #name, name, NULL };     \
-    __attribute__((constructor)) static void test_add_##name(void) \
-    {                                                              \
-        *test_last = &test_case_##name;                            \
-        test_last  = &test_case_##name.next;                       \
-    }                                                              \
+#define TEST(name)       TEST_CASE(name, 0)
+#define TEST_PLAIN(name) TEST_CASE(name, 1)
+
+/* Registers the test before main runs. */
+#define TEST_CASE(name, is_plain)                                        \
+    static void name(void);                                              \
+    static test_case test_case_##name = { #name, name, is_plain, NULL }; \
+    __attribute__((constructor)) static void test_add_##name(void)       \
+    {                                                                    \
+        *test_last = &test_case_##name;                                  \
+        test_last  = &test_case_##name.next;                             \
+    }                                                                    \
     static void name(void)
 
 #define ENSURE(condition)                                                         \
@@ -60,7 +76,7 @@ static const char *test_skipped;
         }                                                                                                         \
     } while (0)
 
-/* The call failed, and left this status and a text with `part` in it; the context is cleared for the next. */
+/* Ensures that a call failed, with this status and an error text that contains `part`; clears the error. */
 #define ENSURE_ERROR(ctx, failed, status, part)                                                           \
     do {                                                                                                  \
         ENSURE(failed);                                                                                   \
@@ -91,12 +107,19 @@ int main(int argc, char **argv)
             continue;
         }
         if (only ? strcmp(t->name, only) != 0 : !strstr(t->name, filter)) continue;
+        if (t->plain && SLOW_BUILD && argc == 1 && !getenv("HPML_TEST_ALL")) continue;
         test_failed  = 0;
         test_skipped = NULL;
+        double began = (double)clock();
         t->run();
-        if (test_failed) fprintf(TEST_OUT, "FAIL %s\n", t->name), failed++;
-        else if (test_skipped) printf("skip %s (%s)\n", t->name, test_skipped), skipped++;
-        else printf("ok %s\n", t->name), passed++;
+        double seconds = ((double)clock() - began) / CLOCKS_PER_SEC;
+        failed += test_failed != 0;
+        skipped += !test_failed && test_skipped;
+        passed += !test_failed && !test_skipped;
+        if (test_failed) fprintf(TEST_OUT, "FAIL %s\n", t->name);
+        else if (test_skipped) printf("skip %s (%s)\n", t->name, test_skipped);
+        else if (seconds >= 1) printf("ok %s, %.0f s\n", t->name, seconds);
+        else printf("ok %s\n", t->name);
         fflush(stdout);
 #ifdef TEST_GIVE_UP
         if (test_failed) break;
@@ -104,7 +127,8 @@ int main(int argc, char **argv)
     }
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
 #ifdef TEST_GIVE_UP
-    if (failed) fflush(stdout), TEST_GIVE_UP();
+    fflush(stdout);
+    if (failed) TEST_GIVE_UP();
 #endif
     return failed > 0 ? 1 : passed == 0 && skipped > 0 ? 77 : 0;
 }

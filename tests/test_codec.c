@@ -1,6 +1,7 @@
 /* Gradient codecs: against a naive double reference, error feedback, sizes, cuts, hostile values, instruction sets. */
 #define _GNU_SOURCE /* mkstemp */
-#include "inside.h"
+#include "control_codecs.h"
+#include "private_api.h"
 #include "kernels.h"
 #include "test.h"
 #include <float.h>
@@ -52,7 +53,7 @@ TEST(onebit_is_the_definition_at_all_sizes)
         fill(e, (uint64_t)n + 1, rows * n, 0.02f, 0);
         for (int64_t i = 0; i < rows * n; i++) v[i] = g[i] + e[i];
         memset(packed, 0xa5, sizeof packed);
-        ENSURE(hpml_packing_encode(&p, packed, e, g, rows) == HPML_OK);
+        ENSURE(hpml_packing_encode(&p, packed, e, g, rows, NULL) == HPML_OK);
         ENSURE(packed[p.size] == 0xa5); /* not a byte more */
         hpml_packing_decode(&p, out, packed, rows);
         for (int64_t r = 0; r < rows; r++) {
@@ -91,7 +92,7 @@ static double telescope(const hpml_codec_desc *d, int64_t rows, int64_t cols)
     for (int step = 0; step < 1000; step++) {
         fill(g, 1000 + (uint64_t)step, n, 0.01f, 0);
         for (int64_t i = 0; i < n; i++) g[i] += 0.002f * (float)(i % 5 - 2); /* some signal under the noise */
-        if (hpml_packing_encode(&p, packed, e, g, rows) != HPML_OK) return -1;
+        if (hpml_packing_encode(&p, packed, e, g, rows, NULL) != HPML_OK) return -1;
         hpml_packing_decode(&p, out, packed, rows);
         for (int64_t i = 0; i < n; i++) sum[i] += g[i], sent[i] += out[i];
     }
@@ -119,13 +120,14 @@ TEST(controls_fail_to_telescope)
 {
     hpml_codec_desc d;
     memset(&d, 0, sizeof d);
-    d.kind             = HPML_CODEC_ONEBIT;
-    d.printed_residual = true;
+    const hpml_codec onebit = printed_residual(HPML_CODEC_ONEBIT), bf16 = printed_residual(HPML_CODEC_BF16);
+    d.custom = &onebit;
     ENSURE(telescope(&d, 20, 97) > 0.1);
-    d.kind = HPML_CODEC_BF16;
+    d.custom = &bf16;
     ENSURE(telescope(&d, 20, 97) > 1e-5);
-    d.printed_residual = false;
-    d.no_feedback      = true;
+    d.custom      = NULL;
+    d.kind        = HPML_CODEC_BF16;
+    d.no_feedback = true;
     ENSURE(telescope(&d, 20, 97) > 1e-5);
     d.kind = HPML_CODEC_ONEBIT;
     ENSURE(telescope(&d, 20, 97) > 0.1);
@@ -136,16 +138,15 @@ TEST(all_bits_equals_plain)
     hpml_codec_desc d;
     hpml_packing    p, plain;
     memset(&d, 0, sizeof d);
-    d.kind     = HPML_CODEC_ONEBIT;
-    d.all_bits = true;
+    d.custom = &all_bits;
     fill(g, 1, 9999, 1, 0);
     g[17] = -0.0f, g[18] = 1e-42f, g[19] = INFINITY;
     fill(e, 2, 9999, 1, 0);
     memcpy(before, e, sizeof e);
     ENSURE(hpml_packing_init(&p, &d, 101, 99) == HPML_OK && hpml_packing_init(&plain, NULL, 101, 99) == HPML_OK);
-    ENSURE(p.size == plain.size && p.size == 101 * 99 * 4 && p.residual_count == 0 && p.codec->linear);
-    ENSURE(hpml_packing_encode(&p, packed, e, g, 101) == HPML_OK);
-    ENSURE(hpml_packing_encode(&plain, other, NULL, g, 101) == HPML_OK);
+    ENSURE(p.size == plain.size && p.size == 101 * 99 * 4 && p.residual_count == 0 && plain.codec->linear);
+    ENSURE(hpml_packing_encode(&p, packed, e, g, 101, NULL) == HPML_OK);
+    ENSURE(hpml_packing_encode(&plain, other, NULL, g, 101, NULL) == HPML_OK);
     ENSURE(memcmp(packed, other, p.size) == 0 && memcmp(packed, g, p.size) == 0 && memcmp(e, before, sizeof e) == 0);
     hpml_packing_decode(&p, out, packed, 101);
     ENSURE(memcmp(out, g, 101 * 99 * sizeof *g) == 0);
@@ -159,17 +160,17 @@ TEST(equal_values_are_exact)
         for (int64_t n = 5; n < 2100; n = n * 3 / 2 + 1) {
             hpml_packing p = packing_of(HPML_CODEC_ONEBIT, 1, n);
             for (int64_t i = 0; i < n; i++) g[i] = values[t], e[i] = 0;
-            ENSURE(hpml_packing_encode(&p, packed, e, g, 1) == HPML_OK);
+            ENSURE(hpml_packing_encode(&p, packed, e, g, 1, NULL) == HPML_OK);
             hpml_packing_decode(&p, out, packed, 1);
             for (int64_t i = 0; i < n; i++) ENSURE(out[i] == values[t] && e[i] == 0);
         }
     for (int64_t n = 5; n < 5000; n = n * 2 + 1) {
         hpml_packing p = packing_of(HPML_CODEC_ONEBIT, 2, n);
         fill(g, 3, 2 * n, 0.3f, 0.1f);
-        ENSURE(hpml_packing_encode(&p, packed, NULL, g, 2) == HPML_OK);
+        ENSURE(hpml_packing_encode(&p, packed, NULL, g, 2, NULL) == HPML_OK);
         hpml_packing_decode(&p, out, packed, 2);
         memset(e, 0, sizeof e);
-        ENSURE(hpml_packing_encode(&p, other, e, out, 2) == HPML_OK); /* once more: nothing is lost */
+        ENSURE(hpml_packing_encode(&p, other, e, out, 2, NULL) == HPML_OK); /* once more: nothing is lost */
         ENSURE(memcmp(packed, other, p.size) == 0);
         for (int64_t i = 0; i < 2 * n; i++) ENSURE(e[i] == 0);
     }
@@ -180,7 +181,7 @@ TEST(zeros_are_positive)
     hpml_packing p = packing_of(HPML_CODEC_ONEBIT, 1, 40);
     float        level[2];
     for (int i = 0; i < 40; i++) g[i] = i % 3 == 0 ? 0.0f : i % 3 == 1 ? -0.0f : -1.0f, e[i] = 0;
-    ENSURE(hpml_packing_encode(&p, packed, e, g, 1) == HPML_OK);
+    ENSURE(hpml_packing_encode(&p, packed, e, g, 1, NULL) == HPML_OK);
     memcpy(level, packed, sizeof level);
     ENSURE(level[0] == -1 && level[1] == 0);
     for (int i = 0; i < 40; i++) ENSURE((packed[8 + i / 8] >> i % 8 & 1) == (i % 3 != 2));
@@ -223,9 +224,17 @@ TEST(bad_arguments)
     ENSURE(hpml_packing_init(&p, &d, -1, 4) == HPML_ERR_SHAPE);
     ENSURE(hpml_packing_init(NULL, &d, 4, 4) == HPML_ERR_ARGUMENT);
     ENSURE(hpml_packing_init(&p, &d, INT64_MAX / 2, 4) == HPML_ERR_OVERFLOW);
-    d.kind = (hpml_codec_kind)4;
+    d.kind = HPML_CODEC_COUNT;
     ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
-    ENSURE(hpml_codec_get((hpml_codec_kind)4) == NULL);
+    ENSURE(hpml_codec_get(HPML_CODEC_COUNT) == NULL && hpml_codec_get(HPML_CODEC_UNKNOWN) == NULL);
+    for (int kind = 0; kind < HPML_CODEC_COUNT; kind++)
+        ENSURE((int)hpml_codec_find(hpml_codec_get((hpml_codec_kind)kind)->name) == kind);
+    ENSURE(hpml_codec_find("threebit") == HPML_CODEC_UNKNOWN && hpml_codec_find("") == HPML_CODEC_UNKNOWN &&
+           hpml_codec_find(NULL) == HPML_CODEC_UNKNOWN);
+    d.kind = HPML_CODEC_TOPK;
+    ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_UNSUPPORTED);
+    d.kind = HPML_CODEC_LOWRANK;
+    ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_UNSUPPORTED);
     d.kind = HPML_CODEC_TWOBIT, d.threshold = -1;
     ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
     d.threshold = NAN;
@@ -248,19 +257,19 @@ TEST(nonfinite_rows_are_dropped_and_reported)
                 hpml_packing p = packing_of(kinds[t], rows, cols);
                 fill(g, 5, rows * cols, 1, 0);
                 fill(e, 6, rows * cols, 1, 0);
-                ENSURE(hpml_packing_encode(&p, other, e, g, rows) == HPML_OK);
+                ENSURE(hpml_packing_encode(&p, other, e, g, rows, NULL) == HPML_OK);
                 memcpy(before, e, sizeof e);
                 fill(e, 6, rows * cols, 1, 0);
                 if (b == 4) e[2 * cols + at] = FLT_MAX; /* g + e overflows */
                 g[2 * cols + at] = bad[b];
-                ENSURE(hpml_packing_encode(&p, packed, e, g, rows) == HPML_ERR_NONFINITE);
+                ENSURE(hpml_packing_encode(&p, packed, e, g, rows, NULL) == HPML_ERR_NONFINITE);
                 hpml_packing_decode(&p, out, packed, rows);
                 for (int64_t i = 0; i < cols; i++) ENSURE(out[2 * cols + i] == 0 && e[2 * cols + i] == 0);
                 memset(other + 2 * p.row_size, 0, p.row_size);
                 memset(before + 2 * cols, 0, (size_t)cols * sizeof *e);
                 ENSURE(memcmp(packed, other, p.row_size * (size_t)rows) == 0);
                 ENSURE(memcmp(e, before, (size_t)(rows * cols) * sizeof *e) == 0);
-                if (b < 4) ENSURE(hpml_packing_encode(&p, packed, NULL, g, rows) == HPML_ERR_NONFINITE);
+                if (b < 4) ENSURE(hpml_packing_encode(&p, packed, NULL, g, rows, NULL) == HPML_ERR_NONFINITE);
             }
 }
 
@@ -271,7 +280,7 @@ TEST(bf16_rounds_to_nearest_even_and_carries_the_rest)
     fill(g, 8, rows * cols, 1, 0);
     fill(e, 9, rows * cols, 0.001f, 0);
     for (int64_t i = 0; i < rows * cols; i++) v[i] = g[i] + e[i];
-    ENSURE(hpml_packing_encode(&p, packed, e, g, rows) == HPML_OK);
+    ENSURE(hpml_packing_encode(&p, packed, e, g, rows, NULL) == HPML_OK);
     hpml_packing_decode(&p, out, packed, rows);
     for (int64_t i = 0; i < rows * cols; i++) {
         uint32_t u;
@@ -295,15 +304,15 @@ TEST(same_bytes_in_any_cut_on_any_cpu)
             const int64_t rows = shapes[s][0], cols = shapes[s][1];
             const size_t  bytes = (size_t)(rows * cols) * sizeof *e;
             hpml_packing  p = packing_of(kinds[t], rows, cols);
-            p.kernels = inside_kernels("scalar");
+            p.kernels = private_kernels("scalar");
             memset(before, 0, sizeof before);
             for (int step = 0; step < 3; step++) {
                 fill(g, 20 + (uint64_t)step, rows * cols, 0.1f, 0);
-                ENSURE(hpml_packing_encode(&p, other, before, g, rows) == HPML_OK);
+                ENSURE(hpml_packing_encode(&p, other, before, g, rows, NULL) == HPML_OK);
             }
             for (int a = 0; a < ISAS; a++)
                 for (int64_t piece = 1; piece <= rows; piece += 3) {
-                    p.kernels = inside_kernels(isas[a]);
+                    p.kernels = private_kernels(isas[a]);
                     if (!p.kernels) continue;
                     memset(e, 0, sizeof e);
                     memset(packed, 0xff, sizeof packed);
@@ -311,7 +320,7 @@ TEST(same_bytes_in_any_cut_on_any_cpu)
                         fill(g, 20 + (uint64_t)step, rows * cols, 0.1f, 0);
                         for (int64_t r = 0; r < rows; r += piece)
                             ENSURE(hpml_packing_encode(&p, packed + (size_t)r * p.row_size, e + r * cols, g + r * cols,
-                                                       rows - r < piece ? rows - r : piece) == HPML_OK);
+                                                       rows - r < piece ? rows - r : piece, NULL) == HPML_OK);
                     }
                     ENSURE(memcmp(packed, other, (size_t)rows * p.row_size) == 0);
                     ENSURE(memcmp(e, before, bytes) == 0);
@@ -334,8 +343,10 @@ static size_t sign_row_size(const hpml_codec_desc *d, int64_t cols)
     (void)cols;
     return 4;
 }
-static hpml_status sign_encode(const hpml_packing *p, void *to, float *residual, const float *grad, int64_t rows)
+static hpml_status sign_encode(const hpml_packing *p, void *to, float *residual, const float *grad, int64_t rows,
+                               const hpml_encode_info *info)
 {
+    (void)info;
     for (int64_t r = 0; r < rows; r++) {
         float mean = 0;
         for (int64_t i = r * p->cols; i < (r + 1) * p->cols; i++) mean += (grad[i] + residual[i]) / (float)p->cols;
@@ -355,7 +366,7 @@ static void sign_decode(const hpml_packing *p, float *y, const void *from, int64
 
 TEST(custom_codec)
 {
-    static const hpml_codec mean = { "mean", false, true, false, sign_row_size, sign_encode, sign_decode };
+    static const hpml_codec mean = { "mean", false, true, false, false, sign_row_size, sign_encode, sign_decode };
     hpml_codec_desc         d;
     hpml_packing            p;
     memset(&d, 0, sizeof d);
@@ -377,15 +388,15 @@ TEST(a_residual_survives_in_a_file)
     for (uint64_t step = 0; step < 6; step++) {
         if (step == 5) ENSURE(hpml_safetensors_save(ctx, path, &t, 1, NULL, 0) == HPML_OK);
         fill(g, step, N, 1, 0);
-        ENSURE(hpml_packing_encode(&p, packed, e, g, ROWS) == HPML_OK);
+        ENSURE(hpml_packing_encode(&p, packed, e, g, ROWS, NULL) == HPML_OK);
     }
     hpml_safetensors *f = hpml_safetensors_open(ctx, path);
     ENSURE(f && hpml_safetensors_find(f, "w.residual", &back) && back.bytes == N * sizeof(float));
     memcpy(e, back.data, back.bytes);
     hpml_safetensors_close(f);
-    ENSURE(hpml_packing_encode(&p, other, e, g, ROWS) == HPML_OK && memcmp(packed, other, p.size) == 0);
+    ENSURE(hpml_packing_encode(&p, other, e, g, ROWS, NULL) == HPML_OK && memcmp(packed, other, p.size) == 0);
     memset(e, 0, sizeof e);
-    ENSURE(hpml_packing_encode(&p, other, e, g, ROWS) == HPML_OK && memcmp(packed, other, p.size) != 0);
+    ENSURE(hpml_packing_encode(&p, other, e, g, ROWS, NULL) == HPML_OK && memcmp(packed, other, p.size) != 0);
     close(fd);
     remove(path);
     hpml_ctx_free(ctx);

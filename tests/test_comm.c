@@ -44,17 +44,17 @@ static hpml_status launch_on(hpml_transport_kind transport, int ranks, const hpm
 
 /* ---- results ---- */
 
-/* In virtual time as few turns as will do: on a busy machine each waits for another program's. */
+/* Tests in virtual time use few messages, because on a busy machine each turn waits for other programs. */
 static bool is_clock(hpml_comm *c) { return strcmp(hpml_comm_transport(c), "clock") == 0; }
 
 static hpml_status all_algorithms(hpml_comm *c, void *user)
 {
     int           p = hpml_comm_size(c);
     const int64_t sizes[] = { 0, 1, p - 1, p, p + 1, 1000, 1003 };
-    uint64_t      hash[HPML_NATIVE][7] = { { 0 } };
-    for (int a = HPML_AUTO; a < HPML_NATIVE; a++)
+    uint64_t      hash[HPML_ALGORITHM_COUNT][7] = { { 0 } };
+    EACH_ALGORITHM(a, HPML_AUTO)
         for (int k = 0; k < 7; k++) {
-            if (*(bool *)user && a != HPML_AUTO && a != HPML_HIERARCHICAL) continue; /* the others know no nodes */
+            if (*(bool *)user && a != HPML_AUTO && a != HPML_HIERARCHICAL) continue; /* the others ignore nodes */
             if (SLOW_BUILD && is_clock(c) && p > 5 && k % 3 != 1) continue;
             hpml_status status = allreduce_hash(c, (hpml_algorithm)a, sizes[k], &hash[a][k]);
             if (status != HPML_OK) return status;
@@ -92,7 +92,7 @@ TEST(a_million_elements)
     static const int ranks[] = { 2, 3, 1, 4, 5, 7, 8, 16 };
     for (int t = 0; t < 2; t++)
         for (int i = 0; i < (SLOW_BUILD ? 2 : 8); i++)
-            for (int a = HPML_CENTRAL; a < HPML_NATIVE; a++) {
+            EACH_ALGORITHM(a, HPML_CENTRAL) {
                 hpml_algorithm algorithm = (hpml_algorithm)a;
                 hpml_network   net;
                 memset(&net, 0, sizeof net);
@@ -104,7 +104,7 @@ TEST(a_million_elements)
 #if defined(__linux__) && defined(SYS_sched_setaffinity)
 typedef struct core_mask { unsigned long bits[16]; } core_mask;
 
-/* This thread's cores; then it is put on the first of them. Returns their number; 0: not known. */
+/* Reads the set of cores of this thread, then pins it to the first of them. Returns their number; 0: not known. */
 static int go_to_first_core(core_mask *all)
 {
     core_mask one = { { 0 } };
@@ -118,8 +118,8 @@ static int go_to_first_core(core_mask *all)
     return syscall(SYS_sched_setaffinity, 0, sizeof one, &one) == 0 ? count : 0;
 }
 
-/* Both ranks on one core: who waits leaves it to the other at once, by going to sleep, and does not look for it until
-   it is tired, when it would yield. Sleeps are counted by the kernel, whatever else this machine does. */
+/* Both ranks on one core: a rank that waits sleeps at once, which gives the other one the core, and does not spin until
+   it would yield. The kernel counts sleeps, so other programs on this machine do not matter. */
 static hpml_status crowded(hpml_comm *c, void *user)
 {
     enum { BARRIERS = 400 };
@@ -145,8 +145,8 @@ TEST(two_ranks_on_one_core)
     ENSURE(each > 0.5);
 }
 
-/* Both ranks on one core, and then free to go: one does so in the first waits. The kernel would part them, too, some
-   time; and on a busy machine it may put them together again. So most tries of several must part them soon. */
+/* Both ranks start on one core, then may use all cores: one moves to another core during the first waits. The kernel
+   would move one at some time, too, and on a busy machine may move it back. So most of several tries must succeed. */
 typedef struct parting { int cores, rounds; } parting; /* rounds: allreduces until they were on two cores */
 
 static hpml_status put_together(hpml_comm *c, void *user)
@@ -185,7 +185,7 @@ TEST(a_rank_leaves_its_peers_core)
 static hpml_status all_types(hpml_comm *c, void *user)
 {
     (void)user;
-    for (int a = HPML_AUTO; a < HPML_NATIVE; a++)
+    EACH_ALGORITHM(a, HPML_AUTO)
         if (types_case(c, (hpml_algorithm)a, 37) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
     return HPML_OK;
 }
@@ -286,7 +286,7 @@ TEST(rounds_messages_and_bytes_are_the_theory)
         ENSURE(messages == 2 * (p - 1) && t.rank[0].rounds == 2 * up);
         ENSURE(counted(&t, kind, HPML_BUTTERFLY, p, 0, n) == HPML_OK);
         for (int r = 0; r < p; r++) {
-            int folds = core < p && (r >= core || r < p - core); /* has a partner beyond the power of two */
+            int folds = core < p && (r >= core || r < p - core); /* its partner is beyond the power of two */
             ENSURE(t.rank[r].rounds == (r < core ? log2_up(core) : 0) + 2 * folds);
             ENSURE(t.rank[r].messages == (r < core ? log2_up(core) : 0) + folds);
             ENSURE(t.rank[r].bytes == t.rank[r].messages * 4 * n);
@@ -303,7 +303,7 @@ TEST(rounds_messages_and_bytes_are_the_theory)
 
 TEST(hierarchical_sends_one_share_between_nodes)
 {
-    static const int shape[][2] = { { 4, 2 }, { 8, 2 }, { 8, 4 }, { 16, 4 }, { 16, 8 } }; /* ranks, of them on a node */
+    static const int shape[][2] = { { 4, 2 }, { 8, 2 }, { 8, 4 }, { 16, 4 }, { 16, 8 } }; /* ranks; ranks per node */
     for (int t = 0; t < 2; t++)
         for (int i = 0; i < (SLOW_BUILD ? 2 : 5); i++) {
             int     p = shape[i][0], k = shape[i][1], nodes = p / k;
@@ -315,16 +315,88 @@ TEST(hierarchical_sends_one_share_between_nodes)
                 ENSURE(x.rank[r].bytes == flat / k + 4 * 2 * n * (k - 1) / k);
             }
         }
-    for (int p = 3; p <= (SLOW_BUILD ? 5 : 16); p++) /* nodes that differ in size, too: the moves' counters */
+    for (int p = 3; p <= (SLOW_BUILD ? 5 : 16); p++) /* also for nodes that differ in size; compared with the moves */
         for (int k = 2; k < p; k++) {
             traffic x;
             ENSURE(counted(&x, HPML_TRANSPORT_THREADS, HPML_HIERARCHICAL, p, k, 101) == HPML_OK);
         }
 }
 
+/* Number i of rank r: sums of these depend on the order. */
+static float uneven(int r, int64_t i) { return (float)(r % 3 == 0 ? 1e7 : 1) * (float)(1 + r * 7 + i) / 3; }
+
+/* CENTRAL adds x0 + x1 + x2 ...; RING adds block b in the order b + 1, b + 2 ... b; PAIRWISE in b, b - 1 ... b + 1. */
+static hpml_status documented_order(hpml_comm *c, void *user)
+{
+    static const hpml_algorithm which[] = { HPML_CENTRAL, HPML_RING, HPML_PAIRWISE };
+    enum { N = 37 };
+    int p = hpml_comm_size(c), differ = 0;
+    (void)user;
+    for (int w = 0; w < 3; w++) {
+        hpml_allreduce_desc d;
+        float               x[N];
+        memset(&d, 0, sizeof d);
+        d.algorithm = which[w];
+        for (int i = 0; i < N; i++) x[i] = uneven(hpml_comm_rank(c), i);
+        hpml_allreduce(c, x, N, &d);
+        for (int b = 0; b < p; b++)
+            for (int64_t i = hpml_block(N, p, b); i < hpml_block(N, p, b + 1); i++) {
+                int   first = w == 0 ? 0 : w == 1 ? b + 1 : b, step = w == 2 ? p - 1 : 1;
+                float want = uneven(first % p, i), other = want;
+                for (int k = 1; k < p; k++) want += uneven((first + k * step) % p, i);
+                for (int k = 1; k < p; k++) other += uneven((first + p * p - k * step) % p, i);
+                CHECK(memcmp(&x[i], &want, sizeof want) == 0);
+                differ += memcmp(&want, &other, sizeof want) != 0;
+            }
+    }
+    CHECK(p < 5 || differ > 0);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(elements_are_added_in_the_documented_order)
+{
+    for (int p = 1; p <= 16; p++) ENSURE(launch_on(HPML_TRANSPORT_THREADS, p, NULL, documented_order, NULL) == HPML_OK);
+}
+
+/* The loop that >>moves prints above the ring gives the same bits as HPML_RING. */
+static hpml_status ring_by_hand(hpml_comm *c, void *user)
+{
+    enum { N = 1003 };
+    int                 p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    size_t              at[17], n[17];
+    float               x[N], same[N], y[N];
+    hpml_allreduce_desc d;
+    (void)user;
+    memset(&d, 0, sizeof d);
+    d.algorithm = HPML_RING;
+    for (int i = 0; i < N; i++) x[i] = same[i] = uneven(rank, i);
+    for (int b = 0; b < p; b++) {
+        at[b] = (size_t)hpml_block(N, p, b);
+        n[b]  = (size_t)hpml_block(N, p, b + 1) - at[b];
+    }
+    int next = (rank + 1) % p, before = (rank + p - 1) % p;
+    for (int k = 0; k < p - 1; k++) {
+        int sent = (rank + 2 * p - 1 - k) % p, got = (sent + p - 1) % p;
+        hpml_sendrecv(c, next, x + at[sent], n[sent] * sizeof *x, before, y, n[got] * sizeof *x, 0);
+        for (size_t i = 0; i < n[got]; i++) x[at[got] + i] += y[i];
+    }
+    for (int k = 0; k < p - 1; k++) {
+        int sent = (rank + p - k) % p, got = (sent + p - 1) % p;
+        hpml_sendrecv(c, next, x + at[sent], n[sent] * sizeof *x, before, x + at[got], n[got] * sizeof *x, 0);
+    }
+    hpml_allreduce(c, same, N, &d);
+    CHECK(memcmp(x, same, sizeof x) == 0);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(the_loop_above_the_ring_has_the_same_bits)
+{
+    for (int p = 1; p <= 16; p++) ENSURE(launch_on(HPML_TRANSPORT_THREADS, p, NULL, ring_by_hand, NULL) == HPML_OK);
+}
+
 TEST(moves_fit_together)
 {
-    for (int a = HPML_CENTRAL; a < HPML_NATIVE; a++)
+    EACH_ALGORITHM(a, HPML_CENTRAL)
         for (int p = 1; p <= 33; p++)
             for (int k = 0; k < (a == HPML_HIERARCHICAL ? p : 1); k++) {
                 enum { ROUNDS = 80 };
@@ -353,8 +425,8 @@ TEST(moves_fit_together)
                         if (got[to] >= count[to] || got[to] > sent[to]) continue;
                         in = &m[to][got[to]];
                         if (in->from != r) continue;
-                        ENSURE(in->in_at == out->out_at && in->in_count == out->out_count);
-                        ENSURE(out->out_at >= 0 && out->out_at + out->out_count <= n);
+                        ENSURE(in->receive_at == out->send_at && in->receive_count == out->send_count);
+                        ENSURE(out->send_at >= 0 && out->send_at + out->send_count <= n);
                         sent[r]++, got[to]++;
                         moved = true;
                     }
@@ -370,7 +442,7 @@ TEST(blocks_cover_everything)
             ENSURE(hpml_block(n, p, 0) == 0 && hpml_block(n, p, p) == n);
             for (int i = 0; i < p; i++) ENSURE(hpml_block(n, p, i) == n * i / p);
         }
-    ENSURE(hpml_block((int64_t)9e18, 1000, 1000) == (int64_t)9e18); /* no overflow on the way */
+    ENSURE(hpml_block((int64_t)9e18, 1000, 1000) == (int64_t)9e18); /* no overflow in between */
     for (int a = 0; a < HPML_ALGORITHM_COUNT; a++)
         ENSURE((int)hpml_algorithm_find(hpml_algorithm_name((hpml_algorithm)a)) == a);
     ENSURE((int)hpml_algorithm_find("star") == -1 && (int)hpml_algorithm_find(NULL) == -1);
@@ -415,7 +487,7 @@ static hpml_status plain_messages(hpml_comm *c, void *user)
     if (rank == 0)
         for (int i = 1; i < p; i++) CHECK(hpml_recv(c, i, HPML_TAG_MAX, &y, sizeof y) == HPML_OK && y == i);
     else CHECK(hpml_send(c, 0, HPML_TAG_MAX, &x, sizeof x) == HPML_OK);
-    for (int i = 0; i < 3 && p > 1; i++) { /* two tags, taken in the other order */
+    for (int i = 0; i < 3 && p > 1; i++) { /* two tags, received in the opposite order */
         hpml_message a, b;
         int          one = 10 * i, two = 10 * i + 1;
         if (rank == 0) {
@@ -484,7 +556,7 @@ static hpml_status not_waited_for(hpml_comm *c, void *user) /* the job's array l
     return HPML_OK;
 }
 
-TEST(a_job_that_nobody_waits_for_still_ends)
+TEST(a_job_that_is_not_waited_for_still_ends)
 {
     for (int t = 0; t < 2; t++) ENSURE(launch(transports[t], 4, not_waited_for, NULL) == HPML_OK);
 }
@@ -499,7 +571,7 @@ static hpml_status too_many(hpml_comm *c, void *user)
         CHECK(job[i]);
     }
     CHECK(hpml_job_wait(job[0]) == HPML_OK);
-    job[256] = hpml_background(c, nothing, user); /* its place is free again */
+    job[256] = hpml_background(c, nothing, user); /* its slot is free again */
     CHECK(job[256]);
     CHECK(hpml_barrier(c) == HPML_OK);
     if (hpml_background(c, nothing, user) != NULL) return HPML_OK;
@@ -527,7 +599,7 @@ static hpml_status one_job_fails(hpml_comm *c, void *user)
 {
     float     x[4] = { 0 };
     hpml_job *j = hpml_comm_rank(c) == 1 ? hpml_background(c, job_fails, user) : hpml_iallreduce(c, x, 4, NULL);
-    CHECK(hpml_job_wait(j) != HPML_OK && strstr(hpml_ctx_error(hpml_comm_ctx(c)), "w1")); /* j NULL: it was quicker */
+    CHECK(hpml_job_wait(j) != HPML_OK && strstr(hpml_ctx_error(hpml_comm_ctx(c)), "w1")); /* j NULL: failed before */
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
@@ -562,7 +634,7 @@ static hpml_status timed(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
-/* Never too early; not too late at least once, for a busy machine may be late at any time. */
+/* Never too early, and at least once not too late: a busy machine may be late in any one try. */
 static bool takes(const hpml_network *net, double least, double most)
 {
     double best = 1e9;
@@ -655,7 +727,7 @@ TEST(virtual_time_is_the_formula)
         k.algorithm = HPML_HALVING;
         ENSURE(launch_on(HPML_TRANSPORT_CLOCK, p, &net, clock_allreduce, &k) == HPML_OK);
         for (int r = 0; r < p; r++) ENSURE_NEAR(k.end[r], 2 * steps * alpha + 2 * n * (p - 1) / p * beta, 1e-12);
-        k.algorithm = HPML_CENTRAL; /* rank 0's card takes one after another; back: the same, the last one ends it */
+        k.algorithm = HPML_CENTRAL; /* rank 0's card receives, then sends, one message at a time */
         ENSURE(launch_on(HPML_TRANSPORT_CLOCK, p, &net, clock_allreduce, &k) == HPML_OK);
         ENSURE_NEAR(k.end[p - 1], 2 * alpha + 2 * (p - 1) * n * beta, 1e-12);
     }
@@ -760,7 +832,7 @@ static hpml_status speak(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
-/* Rank 0 listens to each of the others with a thread of its own. */
+/* Rank 0 receives from each of the other ranks in a thread of its own. */
 static hpml_status listeners(hpml_comm *c, void *user)
 {
     enum { MOST = 8 };
@@ -790,7 +862,7 @@ TEST(virtual_time_has_one_order)
     ENSURE(o.events == 808 && o.turned == 0);
 }
 
-static hpml_status waver(hpml_comm *c, void *user) /* how much longer than 1 s each of 100 computations takes */
+static hpml_status waver(hpml_comm *c, void *user) /* measures by how much each of 100 computations exceeds 1 s */
 {
     double *more = (double *)user + 100 * hpml_comm_rank(c);
     for (int i = 0; i < 100; i++) {
@@ -816,7 +888,7 @@ TEST(jitter_is_drawn_for_each_computation_and_refused_below_0)
         mean += more[i] / 400;
     }
     ENSURE_NEAR(mean, 0.1, 0.01); /* standard error 0.003 */
-    ENSURE(memcmp(more, more + 100, 100 * sizeof *more) != 0); /* each rank has its own */
+    ENSURE(memcmp(more, more + 100, 100 * sizeof *more) != 0); /* each rank has its own random numbers */
     for (int kind = 0; kind < 3; kind++) {
         double slow = -1;
         memset(&d, 0, sizeof d);
@@ -877,10 +949,10 @@ static hpml_status tuned(hpml_comm *c, void *user)
     CHECK(hpml_comm_tune(c) == HPML_OK);
     for (int64_t bytes = 4; bytes < (int64_t)1 << 32; bytes *= 4) {
         int64_t a = (int64_t)hpml_comm_choose(c, bytes);
-        CHECK(a > HPML_AUTO && a < HPML_NATIVE && same_bits(c, &a, sizeof a));
+        CHECK(a > HPML_AUTO && a != HPML_NATIVE && same_bits(c, &a, sizeof a));
     }
     small = (int64_t)hpml_comm_choose(c, 4), large = (int64_t)hpml_comm_choose(c, (int64_t)1 << 28);
-    bool quick = small == HPML_BUTTERFLY || small == HPML_CENTRAL; /* few messages one after another */
+    bool quick = small == HPML_BUTTERFLY || small == HPML_CENTRAL; /* few sequential messages */
     if (hpml_comm_size(c) == 8) CHECK(quick && (large == HPML_RING || large == HPML_HALVING));
     CHECK(allreduce_case(c, HPML_AUTO, 5000) == HPML_OK);
     return HPML_OK;
@@ -929,7 +1001,7 @@ typedef struct failure {
     bool          check;
     double        timeout;
     hpml_status   status;  /* 0: any error */
-    const char   *text[3]; /* all in the launch's text */
+    const char   *text[3]; /* parts of the text of hpml_launch's error */
 } failure;
 
 static hpml_status raises(hpml_comm *c, void *user)
@@ -955,7 +1027,7 @@ static hpml_status other_type(hpml_comm *c, void *user)
     hpml_allreduce_desc d;
     (void)user;
     memset(&d, 0, sizeof d);
-    d.element = hpml_comm_rank(c) == 1 ? HPML_ELEMENT_I64 : HPML_ELEMENT_F64; /* as many bytes: only .check sees it */
+    d.element = hpml_comm_rank(c) == 1 ? HPML_ELEMENT_I64 : HPML_ELEMENT_F64; /* equal in bytes: only .check finds it */
     return hpml_allreduce(c, x, 8, &d);
 }
 
@@ -985,7 +1057,7 @@ static hpml_status ready_twice(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
-static hpml_status circle(hpml_comm *c, void *user) /* everybody receives first */
+static hpml_status circle(hpml_comm *c, void *user) /* every rank receives first */
 {
     char x = 0;
     (void)user;
@@ -1001,7 +1073,7 @@ static hpml_status leaves_a_job(hpml_comm *c, void *user)
     return hpml_job_wait(hpml_iallreduce(c, x[hpml_comm_rank(c)], 100, NULL));
 }
 
-static hpml_status job_alone(hpml_comm *c, void *user) /* rank 0 posts one job more than the others, and goes */
+static hpml_status job_alone(hpml_comm *c, void *user) /* rank 0 posts one job more than the others, and returns */
 {
     static float x[8][100], y[8][100];
     int          rank = hpml_comm_rank(c);
@@ -1078,7 +1150,7 @@ static hpml_status works_beside(hpml_comm *c, void *user) { return (void)user, w
 static hpml_status works_to_end(hpml_comm *c, void *user) { return (void)user, works_to_the_end(c); }
 static hpml_status works_no_more(hpml_comm *c, void *user) { return (void)user, works_long(c, true, &ended); }
 
-/* Rank 0 waits for rank 1, which waits for its own job, in which a thread of its own waits for rank 2. */
+/* Rank 0 waits for rank 1, which waits for its own job, whose background thread waits for rank 2. */
 static hpml_status chain_through_a_job(hpml_comm *c, void *user)
 {
     static float x[3][100];
@@ -1135,8 +1207,8 @@ static hpml_status survivor(hpml_comm *c, void *user)
     return status;
 }
 
-/* One run of it: as it should end, on all ranks but one that leaves or was served (in two cases others have nothing to
-   do with it), and long before a deadline that is not meant to pass. */
+/* Runs the case once. True: all ranks end as expected, but for a rank that leaves or is complete already (in two cases
+   the other ranks are not concerned), and long before a deadline that is not meant to pass. */
 static bool fails_as_told(const failure *f, hpml_transport_kind transport)
 {
     failing          g = { f, 0 };
@@ -1163,7 +1235,7 @@ TEST(failures_end_everywhere_and_say_why)
     for (int t = 0; t < 2; t++)
         for (size_t i = 0; i < sizeof failures / sizeof failures[0]; i++) {
             const failure *f = &failures[i];
-            bool           brief = f->timeout < 1; /* a busy machine may keep another rank away as long */
+            bool           brief = f->timeout < 1; /* a busy machine may delay another rank for as long */
             if (t == 1 && f->status == HPML_ERR_TIMEOUT) continue; /* virtual time has no deadlines */
             for (int round = 0; round < (brief || SLOW_BUILD ? 1 : 10); round++) {
                 bool good = false;
@@ -1235,27 +1307,27 @@ static hpml_status late(hpml_comm *c, void *user)
 
 TEST(a_slow_rank_is_no_error)
 {
-    double real = 0.1, virtual_time = 1000; /* longer than others look for it; than this launch takes */
+    double real = 0.1, virtual_time = 1000; /* longer than the deadline of the others; longer than this launch takes */
     ENSURE(launch(HPML_TRANSPORT_THREADS, 3, late, &real) == HPML_OK);
     ENSURE(launch(HPML_TRANSPORT_CLOCK, 3, late, &virtual_time) == HPML_OK);
     ENSURE(seconds < virtual_time);
 }
 
-/* When a layer was computed, as the timeline has it. */
+/* Returns the time at which a layer was computed, read from the timeline. */
 static double layer_time(hpml_graph *g, hpml_ctx *ctx)
 {
     static const char file[] = "build/clocks.trace";
     static trace      seen;
     hpml_trace_desc   d;
     memset(&d, 0, sizeof d);
-    d.origin = 1e-9; /* 0 were now */
+    d.origin = 1e-9; /* 0 would mean now */
     bool              good = hpml_trace_start(ctx, &d) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK;
     const char       *wrong = good && hpml_trace_save(ctx, file) == HPML_OK ? trace_read(file, 1, &seen) : "none";
     remove(file);
     return wrong || seen.spans != 1 ? -1 : 1e-6 * seen.span[0].number[TRACE_TS];
 }
 
-/* Three clocks on one context: the timeline has that of the latest communicator that is left, then real time. */
+/* Three clocks on one context: the timeline reads that of the latest communicator not yet freed, then real time. */
 TEST(the_timeline_follows_the_clock_that_is_left)
 {
     static const char orders[6][4] = { "012", "021", "102", "120", "201", "210" };
@@ -1317,7 +1389,7 @@ TEST(arguments_are_checked)
     d.ranks = 2, d.transport = (hpml_transport_kind)7;
     ENSURE(hpml_launch(&d, nothing, NULL, error, sizeof error) == HPML_ERR_ARGUMENT &&
            strstr(error, "transport 7: out of range"));
-    for (int t = 0; t < 2; t++) { /* none such; another one than the world's */
+    for (int t = 0; t < 2; t++) { /* a transport that does not exist; one that is not the world's */
         hpml_world *w = hpml_world_create(HPML_TRANSPORT_CLOCK, 1, NULL);
         hpml_ctx_clear_error(ctx);
         k.world = w, k.transport = t ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)7;
@@ -1341,14 +1413,84 @@ TEST(arguments_are_checked)
 #endif
 }
 
+/* ---- a custom transport: required functions, errors ---- */
+
+static hpml_status no_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color)
+{
+    (void)c, (void)part, (void)ranks, (void)count, (void)color;
+    return HPML_OK;
+}
+static void no_start(hpml_comm *c, hpml_message *m) { (void)c, m->done = true; }
+static void never_done(hpml_comm *c, hpml_message *m) { (void)c, (void)m; }
+static hpml_status no_open(hpml_comm *c, const hpml_comm_desc *d)
+{
+    (void)d;
+    return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_COMM, "no network on rank %d", hpml_comm_rank(c));
+}
+static hpml_status finds_rank(hpml_ctx *ctx, hpml_comm_desc *d)
+{
+    (void)ctx;
+    d->rank = 1, d->ranks = 2;
+    return HPML_OK;
+}
+
+static bool refused(const hpml_transport *t, int rank, int ranks, const char *text)
+{
+    hpml_comm_desc d = { .custom = t, .rank = rank, .ranks = ranks };
+    hpml_ctx      *ctx = hpml_ctx_create(NULL);
+    bool           good = hpml_comm_create(ctx, &d) == NULL && strstr(hpml_ctx_error(ctx), text);
+    if (!good) printf("    \"%s\" was expected, got \"%s\"\n", text, hpml_ctx_error(ctx));
+    hpml_ctx_free(ctx);
+    return good;
+}
+
+TEST(a_custom_transport_without_a_required_function_is_refused_by_its_name)
+{
+    const hpml_transport good = { .name = "mine", .split = no_split, .start = no_start, .test = never_done,
+                                  .abandon = no_start };
+    hpml_transport       t = good;
+    t.name = NULL;
+    ENSURE(refused(&t, 0, 1, "no .name"));
+    t = good, t.split = NULL;
+    ENSURE(refused(&t, 0, 1, "transport \"mine\" has no .split"));
+    t = good, t.start = NULL;
+    ENSURE(refused(&t, 0, 1, "transport \"mine\" has no .start"));
+    t = good, t.test = NULL;
+    ENSURE(refused(&t, 0, 1, "transport \"mine\" has no .test"));
+    t = good, t.abandon = NULL;
+    ENSURE(refused(&t, 0, 1, "transport \"mine\" has no .abandon"));
+    t = good, t.open = no_open;
+    ENSURE(refused(&t, 1, 2, "no network on rank 1"));
+    ENSURE(refused(&good, 0, 0, "rank 0 of 0") && refused(&good, 2, 2, "rank 2 of 2") &&
+           refused(&good, -1, 2, "rank -1 of 2"));
+}
+
+TEST(a_custom_transport_finds_its_rank_and_its_waits_end_at_the_deadline)
+{
+    const hpml_transport t = { .name = "mine", .locate = finds_rank, .split = no_split, .start = never_done,
+                               .test = never_done, .abandon = no_start };
+    int            here = 0;
+    float          x = 1;
+    hpml_comm_desc d = { .custom = &t, .custom_user = &here, .timeout = 0.05 };
+    hpml_ctx      *ctx = hpml_ctx_create(NULL);
+    hpml_comm     *c = hpml_comm_create(ctx, &d);
+    ENSURE(c && hpml_comm_rank(c) == 1 && hpml_comm_size(c) == 2 && hpml_comm_state(c) == &here);
+    ENSURE(strcmp(hpml_comm_transport(c), "mine") == 0 && hpml_comm_node(c, 1) == 0);
+    ENSURE(hpml_allreduce(c, &x, 1, &(hpml_allreduce_desc){ .algorithm = HPML_NATIVE }) == HPML_ERR_UNSUPPORTED);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_allreduce(c, &x, 1, NULL) == HPML_ERR_TIMEOUT);
+    ENSURE(strstr(hpml_ctx_error(ctx), "waited 0.05 s for rank 0"));
+    hpml_ctx_free(ctx);
+}
+
 static hpml_status who(hpml_comm *c, void *user)
 {
-    if (hpml_comm_rank(c) == hpml_comm_size(c) - 1) /* the others have nothing to do with the text */
+    if (hpml_comm_rank(c) == hpml_comm_size(c) - 1) /* the other ranks are not concerned by the text */
         snprintf((char *)user, 32, "%s %d", hpml_comm_transport(c), hpml_comm_size(c));
     return HPML_OK;
 }
 
-/* HPML_RUN before .run, SLURM's variables for "auto"; a program that says transport or ranks itself is left alone. */
+/* HPML_RUN replaces .run, SLURM's variables decide for "auto"; a program that sets transport or ranks keeps them. */
 TEST(the_environment_says_where_to_run)
 {
     static const struct { const char *env, *run, *tasks, *steps; int ranks; const char *got; } cases[] = {
@@ -1373,7 +1515,7 @@ TEST(the_environment_says_where_to_run)
         for (int k = 0; k < 3; k++) unsetenv(names[k]);
         if (strcmp(got, cases[i].got ? cases[i].got : "") != 0) printf("    case %d: %s %s\n", (int)i, got, error);
         ENSURE(strcmp(got, cases[i].got ? cases[i].got : "") == 0);
-        /* before 12: this program has no MPI, so not four lonely ones; after: no such way to run */
+        /* before 12: needs MPI, which this program lacks; after: cannot be read */
         if (cases[i].got) ENSURE(status == HPML_OK);
         else if (i < 12) ENSURE(status != HPML_OK && strstr(error, "mpicc"));
         else ENSURE(status == HPML_ERR_ARGUMENT && strstr(error, cases[i].env) && strstr(error, "HPML_RUN"));
@@ -1398,7 +1540,7 @@ TEST(the_launcher_says_which_rank_this_is)
     for (int i = 0; i < 4; i++) {
         snprintf(number, sizeof number, "%d", i);
         setenv("SLURM_PROCID", number, 1), setenv("SLURM_NTASKS", "4", 1);
-        int batch = hpml_launched(NULL); /* in a batch script: nothing has been started yet */
+        int batch = hpml_launched(NULL); /* a batch script: srun has started no processes */
         setenv("SLURM_STEP_NUM_TASKS", "4", 1);
         size = hpml_launched(&rank);
         unsetenv("SLURM_PROCID"), unsetenv("SLURM_NTASKS"), unsetenv("SLURM_STEP_NUM_TASKS");
@@ -1406,7 +1548,7 @@ TEST(the_launcher_says_which_rank_this_is)
     }
 }
 
-/* In one of two processes of a launcher, threads are refused with their cure, unless they are meant. */
+/* In one of two processes of a launcher, threads are refused with a text that helps, unless they are allowed. */
 TEST(threads_in_each_process_of_a_launcher_must_be_meant)
 {
     static const struct {
@@ -1423,7 +1565,7 @@ TEST(threads_in_each_process_of_a_launcher_must_be_meant)
         { NULL, NULL, HPML_TRANSPORT_THREADS, 3, false, NULL },
         { NULL, NULL, HPML_TRANSPORT_CLOCK, 3, false, NULL },
         { "", "threads:3", HPML_TRANSPORT_THREADS, 0, false, NULL },
-        { "mpi", NULL, HPML_TRANSPORT_THREADS, 3, false, NULL }, /* the program goes first */
+        { "mpi", NULL, HPML_TRANSPORT_THREADS, 3, false, NULL }, /* the program's own settings win */
         { "threads:2", "threads:3", HPML_TRANSPORT_THREADS, 0, false, "threads 2" },
         { "serial", NULL, HPML_TRANSPORT_THREADS, 0, false, "threads 1" },
         { "clock:2", "auto", HPML_TRANSPORT_THREADS, 0, false, "clock 2" },
@@ -1444,7 +1586,7 @@ TEST(threads_in_each_process_of_a_launcher_must_be_meant)
         hpml_comm_desc own;
         memset(&own, 0, sizeof own);
         own.world = w;
-        bool legal = hpml_comm_create(ctx, &own) != NULL; /* threads that the program starts itself are its business */
+        bool legal = hpml_comm_create(ctx, &own) != NULL; /* threads that the program starts itself are allowed */
         hpml_ctx_free(ctx);
         hpml_world_free(w);
         unsetenv("HPML_RUN"), unsetenv("PMI_SIZE"), unsetenv("PMI_RANK");
@@ -1456,7 +1598,7 @@ TEST(threads_in_each_process_of_a_launcher_must_be_meant)
     }
 }
 
-/* ---- threads of one's own ---- */
+/* ---- threads that the program starts itself ---- */
 
 typedef struct own {
     hpml_transport_kind transport;
@@ -1557,7 +1699,7 @@ TEST(no_memory_is_an_error_on_all_ranks)
             d.transport = transports[t], d.ranks = 3, d.timeout = 20;
             d.ctx.allocator.alloc = scarce_alloc, d.ctx.allocator.free = scarce_free;
             double took = 1e9;
-            for (int tries = 0; tries < 3 && took > 2; tries++) { /* long before the deadline, or the machine is busy */
+            for (int tries = 0; tries < 3 && took > 2; tries++) { /* far from the deadline, unless busy */
                 double start = hpml_now();
                 left         = k;
                 status       = hpml_launch(&d, hungry, NULL, error, sizeof error);

@@ -160,7 +160,7 @@ static double conv_check(const char *isa, int threads, const convolution *full, 
         return worst;
     }
     w = hpml_param_find(m.ctx, "c.weight"), bias = hpml_param_find(m.ctx, "c.bias");
-    hpml_graph_batch(m.g, rows);
+    hpml_graph_set_batch(m.g, rows);
     t.B = rows;
     y = zeros(hpml_tensor_count(m.y)), dx = zeros(hpml_tensor_count(m.x));
     dw = zeros(hpml_tensor_count(w)), db = zeros(t.OC);
@@ -310,13 +310,13 @@ TEST(conv_algorithms_agree_on_halves)
         t.B = 9, t.layout = i / 2 % 2 ? HPML_NHWC : HPML_NCHW, t.act = HPML_ACT_NONE;
         for (int k = 0; k < 2; k++) {
             model m = { .ctx = hpml_ctx_create(&(hpml_ctx_desc){
-                            .threads = 2, .store = i % 2 ? HPML_DTYPE_F16 : HPML_DTYPE_BF16 }) };
+                            .threads = 2, .activation_dtype = i % 2 ? HPML_DTYPE_F16 : HPML_DTYPE_BF16 }) };
             t.algorithm = k ? HPML_CONV_IM2COL : HPML_CONV_DIRECT;
             m.x   = images(m.ctx, t.layout, t.B, t.C, t.H, t.W);
             m.y   = conv_record(hpml_scale(m.x, 1, 0), &t);
             noise = 9;
             ENSURE(model_make(&m));
-            hpml_graph_batch(m.g, i / 4 ? t.B - 2 : t.B);
+            hpml_graph_set_batch(m.g, i / 4 ? t.B - 2 : t.B);
             hpml_graph_forward(m.g, true, 1);
             ENSURE(hpml_graph_backward(m.g, 1, false) == HPML_OK);
             n     = hpml_tensor_count(m.x);

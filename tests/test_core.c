@@ -1,5 +1,5 @@
 /* Context, errors, memory, threads, tensors, conversions, planning. */
-#include "inside.h"
+#include "private_api.h"
 #include "kernels.h"
 #include "meter.h"
 #include "test.h"
@@ -26,7 +26,7 @@ TEST(failing_allocator_leaks_nothing)
     for (size_t i = 2;; i++) { /* in f32, in halves */
         size_t        k  = i / 2;
         meter         m  = { .fail_at = k };
-        hpml_ctx_desc cd = { .threads = 2, .store = i % 2 ? HPML_DTYPE_F16 : HPML_DTYPE_F32,
+        hpml_ctx_desc cd = { .threads = 2, .activation_dtype = i % 2 ? HPML_DTYPE_F16 : HPML_DTYPE_F32,
                              .allocator = { meter_alloc, meter_free, &m } };
         hpml_ctx     *ctx = hpml_ctx_create(&cd);
         hpml_tensor  *in  = hpml_input_4d(ctx, 2, 1, 8, 8);
@@ -215,7 +215,7 @@ TEST(results_stored_in_halves_are_f32_on_the_host)
     size_t      total[3], activations[3];
     for (int store = 0; store < 3; store++) {
         const float  last = store == 1 ? 70144 : 70000; /* the nearest bf16; that of 1.00390625 is 1: ties go to even */
-        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = (hpml_dtype)store });
+        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = (hpml_dtype)store });
         hpml_tensor *x = hpml_input_2d(ctx, 2, 4), *y = hpml_scale(x, 1, 0), *narrow = hpml_mean(y, 1);
         hpml_tensor *deep = hpml_input_2d(ctx, 512, 256), *h = deep, *sum = hpml_mean(y, HPML_ALL_DIMS);
         hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1, .loss = sum });
@@ -252,11 +252,11 @@ TEST(results_stored_in_halves_are_f32_on_the_host)
     }
     hpml_backend other = *hpml_backend_cpu();
     other.name = "other";
-    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_U8 });
-    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".store is u8 (4), expected f32, bf16 or f16");
+    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = HPML_DTYPE_U8 });
+    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".activation_dtype is u8 (4), expected f32, bf16 or f16");
     hpml_ctx_free(ctx);
-    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_F16, .backend = &other });
-    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".store f16 is for the CPU; the backend \"other\" takes its precision");
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = HPML_DTYPE_F16, .backend = &other });
+    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".activation_dtype f16 is for the CPU; the backend \"other\" takes its");
     hpml_ctx_free(ctx);
 }
 
@@ -312,7 +312,7 @@ TEST(graphs_share_an_input)
     const float  v[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
     ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, 8) == HPML_OK);
     ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && z->data[7] == 24);
-    ENSURE(hpml_graph_batch(g, 1) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK &&
+    ENSURE(hpml_graph_set_batch(g, 1) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK &&
            hpml_tensor_count(x) == 2);
     ENSURE(hpml_tensor_set(x, (float[]){ -1, -2 }, 2) == HPML_OK);
     ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && hpml_tensor_count(x) == 8 &&
@@ -338,7 +338,7 @@ TEST(inputs_as_outputs)
 }
 
 /* Lifetimes of kind 0: from time 0; 1: nested, as in training; 2: short, as in evaluation; 3: random. */
-static void lives(inside_slot *s, int n, int kind, int sizes, hpml_rng *rng)
+static void lives(private_slot *s, int n, int kind, int sizes, hpml_rng *rng)
 {
     for (int i = 0; i < n; i++) {
         int a = (int)hpml_rng_below(rng, 2 * n), b = (int)hpml_rng_below(rng, 2 * n);
@@ -355,11 +355,11 @@ TEST(both_placement_algorithms_give_the_same_offsets)
     hpml_ctx *ctx = hpml_ctx_create(NULL);
     hpml_rng  rng = { 5, 0, 0 };
     for (int round = 0; round < 200; round++) {
-        inside_slot list[MOST], tree[MOST];
+        private_slot list[MOST], tree[MOST];
         int         n = 1 + (int)hpml_rng_below(&rng, MOST);
         lives(list, n, round % 4, 1 + round / 4, &rng);
         memcpy(tree, list, sizeof list);
-        ENSURE(inside_places(ctx, list, n, 2 * n + 3, false) && inside_places(ctx, tree, n, 2 * n + 3, true));
+        ENSURE(private_offsets(ctx, list, n, 2 * n + 3, false) && private_offsets(ctx, tree, n, 2 * n + 3, true));
         for (int i = 0; i < n; i++) {
             ENSURE(list[i].offset == tree[i].offset);
             for (int j = 0; j < i; j++)
@@ -374,7 +374,7 @@ TEST(both_placement_algorithms_give_the_same_offsets)
 /* Each allocation of the tree fails in turn: an error, and no memory leaks. */
 TEST(placement_survives_failing_allocations)
 {
-    inside_slot slots[200];
+    private_slot slots[200];
     hpml_rng    rng = { 6, 0, 0 };
     lives(slots, 200, 1, 9, &rng);
     for (size_t k = 1;; k++) {
@@ -383,7 +383,7 @@ TEST(placement_survives_failing_allocations)
         hpml_ctx     *ctx  = hpml_ctx_create(&cd);
         size_t        held = m.live;
         m.fail_at = m.calls + k;
-        bool done = inside_places(ctx, slots, 200, 403, true), failed = m.calls >= m.fail_at;
+        bool done = private_offsets(ctx, slots, 200, 403, true), failed = m.calls >= m.fail_at;
         ENSURE(done == !failed && (hpml_ctx_status(ctx) == HPML_ERR_MEMORY) == failed && m.live == held);
         hpml_ctx_free(ctx);
         ENSURE(m.live == 0);
@@ -508,7 +508,7 @@ TEST(each_task_runs_once)
 {
     static int64_t count[5000];
     hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
-    for (int round = 1; round <= 300; round++) inside_parallel(ctx, round % 3 ? round * 16 : 5000, add_task, count);
+    for (int round = 1; round <= 300; round++) private_parallel(ctx, round % 3 ? round * 16 : 5000, add_task, count);
     for (int i = 0; i < 5000; i++) { /* 100 times all, and those of other rounds that reach so far */
         int64_t want = 100;
         for (int round = 1; round <= 300; round++) want += round % 3 && i < round * 16;
@@ -543,7 +543,7 @@ TEST(workers_are_free_once_awake)
     hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
     for (int round = 0; round < 10; round++) {
         usleep(30000); /* long enough to fall asleep */
-        inside_parallel(ctx, round % 2 ? 5000 : 2, add_task, count);
+        private_parallel(ctx, round % 2 ? 5000 : 2, add_task, count);
         for (int look = 0; look < 100 && confined() > 0; look++) usleep(10000);
         ENSURE(confined() == 0);
     }
@@ -620,31 +620,31 @@ TEST(functions_against_libm_on_all_kernels)
 {
     static float x[20011], y[20011];
     for (int n = 0; n < ISAS; n++) {
-        const void *k = inside_kernels(isas[n]);
+        const void *k = private_kernels(isas[n]);
         if (!k) continue;
         for (int i = 0; i < 20011; i++) x[i] = ((float)i - 10005) / 100;
-        inside_map(k, HPML_ACT_EXP, y, x, 20011);
+        private_activation(k, HPML_ACT_EXP, y, x, 20011);
         for (int i = 0; i < 20011; i++) {
             double e = exp((double)x[i]);
             if (e > 3.4e38) ENSURE(isinf(y[i]));
             else ENSURE_NEAR(y[i], e, 3e-7 * e + 1e-37);
         }
-        inside_map(k, HPML_ACT_TANH, y, x, 20011);
+        private_activation(k, HPML_ACT_TANH, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], tanh((double)x[i]), 3e-7);
-        inside_map(k, HPML_ACT_SIGMOID, y, x, 20011);
+        private_activation(k, HPML_ACT_SIGMOID, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], 1 / (1 + exp(-(double)x[i])), 3e-7);
-        inside_map(k, HPML_ACT_GELU_ERF, y, x, 20011);
+        private_activation(k, HPML_ACT_GELU_ERF, y, x, 20011);
         for (int i = 0; i < 20011; i++) {
             double z = (double)x[i] / sqrt(2.0);
             ENSURE_NEAR(y[i], (double)x[i] / 2 * (1 + erf(z)), 5e-7 * fabs((double)x[i]) / 2 + 1e-9);
         }
         for (int i = 0; i < 20011; i++) x[i] = expf(((float)i - 10005) / 120);
-        inside_map(k, HPML_ACT_LOG, y, x, 20011);
+        private_activation(k, HPML_ACT_LOG, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], log((double)x[i]), 3e-7 * fabs(log((double)x[i])) + 2e-7);
         x[0] = NAN, x[1] = INFINITY, x[2] = -INFINITY, x[3] = 0;
-        inside_map(k, HPML_ACT_EXP, y, x, 4);
+        private_activation(k, HPML_ACT_EXP, y, x, 4);
         ENSURE(isnan(y[0]) && isinf(y[1]) && y[2] == 0 && y[3] == 1);
-        inside_map(k, HPML_ACT_LOG, y, x, 4);
+        private_activation(k, HPML_ACT_LOG, y, x, 4);
         ENSURE(isnan(y[0]) && isinf(y[1]) && isnan(y[2]) && y[3] == -INFINITY);
     }
 }

@@ -1,10 +1,10 @@
-/* The CUDA backend against the CPU's: every op, optimizer, codec and loss, whole trainings, wrong data. This file is C
-   and knows no CUDA: the header's body is linked in, compiled by nvcc (ninja test-gpu) or, by a C++ compiler, for the
+/* Compares the CUDA backend with the CPU's: every op, optimizer, codec and loss, whole trainings, wrong data. This file
+   is C without CUDA: the header's body is linked, compiled by nvcc (ninja test-gpu) or by a C++ compiler for the
    emulation in cuda_on_cpu.h (ninja test). */
 #include "../hpml_cuda.cuh"
 #include "test.h"
 #include "op_cases.h"
-#include "steep.h"
+#include "loss_scale.h"
 
 #include <unistd.h>
 
@@ -29,27 +29,28 @@ static void keep(results *r, hpml_ctx *ctx, const char *name, const void *device
     r->v[r->count++] = v;
 }
 
-/* Faults, which only the emulation can make. */
+/* Faults that only the emulation can cause. */
 __attribute__((weak)) void cuda_on_cpu_fault(const char *what, long k);
 __attribute__((weak)) long cuda_on_cpu_count(const char *what);
 
 static bool emulated(void) { return cuda_on_cpu_fault != NULL; }
 
-/* Does the emulated library do this (library_mode in cublas_on_cpu.h)? */
+/* Does the emulated library behave like this (library_mode in cublas_on_cpu.h)? */
 enum { LIBRARY_RELU = 1, LIBRARY_BGRADB = 8, LIBRARY_NCHW = 16, LIBRARY_CAPTURE = 32, LIBRARY_REFUSE = 64 };
 static bool library_is(long mode) { return emulated() && (cuda_on_cpu_count("libraries") & mode) != 0; }
 
-/* Every other case runs on a device of one multiprocessor: what is dealt out to few blocks goes round in them. */
+/* Every other case runs on a device of one multiprocessor, so that the few blocks of a launch loop over their work. */
 static void multiprocessors(size_t i)
 {
     if (emulated()) cuda_on_cpu_fault("multiprocessors", i % 2 ? 1 : 132);
 }
 
-/* With HPML_LIBRARIES the same programs run once for each way in which the libraries may be: own kernels, which do not
-   depend on it, are left out. */
+/* With HPML_LIBRARIES the same programs run once for each mode of the emulated libraries; then tests of own kernels,
+   which do not depend on the mode, are skipped. */
 static bool libraries_only(void) { return emulated() && getenv("HPML_LIBRARIES"); }
 
-/* The libraries' products and convolutions, or our own: the emulation has only cuBLASLt, and tests ours unless told. */
+/* Chooses the products and convolutions of the libraries or of this header; the emulation chooses own kernels unless a
+   test asks for the libraries. */
 static enum { AS_EVER, LIBRARIES, OWN } products;
 
 static hpml_ctx *context(bool gpu, hpml_cuda_precision precision)
@@ -60,8 +61,8 @@ static hpml_ctx *context(bool gpu, hpml_cuda_precision precision)
                                              .backend_desc = gpu ? &cuda : NULL });
 }
 
-/* Loss = mean of (tanh(op(x)) - t)^2, forward and backward `passes` times (recorded passes start at the second);
-   everything that came out. */
+/* Runs loss = mean of (tanh(op(x)) - t)^2 forward and backward `passes` times (passes are recorded from the second on);
+   returns the loss and all gradients. */
 static hpml_status run_case(const op_case *c, bool gpu, hpml_cuda_precision precision, int passes, results *r,
                             char *error)
 {
@@ -100,8 +101,8 @@ static void drop(results *r)
     for (int i = 0; i < r->count; i++) free(r->v[i]);
 }
 
-/* |a - b| <= tolerance (rms of the array + |b|): gradients that cancel to nothing are compared with their like. The
-   first five that differ are printed. */
+/* |a - b| <= tolerance (rms of the array + |b|), so that gradients that cancel to almost 0 are compared by the size of
+   the others. Prints the first five that differ. */
 static void compare(const char *what, const results *gpu, const results *cpu, double tolerance)
 {
     for (int i = 0; i < cpu->count; i++) {
@@ -141,14 +142,14 @@ static void all_cases(hpml_cuda_precision precision, int passes, double toleranc
     some_cases(cases, sizeof cases / sizeof cases[0], precision, passes, tolerance);
 }
 
-/* Tolerances: f32 sums in another order; tf32 and f16 keep 11 bits, bf16 8, of every number between the layers. */
+/* Tolerances: f32 adds in another order; tf32 and f16 keep 11 bits, bf16 8, of every number between the layers. */
 TEST(ops_in_f32)
 {
     if (no_device()) SKIP("no CUDA device");
     all_cases(HPML_CUDA_F32, 1, 2e-5);
 }
 
-TEST(ops_in_tf32)
+TEST_PLAIN(ops_in_tf32)
 {
     if (no_device()) SKIP("no CUDA device");
     all_cases(HPML_CUDA_TF32, 1, 1e-2);
@@ -166,8 +167,8 @@ TEST(ops_in_f16)
     all_cases(HPML_CUDA_F16, 1, 1.5e-2);
 }
 
-/* The second pass is recorded, the third replayed. Running statistics move with each pass, so the CPU runs three
-   too. */
+/* The second pass is recorded, the third replayed. Running statistics change with each pass, so the CPU runs three too.
+   */
 TEST(recorded_passes)
 {
     if (no_device()) SKIP("no CUDA device");
@@ -183,7 +184,8 @@ TEST(recorded_passes)
     }
 }
 
-/* A sum before a norm is the norm's in a pass that runs as a whole, recorded or not; by itself it is its own again. */
+/* A residual sum is fused into the norm after it in a pass that runs as a whole, recorded or not; when an op is run
+   alone, it is not. */
 TEST(ops_by_themselves_after_a_replay)
 {
     float v[24], y[24];
@@ -203,7 +205,8 @@ TEST(ops_by_themselves_after_a_replay)
     hpml_ctx_free(ctx);
 }
 
-/* A pass that failed is no first run: what comes up with an op is not up yet, and may not while a pass is recorded. */
+/* A pass that failed does not count as the first run: libraries that an op opens are not open yet, and must not be
+   opened while a pass is recorded. */
 TEST(a_pass_that_failed_is_recorded_later)
 {
     if (!cuda_on_cpu_fault) SKIP("needs the emulation");
@@ -222,13 +225,13 @@ TEST(a_pass_that_failed_is_recorded_later)
     hpml_ctx_free(ctx);
 }
 
-/* A half copy of a parameter counts as made when it has been made, not when that was tried: by a pass, by a step. */
+/* A half copy of a parameter is fresh after it was written, not after a failed attempt, by a pass or by a step. */
 TEST(half_copies_that_failed_are_made_later)
 {
     static const float ones[64] = { 1, 1, 1, 1, 1, 1, 1, 1 }; /* the first output adds up its inputs */
     if (!cuda_on_cpu_fault) SKIP("needs the emulation");
     for (int step = 0; step < 2; step++) {
-        float        y[24]; /* what lies between layers and behind them is bf16, too */
+        float        y[24]; /* activations are bf16 too, between layers and at the end */
         hpml_ctx    *ctx = context(true, HPML_CUDA_BF16);
         hpml_tensor *x = hpml_input_2d(ctx, 3, 8), *out = hpml_linear(hpml_linear(x, 8, NULL), 8, NULL);
         hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &out, .output_count = 1 });
@@ -250,7 +253,7 @@ TEST(half_copies_that_failed_are_made_later)
     }
 }
 
-/* What a kernel broke is told by every call that follows, and is no lack of memory. */
+/* After a kernel has failed, every later call returns its error, which is not "out of memory". */
 TEST(a_lost_device_is_not_out_of_memory)
 {
     float v[24];
@@ -270,8 +273,8 @@ TEST(a_lost_device_is_not_out_of_memory)
     cuda_on_cpu_fault("none", 0);
 }
 
-/* One op by itself: recorded, run forward as a graph and backward by hand with a given dy. `halves`: its input is what
-   dropout of 0 leaves in the device's storage type. */
+/* Runs one op alone: forward as a graph and backward by hand with a given dy. `halves`: its input is the result of a
+   dropout of 0, so it has the device's type of activations. */
 typedef struct one_op {
     const char *name;
     hpml_tensor *(*record)(hpml_tensor *x);
@@ -425,8 +428,9 @@ TEST(channels_of_every_size)
     EACH(ops, i) EACH(shapes, k) one_case(&ops[i], shapes[k], HPML_CUDA_F32, 2e-5);
 }
 
-/* Sums for a bias that end within eight elements, of slopes that are infinite at 0: what lies behind is left out. */
-TEST(slopes_end_with_their_rows)
+/* Sums for a bias whose rows end within a vec8, of derivatives that are infinite at 0: elements after the end are left
+   out. */
+TEST(derivatives_end_with_their_rows)
 {
     static const one_op linear[] = { { "linear, sqrt", one_linear_sqrt, .ones = true, .shift = 6 },
                                      { "linear, log", one_linear_log, .ones = true, .accumulate = true, .shift = 6 } };
@@ -436,7 +440,7 @@ TEST(slopes_end_with_their_rows)
     one_case(&conv, (const int64_t[4]){ 2, 2, 5, 5 }, HPML_CUDA_F32, 2e-5);
 }
 
-/* The input of these nodes and all they write are halves. */
+/* The input of these nodes and all their results are halves. */
 TEST(rows_and_channels_in_halves)
 {
     static const one_op ops[] = {
@@ -451,8 +455,8 @@ TEST(rows_and_channels_in_halves)
     EACH(ops, i) EACH(shapes, k) one_case(&ops[i], shapes[k], HPML_CUDA_BF16, 2e-2);
 }
 
-/* (B, T, 3C): positions below, at and above the kernels' blocks; heads of all padded sizes, aligned and not. A negative
-   scale turns every order around. */
+/* (B, T, 3C): positions below, at and above the sizes of the kernels' blocks; heads of all padded sizes, aligned and
+   not. A negative scale reverses every order of scores. */
 ONE(attention_turned, hpml_attention(x, &(hpml_attention_desc){ .heads = 2, .scale = -0.2f }))
 static void attention_cases(bool halves, hpml_cuda_precision precision, double tolerance)
 {
@@ -502,7 +506,7 @@ TEST(attention_the_device_refuses)
     hpml_ctx_free(ctx);
 }
 
-/* Ones come out as zeros where the word of their place is below p 2^32. */
+/* A one becomes zero where the random word of its position is below p 2^32. */
 TEST(masks_are_the_words_of_the_stream)
 {
     static const float chances[] = { 0.1f, 0.5f, 0.93f };
@@ -519,7 +523,7 @@ TEST(masks_are_the_words_of_the_stream)
         for (int i = 0; i < 651; i++) v[i] = 1;
         ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, 651) == HPML_OK);
         hpml_rng_fill_u32(&r, words, 651 + 3 * 93);
-        for (uint64_t sample = 0; sample < 4; sample++) { /* of 93 numbers: all places within a block of words */
+        for (uint64_t sample = 0; sample < 4; sample++) { /* of 93 numbers: every position within a block of words */
             hpml_run run = { .ctx = ctx, .train = true, .step = step, .sample = sample };
             ENSURE(hpml_ctx_backend(ctx)->ops[HPML_OP_DROPOUT].forward(&run, n) == HPML_OK);
             ENSURE(hpml_tensor_get(y, v, 651) == HPML_OK);
@@ -600,8 +604,8 @@ TEST(a_token_out_of_range_is_an_error)
     }
 }
 
-/* Some steps of an optimizer over parameters of many sizes, one of them where no eight numbers begin at 16 bytes. With
-   u.bad the second step's gradients are not all finite, and an error says so. */
+/* Some steps of an optimizer over parameters of many sizes, one at an address that is not a multiple of 16 bytes. With
+   u.found_nonfinite the second step's gradients are not all finite, and there is an error. */
 #define PARAMS 6
 static void optimizer_case(hpml_update u, bool m, bool v, results *r, bool gpu)
 {
@@ -617,8 +621,8 @@ static void optimizer_case(hpml_update u, bool m, bool v, results *r, bool gpu)
             for (int k = step == 1 ? 0 : 1; k < (step == 1 ? 4 : 2); k++) { /* w, g, m, v; then a new gradient */
                 float *x = numbers((uint64_t)(100 * step + 10 * p + k), n, 0);
                 for (int64_t i = 0; k > 1 && i < n; i++) x[i] = 0;
-                if (u.bad && step == 2 && n > 4096) x[9] = NAN, x[4000] = -INFINITY;
-                if (u.bad && step == 2 && n > 4096 && v) x[20] = 1e30f; /* its square is infinite, the step is 0 */
+                if (u.found_nonfinite && step == 2 && n > 4096) x[9] = NAN, x[4000] = -INFINITY;
+                if (u.found_nonfinite && step == 2 && n > 4096 && v) x[20] = 1e30f; /* its square is infinite: step 0 */
                 if (step == 1) at[p][k] = (float *)place(ctx, HPML_DTYPE_F32, x, n);
                 else b->write(hpml_ctx_device(ctx), at[p][k], x, (size_t)n * sizeof(float));
                 free(x);
@@ -626,13 +630,14 @@ static void optimizer_case(hpml_update u, bool m, bool v, results *r, bool gpu)
             int64_t skip = p == PARAMS - 1;
             all[p] = u, all[p].n = sizes[p], all[p].step = (uint64_t)step;
             all[p].w = at[p][0] + skip, all[p].g = at[p][1] + skip;
-            all[p].m = m ? at[p][2] + skip : NULL, all[p].v = v ? at[p][3] + skip : NULL;
+            all[p].state[0] = m ? at[p][2] + skip : NULL, all[p].state[1] = v ? at[p][3] + skip : NULL;
             if (p == 1) all[p].weight_decay = 0;
         }
         if (b->update(hpml_ctx_device(ctx), ctx, all, PARAMS) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx));
-        if (u.bad && gpu) *u.bad = b->sync(hpml_ctx_device(ctx)) == HPML_ERR_NONFINITE;
-        if (u.bad && *u.bad != (step == 2)) printf("    step %d: found: %d\n", step, *u.bad), test_failed = 1;
-        if (u.bad) *u.bad = false;
+        if (u.found_nonfinite && gpu) *u.found_nonfinite = b->sync(hpml_ctx_device(ctx)) == HPML_ERR_NONFINITE;
+        int32_t *found = u.found_nonfinite;
+        if (found && *found != (step == 2)) printf("    step %d: found: %d\n", step, *found), test_failed = 1;
+        if (found) *found = false;
         hpml_ctx_clear_error(ctx);
     }
     for (int p = 0; p < PARAMS; p++)
@@ -655,7 +660,8 @@ TEST(optimizers)
             int32_t     bad = 0;
             hpml_update u = { .opt = (hpml_opt)opt, .lr = 0.02f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.99f,
                               .eps = 1e-6f, .weight_decay = variant == 1 ? 0 : 0.03f, .trust = variant == 2 ? 0 : 0.01f,
-                              .grad_scale = 0.7f, .nesterov = variant == 2, .bad = variant == 3 ? &bad : NULL };
+                              .grad_scale = 0.7f, .nesterov = variant == 2,
+                              .found_nonfinite = variant == 3 ? &bad : NULL };
             bool    moments = opt == HPML_OPT_ADAM || opt == HPML_OPT_ADAMW || opt == HPML_OPT_LAMB;
             bool    m = moments || (variant > 0 && opt != HPML_OPT_ADAGRAD);
             bool    v = moments || opt == HPML_OPT_ADAGRAD || opt == HPML_OPT_RMSPROP;
@@ -666,6 +672,26 @@ TEST(optimizers)
             drop(&cpu);
             drop(&gpu);
         }
+}
+
+static void no_step(const hpml_update *u, float *w, float *g, float *const *state, int64_t n)
+{
+    (void)u, (void)w, (void)g, (void)state, (void)n;
+}
+
+/* A step of the user's own is a function of the host: a trainer on a device refuses it, and takes built-in rows. */
+TEST(optimizers_of_the_user_are_refused)
+{
+    static const hpml_optimizer own = { .name = "own", .step = no_step };
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx         *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor      *in = hpml_input_2d(ctx, 4, 3), *out = hpml_linear(in, 2, NULL);
+    hpml_trainer_desc d = { .input = in, .output = out, .custom_optimizer = &own };
+    ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &d), HPML_ERR_UNSUPPORTED,
+                 "custom_optimizer \"own\" runs on the CPU backend only, this context's is \"cuda\"");
+    d.custom_optimizer = hpml_optimizer_find("lamb");
+    ENSURE(hpml_trainer_create(ctx, &d) && hpml_ctx_status(ctx) == HPML_OK);
+    hpml_ctx_free(ctx);
 }
 
 /* Three steps of a codec on the device and on the CPU: the same bytes, residuals and decoded numbers. */
@@ -692,7 +718,7 @@ static void codec_case(const hpml_codec_desc *c, int64_t rows, int64_t cols, boo
                 g[3 * cols + i] *= 3e38f, g[4 * cols + i] *= 1e-42f, g[5 * cols + i] = i % 3 ? -0.0f : 0.0f;
         }
         b->write(dev, dg, g, bytes);
-        hpml_status cpu = hpml_packing_encode(&p, packed, e, g, rows);
+        hpml_status cpu = hpml_packing_encode(&p, packed, e, g, rows, NULL);
         if (b->encode(dev, ctx, &p, dp, de, dg, rows) != cpu) wrong = "status";
         if (b->decode(dev, ctx, &p, dout, dp, rows, step > 0) != HPML_OK) wrong = hpml_ctx_error(ctx);
         (step > 0 ? hpml_packing_decode_add : hpml_packing_decode)(&p, out, packed, rows);
@@ -705,7 +731,7 @@ static void codec_case(const hpml_codec_desc *c, int64_t rows, int64_t cols, boo
         free(g);
     }
     if (wrong) printf("    codec %d, %lld rows of %lld%s: %s\n", (int)c->kind, (long long)rows, (long long)cols,
-                      c->printed_residual ? ", printed residual" : c->no_feedback ? ", no feedback" : "", wrong),
+                      c->no_feedback ? ", no feedback" : "", wrong),
                test_failed = 1;
     b->free(dev, dp, p.size), b->free(dev, dg, bytes), b->free(dev, de, bytes), b->free(dev, dout, bytes);
     free(packed), free(packed2), free(e), free(out), free(back);
@@ -721,12 +747,10 @@ TEST(codecs_bit_for_bit)
     for (int kind = HPML_CODEC_NONE; kind <= HPML_CODEC_TWOBIT; kind++)
         EACH(shapes, i) for (int variant = 0; variant < 3; variant++) {
             hpml_codec_desc c = { .kind = (hpml_codec_kind)kind, .compress_all = i % 2 == 0,
-                                  .no_feedback = variant == 1, .printed_residual = variant == 2,
-                                  .threshold = variant == 2 ? 0.8f : 0 };
+                                  .no_feedback = variant == 1, .threshold = variant == 2 ? 0.8f : 0 };
             codec_case(&c, shapes[i][0], shapes[i][1], false);
             if (shapes[i][0] > 5) codec_case(&c, shapes[i][0], shapes[i][1], true);
         }
-    codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_ONEBIT, .all_bits = true }, 20, 70, false);
     codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_ONEBIT, .compress_all = true }, 7, 17000, true);
     codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_BF16 }, 262140, 1, true);
     for (int kind = HPML_CODEC_BF16; kind <= HPML_CODEC_TWOBIT; kind++) { /* more rows than blocks take at once */
@@ -737,17 +761,23 @@ TEST(codecs_bit_for_bit)
     multiprocessors(0);
 }
 
-static hpml_status no_encode(const hpml_packing *p, void *to, float *e, const float *g, int64_t rows)
+static hpml_status no_encode(const hpml_packing *p, void *to, float *e, const float *g, int64_t rows,
+                             const hpml_encode_info *info)
 {
-    (void)p, (void)to, (void)e, (void)g, (void)rows;
+    (void)p, (void)to, (void)e, (void)g, (void)rows, (void)info;
     return HPML_OK;
+}
+
+static void no_decode(const hpml_packing *p, float *out, const void *from, int64_t rows, bool add)
+{
+    (void)p, (void)out, (void)from, (void)rows, (void)add;
 }
 
 static size_t no_size(const hpml_codec_desc *c, int64_t cols) { return (void)c, (size_t)cols; }
 
 TEST(codecs_the_device_refuses)
 {
-    hpml_codec   mine = { "mine", false, true, false, no_size, no_encode, NULL };
+    hpml_codec   mine = { "mine", false, true, false, false, no_size, no_encode, no_decode };
     hpml_packing p;
     if (no_device()) SKIP("no CUDA device");
     hpml_ctx           *ctx = context(true, HPML_CUDA_F32);
@@ -760,7 +790,7 @@ TEST(codecs_the_device_refuses)
     hpml_ctx_free(ctx);
 }
 
-/* What needs several blocks, tiles or splits of a sum: name, op and the shape of x, (B, C, H, W). */
+/* Cases that need several blocks, tiles or splits of a sum: name, op and the shape of x, (B, C, H, W). */
 #define WIDE(X)                                                                                                        \
     X(bias, hpml_add(x, weight(x, 1, 1, 88)), 5, 6, 70, 88)                                                            \
     X(bias_odd, hpml_mul(x, weight(x, 1, 1, 90)), 5, 6, 70, 90)                                                        \
@@ -837,7 +867,7 @@ static hpml_tensor *dense_no_bias(hpml_tensor *x, int64_t n, hpml_act f)
       2, 8, 10, 2)                                                                                                     \
     X(relu, dense(hpml_conv2d(x, 9, &(hpml_conv2d_desc){ .kernel_h = 3, .activation = HPML_ACT_RELU }), 40,            \
                   HPML_ACT_RELU), 3, 6, 9, 18)
-static hpml_tensor *read_twice(hpml_tensor *x, int64_t n) /* a layer that not only the layer behind reads */
+static hpml_tensor *read_twice(hpml_tensor *x, int64_t n) /* a layer whose result has two readers */
 {
     hpml_tensor *y = hpml_linear(x, n, &(hpml_linear_desc){ .activation = HPML_ACT_GELU });
     hpml_tensor *z = n % 2 ? hpml_tanh(y) : y; /* before it, or after */
@@ -848,7 +878,7 @@ static hpml_tensor *read_twice(hpml_tensor *x, int64_t n) /* a layer that not on
 PRODUCTS(DEFINE_PRODUCT)
 static const op_case product_cases[] = { PRODUCTS(PRODUCT_CASE) };
 
-/* The last one's kinks are on one side or the other as the sums are rounded: in f32 only. */
+/* The last case only in f32: rounding decides on which side of a kink an element is. */
 static void all_products(hpml_cuda_precision precision, double tolerance)
 {
     size_t count = sizeof product_cases / sizeof product_cases[0] - (precision != HPML_CUDA_F32);
@@ -862,7 +892,7 @@ TEST(large_products_in_f32)
     all_products(HPML_CUDA_F32, 1e-4);
 }
 
-TEST(large_products_in_tf32)
+TEST_PLAIN(large_products_in_tf32)
 {
     if (no_device()) SKIP("no CUDA device");
     all_products(HPML_CUDA_TF32, 2e-2);
@@ -875,9 +905,9 @@ TEST(large_products_in_halves)
     all_products(HPML_CUDA_F16, 2e-2);
 }
 
-/* The libraries' products take act' and the sums for biases along, also where gradients add up; where they cannot, or
-   fail, others do it. The counts say that they did. */
-TEST(products_take_slopes_and_sums_along)
+/* The libraries' products fuse act' and the sums for biases, also where gradients are added; where a library refuses or
+   fails, other kernels follow. The counts prove it. */
+TEST(products_fuse_derivatives_and_sums)
 {
     enum { DGELU = 192, BGRADB = 512, LATE = 1 << 20 };
     if (!cuda_on_cpu_fault) SKIP("needs the emulation");
@@ -897,8 +927,9 @@ TEST(products_take_slopes_and_sums_along)
     }
 }
 
-/* cuDNN does all of a convolution; what it refuses, asked or when it comes to it, recorded or not, ours do. */
-TEST(convolutions_are_the_librarys_or_ours)
+/* cuDNN runs all passes of a convolution; passes that it refuses, when asked for an algorithm or when called, recorded
+   or not, run by own kernels. */
+TEST(convolutions_by_the_library_or_own_kernels)
 {
     enum { DESCRIBE = 1, ASK = 2, FUSED = 4, Y = 8, DX = 16, DW = 32 };
     static const struct { int refused, runs; } ways[] = { /* runs: bits for y, dx, dw, fused y */
@@ -907,7 +938,7 @@ TEST(convolutions_are_the_librarys_or_ours)
     products = LIBRARIES;
     hpml_ctx *ctx = context(true, HPML_CUDA_F32);
     products = AS_EVER;
-    /* it comes up with the first convolution */
+    /* cuDNN is opened with the first convolution */
     ENSURE(hpml_ctx_status(ctx) == HPML_OK && cuda_on_cpu_count("cudnn") == 0);
     hpml_ctx_free(ctx);
     EACH(ways, i) {
@@ -934,7 +965,7 @@ static hpml_status one_by_one(void *user, hpml_trainer *t, int64_t samples, floa
     float       part;
     (void)user;
     for (int64_t i = 0; i < samples && status == HPML_OK; i++) {
-        status = hpml_trainer_run_local(t, i, 1, 1 / (float)samples, i > 0, &part);
+        status = hpml_trainer_forward_backward(t, i, 1, 1 / (float)samples, i > 0, &part);
         if (loss) *loss = (i > 0 ? *loss : 0) + part / (float)samples;
     }
     return status;
@@ -952,7 +983,7 @@ TEST(convolutions_have_no_limit_of_workspace)
     hpml_ctx_free(ctx);
 }
 
-/* A piece of a batch begins at any address; what cuDNN or cuBLASLt cannot take there, ours do. */
+/* A micro-batch begins at any address; where cuDNN or cuBLASLt refuses the alignment, own kernels run. */
 TEST(a_batch_one_by_one)
 {
     float         x[3 * 9], loss[2][4];
@@ -975,14 +1006,14 @@ TEST(a_batch_one_by_one)
             loss[gpu][i] = info.loss;
         }
         if (emulated() && gpu && !library_is(LIBRARY_REFUSE))
-            ENSURE(cuda_on_cpu_count("cudnn 3") > ran); /* the first of them it can */
+            ENSURE(cuda_on_cpu_count("cudnn 3") > ran); /* the first one is aligned */
         hpml_ctx_free(ctx);
         products = AS_EVER;
     }
     for (int i = 0; i < 4; i++) ENSURE_NEAR(loss[1][i], loss[0][i], 1e-4);
 }
 
-/* Batches of several sizes in turn: the library is asked about each product once. */
+/* With batches of several sizes in turn the library is asked once about each product. */
 TEST(shapes_in_turn_are_planned_once)
 {
     const float    x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
@@ -1002,7 +1033,7 @@ TEST(shapes_in_turn_are_planned_once)
     hpml_ctx_free(ctx);
 }
 
-/* A weight that the host writes is multiplied from then on, in recorded passes too. */
+/* After the host writes a weight, products use the new value, in recorded passes too. */
 TEST(half_copies_follow_their_weights)
 {
     float zero[24] = { 0 }, y[8];
@@ -1032,7 +1063,7 @@ typedef struct loss_case {
     bool    masked;   /* some logits are -infinity */
 } loss_case;
 
-/* The loss of 3 x and what the optimizer would see. */
+/* The loss of 3 x and its gradients. */
 static hpml_status run_loss(const loss_case *c, bool gpu, hpml_cuda_precision precision, results *r, char *error)
 {
     hpml_ctx    *ctx = context(gpu, precision);
@@ -1104,7 +1135,7 @@ TEST(losses)
         }
 }
 
-/* The CPU and the GPU say the same about a label that is none. */
+/* The CPU and the GPU give the same error for a label out of range. */
 TEST(bad_labels)
 {
     loss_case c = { 0, 6, 10, 0, false, 10, false };
@@ -1119,7 +1150,7 @@ TEST(bad_labels)
     }
 }
 
-/* Sums of squares of any type, begun anywhere; hits with ties and NaNs as the trainer counts them on the CPU. */
+/* Sums of squares of any type from any element on; hits with ties and NaNs as the trainer counts them on the CPU. */
 TEST(counts_and_squares)
 {
     if (no_device()) SKIP("no CUDA device");
@@ -1162,7 +1193,7 @@ TEST(counts_and_squares)
     hpml_ctx_free(ctx);
 }
 
-/* Hits of whole steps, which the loss counts: with labels that do not count, short batches, two graphs in turn. */
+/* Hits of whole steps, which the loss counts: with ignored labels, short batches, two graphs in turn. */
 TEST(the_loss_counts_hits)
 {
     if (no_device()) SKIP("no CUDA device");
@@ -1184,7 +1215,7 @@ TEST(the_loss_counts_hits)
                 ENSURE(hpml_trainer_step(t[i / 2 % 2], x, y, 12 - i % 3, &info) == HPML_OK);
                 accuracy[gpu][i] = info.accuracy;
             }
-            long launches[6] = { 0 }; /* the last two: of a step that asks for its hits, and of one that does not */
+            long launches[6] = { 0 }; /* the last two: a step that asks for its hits, and one that does not */
             for (int i = 0; i < 5 && gpu && emulated(); i++) {
                 launches[i + 1] = -cuda_on_cpu_count("launches");
                 ENSURE(hpml_trainer_step(t[0], x, y, 12, i == 4 ? NULL : &info) == HPML_OK);
@@ -1197,7 +1228,7 @@ TEST(the_loss_counts_hits)
     }
 }
 
-/* A small training of 3 steps; the status, and what the context says. */
+/* A small training of 3 steps; returns the status, and the context's error. */
 static hpml_status train_briefly(hpml_cuda_precision precision, char *error, float *losses)
 {
     const float    x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
@@ -1234,11 +1265,11 @@ TEST(unfit_machines_are_named)
         ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT);
         ENSURE(strstr(hpml_ctx_error(ctx), i ? "canary" : "no device 7, only 0 to 0"));
         hpml_ctx_free(ctx);
-        ENSURE(train_briefly(HPML_CUDA_F32, error, NULL) == HPML_OK); /* nothing of it is left */
+        ENSURE(train_briefly(HPML_CUDA_F32, error, NULL) == HPML_OK); /* all its memory is freed */
     }
 }
 
-/* The k-th allocation fails, the k-th kernel goes astray, for every k: an error says so, and nothing stays behind. */
+/* The k-th allocation fails, the k-th launch fails, for every k: there is an error, and no memory is leaked. */
 TEST(every_allocation_and_every_launch_may_fail)
 {
     char error[512];
@@ -1259,8 +1290,8 @@ TEST(every_allocation_and_every_launch_may_fail)
     }
 }
 
-/* A step that nobody asks for its loss waits for nothing; passes are replayed; work held back as long as it may be, in
-   any order of threads, gives the same losses. */
+/* A step whose loss is not read does not wait; passes are replayed; the losses are the same when the emulation delays
+   work as long as allowed, in any order of threads. */
 TEST(a_step_does_not_wait)
 {
     const float x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
@@ -1289,7 +1320,7 @@ TEST(a_step_does_not_wait)
     }
 }
 
-/* The number before `what` in hpml_cuda_text; -1: it is not there. */
+/* The number before `what` in hpml_cuda_text; -1: not found. */
 static long long text_number(const hpml_ctx *ctx, const char *what)
 {
     char        text[1024];
@@ -1299,9 +1330,9 @@ static long long text_number(const hpml_ctx *ctx, const char *what)
     return atoll(at);
 }
 
-/* A timeline or a table of layers costs one more wait for the device in a step, and has every op of every step: spans
-   in order, whose times add up to the table's. */
-TEST(looks_wait_once_a_step)
+/* A trace or a profile costs one more wait for the device in a step, and has every op of every step: spans in order,
+   whose times add up to the profile's. */
+TEST(timing_ops_waits_once_a_step)
 {
     enum { LOOKED = 3 };
     const float    x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
@@ -1327,7 +1358,7 @@ TEST(looks_wait_once_a_step)
         long long waits = text_number(ctx, " waits");
         ENSURE(hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
         waits  = text_number(ctx, " waits") - waits - plain;
-        fewest = waits < fewest ? waits : fewest; /* a host that lost its core compares the clocks once more */
+        fewest = waits < fewest ? waits : fewest; /* an interrupted host compares the clocks once more */
     }
     ENSURE(plain == 1 && fewest >= 0 && fewest <= 1);
     ENSURE(hpml_trace_save(ctx, path) == HPML_OK);
@@ -1354,10 +1385,10 @@ TEST(looks_wait_once_a_step)
     hpml_ctx_free(ctx);
 }
 
-/* Passes whose gradients a hook waits for are replayed in pieces: the same hooks in the same order and the same bits as
-   op by op, with short batches in between, so many that records come and go. In the first steps a hook refuses the
-   first piece, and the step is left out: later that piece is replayed before one that is not, which must know what the
-   replayed one left. */
+/* Passes whose gradients a hook needs are replayed in pieces: the same hooks in the same order and the same bits as op
+   by op, with so many sizes of short batches in between that recorded passes leave the cache. In the first steps a hook
+   refuses the first piece, and the step is skipped: later this piece is replayed before a piece that is not, which
+   needs the op notes of the replayed one. */
 enum { SEEN = 64, REFUSES = SEEN - 1 };
 static hpml_status note_final(void *user, hpml_trainer *t, int param)
 {
@@ -1407,8 +1438,8 @@ TEST(hooks_of_gradients_cut_passes_in_pieces)
         ENSURE(graphs == 3 && kernels == 1); /* forward, two pieces of ten ops; the update */
 }
 
-/* Where a batch is not the last of an update, no hook waits, and its pass is not cut: it is not taken for the first
-   piece of one that is, nor is the pass of a trainer that has no hooks yet. */
+/* The pass of a micro-batch that is not the last of an update has no hooks and is not cut: it must not be confused with
+   the first piece of a pass that is cut, nor must the pass of a trainer that has no hooks yet. */
 TEST(passes_that_no_hook_waits_for_are_not_cut)
 {
     enum { LAYERS = 8, ROWS = 4, STEPS = 18, HOOKED = 9 };
@@ -1440,8 +1471,8 @@ TEST(passes_that_no_hook_waits_for_are_not_cut)
     }
 }
 
-/* The host waits once in a step, for all that it wants to know, and not at all where it wants nothing: clipping happens
-   on the device, by the norm that the CPU finds. */
+/* The host waits once in a step for all values that it reads, and not at all if it reads none: clipping runs on the
+   device, by the same norm as on the CPU. */
 TEST(a_step_waits_once)
 {
     const float   x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
@@ -1481,7 +1512,8 @@ TEST(a_step_waits_once)
     }
 }
 
-/* What is not finite is named as on the CPU: in the data, in a parameter, in the result of a layer. */
+/* The error for a non-finite value names the same object as on the CPU: the data, a parameter, the result of a layer.
+   */
 TEST(a_nan_is_named)
 {
     static const char *const where[] = { "in the data of", "in parameter \"linear1.weight\"",
@@ -1508,8 +1540,8 @@ TEST(a_nan_is_named)
     }
 }
 
-/* A net whose hidden layer's relu may turn a NaN into 0; `steps` steps of four samples, with a NaN, or an infinity, in
-   one of step `bad`. The status of the last call, and what the context says. */
+/* Trains a net whose hidden layer's relu may turn a NaN into 0: `steps` steps of four samples, with a NaN or an
+   infinity in one sample of step `bad`. Returns the status of the last call, and the context's error. */
 typedef struct relu_case {
     hpml_cuda_precision precision;
     hpml_opt            opt;
@@ -1553,8 +1585,8 @@ static hpml_status train_behind_relu(const relu_case *c, bool gpu, int steps, in
     return status;
 }
 
-/* cuBLASLt's relu makes 0 of a NaN, and so the loss is finite: the update finds the NaN, names parameter and step, and
-   keeps it out of the parameters, whatever else the step does. The CPU's relu keeps it. */
+/* cuBLASLt's relu turns a NaN into 0, so the loss is finite: the update finds the NaN, names parameter and step, and
+   keeps it out of the parameters, with any other options of the step. The CPU's relu keeps the NaN. */
 TEST(a_nan_that_relu_hides_is_named_by_the_update)
 {
     static const relu_case relus[] = {
@@ -1606,7 +1638,7 @@ TEST(fit_reports_a_nan_of_its_last_step)
     }
 }
 
-/* A parameter that the step itself would make infinite is named as well, and stays. */
+/* A parameter that the step would make infinite is named too, and keeps its value. */
 TEST(a_step_that_overflows_is_named)
 {
     const float   x[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
@@ -1626,7 +1658,7 @@ TEST(a_step_that_overflows_is_named)
     hpml_ctx_free(ctx);
 }
 
-/* Recording fails at each of its stages: the pass runs op by op, with the same bits, from then on. */
+/* Recording fails at each of its stages: from then on the pass runs op by op, with the same bits. */
 TEST(a_pass_that_cannot_be_recorded_runs_op_by_op)
 {
     float plain[3];
@@ -1718,8 +1750,8 @@ TEST(hpml_cuda_text_counts_refusals)
     hpml_ctx_free(ctx);
 }
 
-/* cuDNN asks for more than 64 MiB: the workspace grows in the first pass, where none was set and the card has it; a
-   pass recorded before knows the old one, and is recorded anew. */
+/* cuDNN asks for more than 64 MiB: the workspace grows in the first pass, if its size was not set and the GPU has the
+   memory; a pass recorded before contains the old address, and is recorded again. */
 TEST(the_workspace_grows_in_the_first_pass)
 {
     char text[1024];
@@ -1751,8 +1783,7 @@ TEST(the_workspace_grows_in_the_first_pass)
     cuda_on_cpu_fault("none", 0);
 }
 
-/* A NaN, with the bits that the device gives it, is one in all that a product makes of it, and an infinity is not
-   finite. */
+/* A NaN, with the device's bits, stays a NaN in every result of a product, and an infinity does not become finite. */
 TEST(a_nan_goes_through_products)
 {
     enum { ROWS = 20, IN = 72, OUT = 24 };
@@ -1779,11 +1810,12 @@ TEST(the_dynamic_loss_scale_settles)
 {
     if (no_device()) SKIP("no CUDA device");
     hpml_ctx *ctx = context(true, HPML_CUDA_F16);
-    ENSURE(loss_scale_finds_its_place(ctx));
+    ENSURE(loss_scale_adapts(ctx));
     hpml_ctx_free(ctx);
 }
 
-/* Whole trainings, every fifth step on a short batch: the loss of each step. Small models where the GPU is emulated. */
+/* Whole trainings, every fifth step with a short batch; returns the loss of each step. Smaller models on the emulated
+   GPU. */
 enum { STEPS = 30, BATCHES = 3, CLASSES = 10 };
 
 typedef struct training {
@@ -1828,7 +1860,7 @@ static hpml_tensor *train_gpt(hpml_ctx *ctx, bool small, hpml_tensor **in)
     return hpml_linear(hpml_layernorm(x, NULL), CLASSES, NULL);
 }
 
-/* Labels that can be learnt: where the largest of the first numbers is, or the token plus two. */
+/* Labels that can be learnt: the position of the largest of the first numbers, or the token plus two. */
 static void train_data(hpml_dtype dtype, int64_t samples, int64_t each, int seed, float *x, int32_t *y)
 {
     hpml_rng r = { .seed = 90 + (uint64_t)seed };
@@ -1902,7 +1934,7 @@ TEST(trainings_in_f32)
     EACH(trainings, i) train_both(&trainings[i], (hpml_cuda_precision[]){ HPML_CUDA_F32 }, (double[]){ 1e-3 }, 1);
 }
 
-/* All three where they are quick; the emulation takes another one for each model. */
+/* All three on a GPU; the emulation, which is slow, takes another one for each model. */
 TEST(trainings_in_tf32_and_halves)
 {
     static const hpml_cuda_precision kinds[] = { HPML_CUDA_F16, HPML_CUDA_TF32, HPML_CUDA_BF16 };

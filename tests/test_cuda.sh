@@ -1,7 +1,7 @@
 #!/bin/sh
-# hpml_cuda.cuh under every compiler, without a warning: as a plain header, its body for three kinds of GPU, whole and
-# in parts; programs link, only hpml_* is visible, and without a GPU they say so. Not optimized: device code takes
-# minutes otherwise.
+# hpml_cuda.cuh under every compiler, without a warning: as a plain header, and its body, whole and in parts, for one
+# kind of GPU, with HPML_TEST_ALL for three. Programs link, export only names hpml_*, and without a GPU report its
+# absence. Device code is not optimized, because that takes minutes.
 tmp=$(mktemp -d) passed=0 failed=0 skipped=0
 trap 'rm -rf "$tmp"' EXIT
 ok() { passed=$((passed + 1)); }
@@ -60,7 +60,8 @@ for cxx in g++ clang++; do
 done
 if ! gcc -fsyntax-only -I. "$tmp/wrong.c" 2>"$tmp/err" && grep -q 'its body is for nvcc' "$tmp/err"
 then ok; else bad "the body under gcc is an error that says so"; fi
-# cuDNN and NCCL as Python's packages bring them, where CUDA has none; nothing where nobody has them.
+# probe.sh finds cuDNN and NCCL in Python's packages if CUDA has none, and reports that they are missing if no package
+# has them.
 for name in cudnn nccl cublas cu13; do
     mkdir -p "$tmp/bin" "$tmp/nvidia/$name/include" "$tmp/nvidia/$name/lib" "$tmp/nvidia_${name}_cu12-1.dist-info"
 done
@@ -175,7 +176,7 @@ done
 fast='-Xptxas -O1'
 "$nvcc" --help | grep -q Ofast-compile && fast='-Ofc max'
 archs= first=
-for arch in 80 90 100; do
+for arch in 80 ${HPML_TEST_ALL:+90 100}; do
     "$nvcc" --list-gpu-code | grep -qx "sm_$arch" ||
         { skip 1 "nvcc cannot compile for sm_$arch"; continue; }
     archs="$archs -gencode arch=compute_$arch,code=sm_$arch" first=${first:-sm_$arch}

@@ -147,8 +147,8 @@ TEST(npy_and_records)
 {
     hpml_ctx           *ctx = hpml_ctx_create(NULL);
     hpml_tensor        *t = hpml_tensor_create_3d(ctx, 2, 3, 5), *u;
-    hpml_record_writer *w;
-    hpml_record_file   *f;
+    hpml_records_writer *w;
+    hpml_records_file   *f;
     size_t              size;
     hpml_dataset       *d;
     for (int i = 0; i < 30; i++) t->data[i] = (float)i / 7;
@@ -157,14 +157,14 @@ TEST(npy_and_records)
     ENSURE(u && u->ndim == 3 && u->shape[2] == 5 && memcmp(u->data, t->data, 120) == 0);
     ENSURE(hpml_npy_save(t, "/nonexistent/x.npy") == HPML_ERR_WRITE);
     hpml_ctx_clear_error(ctx);
-    w = hpml_record_create(ctx, file("r"));
-    ENSURE(hpml_record_add(w, "one", 3) == HPML_OK && hpml_record_add(w, "", 0) == HPML_OK &&
-           hpml_record_add(w, "three", 5) == HPML_OK);
+    w = hpml_records_create(ctx, file("r"));
+    ENSURE(hpml_records_add(w, "one", 3) == HPML_OK && hpml_records_add(w, "", 0) == HPML_OK &&
+           hpml_records_add(w, "three", 5) == HPML_OK);
     ENSURE(access(file("r"), F_OK) != 0); /* not there before it is whole */
-    ENSURE(hpml_record_finish(w) == HPML_OK);
-    f = hpml_record_open(ctx, file("r"));
-    ENSURE(hpml_record_count(f) == 3 && memcmp(hpml_record_get(f, 2, &size), "three", 5) == 0 && size == 5);
-    ENSURE(hpml_record_get(f, 3, &size) == NULL);
+    ENSURE(hpml_records_finish(w) == HPML_OK);
+    f = hpml_records_open(ctx, file("r"));
+    ENSURE(hpml_records_count(f) == 3 && memcmp(hpml_records_get(f, 2, &size), "three", 5) == 0 && size == 5);
+    ENSURE(hpml_records_get(f, 3, &size) == NULL);
     d = two_images(ctx);
     ENSURE(hpml_dataset_save_records(d, file("d")) == HPML_OK);
     d = hpml_dataset_load_records(ctx, file("d"));
@@ -342,9 +342,9 @@ TEST(unfinished_records)
     close(first);
     for (int abandon = 0; abandon < 2; abandon++) {
         hpml_ctx           *ctx = hpml_ctx_create(NULL);
-        hpml_record_writer *w   = hpml_record_create(ctx, file("unfinished"));
-        ENSURE(w && hpml_record_add(w, "abc", 3) == HPML_OK);
-        if (abandon) hpml_record_abandon(w);
+        hpml_records_writer *w   = hpml_records_create(ctx, file("unfinished"));
+        ENSURE(w && hpml_records_add(w, "abc", 3) == HPML_OK);
+        if (abandon) hpml_records_abandon(w);
         hpml_ctx_free(ctx);
         ENSURE(files_like("unfinished*") == 0);
     }
@@ -358,10 +358,10 @@ TEST(files_and_datasets_refuse)
     hpml_ctx           *ctx = hpml_ctx_create(NULL);
     hpml_dataset       *d   = two_images(ctx);
     unsigned char       one[9] = { 0, 0, 8, 1, 0, 0, 0, 1, 4 };
-    hpml_record_writer *w = hpml_record_create(ctx, file("gone"));
+    hpml_records_writer *w = hpml_records_create(ctx, file("gone"));
     hpml_trainer       *t = small_trainer(ctx);
-    ENSURE(hpml_record_add(w, "one", 3) == HPML_OK);
-    hpml_record_abandon(w);
+    ENSURE(hpml_records_add(w, "one", 3) == HPML_OK);
+    hpml_records_abandon(w);
     ENSURE(access(file("gone"), F_OK) != 0);
     ENSURE_ERROR(ctx, !hpml_dataset_slice(d, 1, 2), HPML_ERR_SHAPE, "2 samples from 1 on of 2");
     ENSURE_ERROR(ctx, !hpml_dataset_create(ctx, 0, HPML_DTYPE_U8, 0, NULL, one, HPML_DTYPE_I32, 0, NULL),
@@ -383,9 +383,10 @@ TEST(files_and_datasets_refuse)
     const float   ones[12] = { 1 };
     const int32_t zeros[4] = { 0 };
     ENSURE(hpml_params_load(other, file("p")) == HPML_OK); /* what else the file holds does not matter */
-    ENSURE_ERROR(other, hpml_checkpoint_load(adam, file("k")), HPML_ERR_FORMAT, "written by another optimizer");
+    ENSURE_ERROR(other, hpml_checkpoint_load(adam, file("k")), HPML_ERR_FORMAT,
+                 "was written by optimizer \"sgd\", this trainer's is \"adam\"");
     ENSURE(hpml_trainer_step(adam, ones, zeros, 4, NULL) == HPML_OK);
-    ENSURE_ERROR(other, hpml_checkpoint_save(adam, file("k")), HPML_ERR_STATE, "1 of 2 batches of an update");
+    ENSURE_ERROR(other, hpml_checkpoint_save(adam, file("k")), HPML_ERR_STATE, "1 of 2 micro-batches of an update");
     hpml_linear(x, 2, &(hpml_linear_desc){ .name = "more" });
     ENSURE_ERROR(other, hpml_params_load(other, file("p")), HPML_ERR_FORMAT, "no tensor \"more.weight\"");
     hpml_ctx_free(other);
@@ -417,18 +418,18 @@ TEST(temporary_files)
     static char         junk[100000];
     hpml_ctx           *ctx = hpml_ctx_create(NULL), *other = hpml_ctx_create(NULL);
     hpml_trainer       *t = small_trainer(ctx);
-    hpml_record_writer *w;
-    hpml_record_file   *f;
+    hpml_records_writer *w;
+    hpml_records_file   *f;
     put("s.tmp", junk, sizeof junk);
     ENSURE(hpml_checkpoint_save(t, file("s")) == HPML_OK &&
            hpml_checkpoint_load(t, file("s")) == HPML_OK && files_like("s*") == 1);
-    w = hpml_record_create(other, file("s"));
-    ENSURE(w && files_like("s*") == 2 && hpml_record_add(w, junk, 5) == HPML_OK);
+    w = hpml_records_create(other, file("s"));
+    ENSURE(w && files_like("s*") == 2 && hpml_records_add(w, junk, 5) == HPML_OK);
     ENSURE(hpml_checkpoint_save(t, file("s")) == HPML_OK &&
            hpml_checkpoint_load(t, file("s")) == HPML_OK && files_like("s*") == 2);
-    ENSURE(hpml_record_finish(w) == HPML_OK && files_like("s*") == 1);
-    f = hpml_record_open(other, file("s"));
-    ENSURE(f && hpml_record_count(f) == 1);
+    ENSURE(hpml_records_finish(w) == HPML_OK && files_like("s*") == 1);
+    f = hpml_records_open(other, file("s"));
+    ENSURE(f && hpml_records_count(f) == 1);
     ENSURE(mkdir(file("s.tmp"), 0700) == 0);
     ENSURE(hpml_checkpoint_save(t, file("s")) == HPML_OK &&
            hpml_checkpoint_load(t, file("s")) == HPML_OK && files_like("s*") == 2);

@@ -1,5 +1,6 @@
-/* Gradients added up in fewer bytes: nothing is lost, everybody gets the same bits, and controls that must fail do. */
+/* Gradients added up in fewer bytes: nothing is lost, all ranks get the same bits, and controls that must fail do. */
 #include "../hpml_comm.h"
+#include "control_codecs.h"
 #include "test.h"
 
 #include <unistd.h>
@@ -13,7 +14,7 @@ enum { ROWS = 40, COLS = 100, STEPS = 1000 };
 typedef struct trial {
     hpml_exchange_desc d;
     int                steps;
-    double             drift;  /* |sum of what was applied + residuals - sum of gradients| / |sum of gradients| */
+    double             drift;  /* |sum of exchanged gradients + residuals - sum of gradients| / |sum of gradients| */
     bool               same;   /* all ranks had the same bits after every step */
     int64_t            bytes, sent;
     hpml_status        status[16];
@@ -60,7 +61,7 @@ static hpml_status telescope(hpml_comm *c, void *user)
         status = hpml_exchange_run(x);
         if (t->status[rank] == HPML_OK) t->status[rank] = status;
         if (status == HPML_ERR_NONFINITE) status = HPML_OK;
-        /* rank 0 counts what was applied */
+        /* rank 0 adds up the exchanged gradients */
         for (int i = 0; i < ROWS * COLS; i++) sum[i] += (double)g[i] / (rank == 0 ? 1 : 1e300);
         int64_t hash[2] = { (int64_t)(bits_of(g, ROWS * COLS) >> 2), 0 };
         hash[1] = -hash[0];
@@ -73,7 +74,7 @@ static hpml_status telescope(hpml_comm *c, void *user)
     }
     hpml_comm_counters(c, &sent);
     if (rank == 0 && x) t->bytes = hpml_exchange_bytes(x), t->sent = sent.bytes;
-    if (x && status == HPML_OK) { /* sum over ranks of (gradients - residuals) - applied */
+    if (x && status == HPML_OK) { /* sum over ranks of (gradients - residuals), minus the exchanged gradients */
         int64_t row = 0, rows = 0, n = 0;
         float  *e = hpml_exchange_residual(x, 0, &n), *stripe = hpml_exchange_stripe(x, 0, &row, &rows);
         for (int i = 0; i < ROWS * COLS; i++) {
@@ -108,7 +109,7 @@ TEST(one_bit_loses_nothing)
     }
 }
 
-/* Bytes declared, and those counted in one run, on every rank. */
+/* Compares hpml_exchange_bytes with the bytes counted in one run, on every rank. */
 static hpml_status declare_bytes(hpml_comm *c, void *user)
 {
     static const int64_t shape[4][2] = { { 37, 50 }, { 1, 137 }, { 10, 64 }, { 1, 9 } };
@@ -128,19 +129,19 @@ static hpml_status declare_bytes(hpml_comm *c, void *user)
     hpml_comm_counters(c, &after);
     int64_t sent = after.bytes - before.bytes;
     if (sent == hpml_exchange_bytes(x)) return hpml_ctx_status(ctx);
-    return hpml_ctx_fail(ctx, HPML_ERR_STATE, "method %d, codec %d, algorithm %d: %lld bytes declared, %lld sent",
-                         (int)d.method, (int)d.codec.kind, (int)d.algorithm, (long long)hpml_exchange_bytes(x),
+    return hpml_ctx_fail(ctx, HPML_ERR_STATE, "codec %d, algorithm %d: %lld bytes declared, %lld sent",
+                         (int)d.codec.kind, (int)d.algorithm, (long long)hpml_exchange_bytes(x),
                          (long long)sent);
 }
 
 TEST(exchange_bytes_equal_the_bytes_sent)
 {
     static const hpml_exchange_desc ways[] = { { .codec.kind = HPML_CODEC_NONE }, { .fuse_bytes = 300 },
-        { .codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 100 } }, { .method = HPML_METHOD_TOPK },
-        { .method = HPML_METHOD_LOWRANK, .codec.min_elements = 100 } };
+        { .codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 100 } }, { .codec.kind = HPML_CODEC_TOPK },
+        { .codec = { .kind = HPML_CODEC_LOWRANK, .min_elements = 100 } } };
     for (int p = 1; p <= 6; p++)
         for (size_t way = 0; way < sizeof ways / sizeof ways[0]; way++)
-            for (int a = HPML_AUTO; a < HPML_NATIVE; a++) {
+            EACH_ALGORITHM(a, HPML_AUTO) {
                 hpml_exchange_desc d = ways[way];
                 char               text[500];
                 hpml_launch_desc   l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = p, .ctx.threads = 1 };
@@ -154,8 +155,8 @@ TEST(exchange_bytes_equal_the_bytes_sent)
 TEST(controls_that_must_fail)
 {
     trial none = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_ONEBIT, .no_feedback = true } }, 4, STEPS, 0);
-    trial printed = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_ONEBIT, .printed_residual = true } }, 4,
-                        STEPS, 0);
+    const hpml_codec onebit = printed_residual(HPML_CODEC_ONEBIT);
+    trial printed = run((hpml_exchange_desc){ .codec.custom = &onebit }, 4, STEPS, 0);
     printf("    drift without feedback %.3f, with the residual as printed %.3f\n", none.drift, printed.drift);
     ENSURE(none.drift > 0.01 && printed.drift > 0.01);
 }
@@ -164,9 +165,10 @@ TEST(other_codecs_lose_nothing)
 {
     trial bf16 = run((hpml_exchange_desc){ .codec.kind = HPML_CODEC_BF16 }, 4, 200, 0);
     trial two  = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_TWOBIT, .threshold = 0.5f } }, 4, STEPS, 0);
-    trial top  = run((hpml_exchange_desc){ .method = HPML_METHOD_TOPK, .ratio = 0.05f }, 4, 200, 0);
-    trial low  = run((hpml_exchange_desc){ .method = HPML_METHOD_LOWRANK, .lowrank = 2 }, 4, 200, 0);
-    trial sum  = run((hpml_exchange_desc){ .method = HPML_METHOD_LOWRANK, .lowrank = 2, .reduce = HPML_SUM }, 1, 50, 0);
+    trial top  = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_TOPK, .ratio = 0.05f } }, 4, 200, 0);
+    trial low  = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_LOWRANK, .lowrank = 2 } }, 4, 200, 0);
+    trial sum  = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_LOWRANK, .lowrank = 2 },
+                                           .reduce = HPML_SUM }, 1, 50, 0);
     ENSURE(bf16.drift >= 0 && bf16.drift < 1e-6 && bf16.same);
     ENSURE(two.drift >= 0 && two.drift < 1e-6 && two.same);
     ENSURE(top.drift >= 0 && top.drift < 1e-5 && top.same);
@@ -174,15 +176,16 @@ TEST(other_codecs_lose_nothing)
     ENSURE(sum.drift >= 0 && sum.drift < 1e-4);
 }
 
-/* Weights that start at zero give the layer before them a gradient of zeros: low rank must still find its way later. */
+/* Weights that start at zero give the layer before them a gradient of zeros: LOWRANK must still learn when the gradient
+   is no longer zero. */
 static hpml_status late_gradient(hpml_comm *c, void *user)
 {
     float         *g = (float *)hpml_ctx_alloc(hpml_comm_ctx(c), sizeof(float) * ROWS * COLS, NULL);
     hpml_gradient  t = { "w", g, ROWS, COLS };
-    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &t,
-                                                                      .method = HPML_METHOD_LOWRANK, .lowrank = 3 });
+    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){
+        .count = 1, .tensors = &t, .codec = { .kind = HPML_CODEC_LOWRANK, .lowrank = 3 } });
     double         size = 0;
-    for (int step = 0; step < 4; step++) { /* of rank 1, from the third step on */
+    for (int step = 0; step < 4; step++) { /* the gradient is a matrix of rank 1 from the third step on */
         for (int i = 0; i < ROWS * COLS; i++) g[i] = step < 2 ? 0 : 1;
         hpml_exchange_run(x);
         for (int i = 0; i < ROWS * COLS; i++) size += (double)g[i];
@@ -198,7 +201,7 @@ TEST(low_rank_begins_again_after_zeros)
     ENSURE_NEAR(mean, 2 * 3, 1e-4);
 }
 
-/* All bits of the 1-bit path: the plain sum, bit for bit. */
+/* A codec that keeps all bits travels by stripes as 1-bit gradients do, and gives the plain sum, bit for bit. */
 typedef struct pair { float a[ROWS * COLS], b[ROWS * COLS]; } pair;
 
 static hpml_status both_ways(hpml_comm *c, void *user)
@@ -208,21 +211,21 @@ static hpml_status both_ways(hpml_comm *c, void *user)
     memcpy(mine.b, mine.a, sizeof mine.a);
     hpml_gradient g = { "w", mine.a, ROWS, COLS };
     hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){
-        .count = 1, .tensors = &g, .codec = { .kind = HPML_CODEC_ONEBIT, .all_bits = true } });
+        .count = 1, .tensors = &g, .codec.custom = &all_bits });
     hpml_exchange_run(x);
-    hpml_allreduce(c, mine.b, ROWS * COLS, NULL);
+    hpml_allreduce(c, mine.b, ROWS * COLS, &(hpml_allreduce_desc){ .algorithm = HPML_CENTRAL });
     if (hpml_comm_rank(c) == 0) *out = mine;
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
-TEST(all_bits_equal_the_plain_sum)
+TEST(all_bits_by_stripes_equal_the_plain_sum)
 {
     static pair p;
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, both_ways, &p, NULL, 0) == HPML_OK);
     ENSURE(memcmp(p.a, p.b, sizeof p.a) == 0);
 }
 
-/* Ranks whose tensors lie in memory in different ways: apart, in order, the other way round. */
+/* Ranks whose tensors lie in memory in different ways: apart, in order, in the opposite order. */
 static hpml_status laid_out(hpml_comm *c, void *user)
 {
     float         store[3][10] = { { 0 } };
@@ -254,10 +257,10 @@ TEST(bytes_are_what_the_formula_says)
     ENSURE(t.bytes == expected && t.sent == 10 * expected);
 }
 
-TEST(a_nan_is_heard_on_all_ranks)
+TEST(all_ranks_learn_of_a_nan)
 {
-    for (int m = 0; m < 3; m++) {
-        trial t = run((hpml_exchange_desc){ .codec.kind = HPML_CODEC_ONEBIT, .method = (hpml_method)m }, 3, 20, 7);
+    for (int kind = HPML_CODEC_ONEBIT; kind < HPML_CODEC_COUNT; kind++) {
+        trial t = run((hpml_exchange_desc){ .codec.kind = (hpml_codec_kind)kind }, 3, 20, 7);
         for (int r = 0; r < 3; r++) ENSURE(t.status[r] == HPML_ERR_NONFINITE);
         ENSURE(t.text[0] == 0 && t.same);
     }
@@ -280,6 +283,16 @@ static hpml_status nothing(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
+static hpml_status no_codec(hpml_comm *c, void *user)
+{
+    (void)user;
+    float         x = 0;
+    hpml_gradient g = { "w", &x, 1, 1 };
+    hpml_exchange_create(c, &(hpml_exchange_desc){
+        .count = 1, .tensors = &g, .codec.kind = hpml_codec_find("threebit") });
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
 static hpml_status no_desc(hpml_comm *c, void *user)
 {
     *(bool *)user = hpml_exchange_create(c, NULL) == NULL;
@@ -296,9 +309,11 @@ TEST(bad_input)
     ENSURE(strstr(text, "different tensors"));
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, nothing, NULL, text, sizeof text) == HPML_ERR_SHAPE);
     ENSURE(strstr(text, "without data"));
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 1 }, no_codec, NULL, text, sizeof text) == HPML_ERR_ARGUMENT);
+    ENSURE(strstr(text, "exchange: there is no codec -1"));
 }
 
-/* Adagrad on the sum, inside the stripe, as the paper places it. */
+/* Stands for Adagrad on the sum, inside the stripe, where the paper places it. */
 static void scale_down(void *user, int tensor, int64_t row, int64_t rows, float *sum)
 {
     (void)tensor;
@@ -329,7 +344,7 @@ TEST(work_inside_the_stripe)
     ENSURE(right);
 }
 
-/* Adagrad there, step by step, against one who does the work of all: each gradient is packed with its rank's residual;
+/* Adagrad in the stripe, step by step, against a serial program: each gradient is packed with its rank's residual;
    what comes out is added in the order of the ranks and divided; what Adagrad makes of that is packed with a residual
    of its own. */
 static void adagrad(void *user, int tensor, int64_t row, int64_t rows, float *sum)
@@ -342,7 +357,7 @@ static void adagrad(void *user, int tensor, int64_t row, int64_t rows, float *su
 static void there_and_back(const hpml_packing *p, float *out, float *residual, const float *in)
 {
     static _Thread_local char packed[4 * ROWS * COLS];
-    hpml_packing_encode(p, packed, residual, in, ROWS);
+    hpml_packing_encode(p, packed, residual, in, ROWS, NULL);
     hpml_packing_decode(p, out, packed, ROWS);
 }
 
@@ -456,7 +471,8 @@ TEST(mixing_with_neighbours)
     }
 }
 
-/* HIERARCHICAL shows its levels, in their order, also where nodes differ in size: rank 0 is the first of its node. */
+/* The timeline has the levels of HIERARCHICAL in their order, also where nodes differ in size: rank 0 is the first of
+   its node. */
 static hpml_status levels(hpml_comm *c, void *user)
 {
     float x[100] = { 0 };
@@ -471,7 +487,7 @@ TEST(levels_of_a_hierarchy_in_the_timeline)
 {
     static const char *const name[] = { "\"local reduce\"", "\"global allreduce\"",
                                         "\"local gather\"", "\"allreduce\"" };
-    char path[64]; /* three programs run this test, perhaps at once */
+    char path[64]; /* three builds run this test, perhaps at the same time */
     snprintf(path, sizeof path, "build/levels_%d.json", (int)getpid());
     for (int p = 3; p <= 12; p++)
         for (int k = 2; k < p; k++) {
@@ -485,7 +501,7 @@ TEST(levels_of_a_hierarchy_in_the_timeline)
             const char *at = text;
             for (int i = 0; i < 4; i++) {
                 at = strstr(at, name[i]);
-                ENSURE(at && (i == 3 || !strstr(at + 1, name[i]))); /* once: the ring has none */
+                ENSURE(at && (i == 3 || !strstr(at + 1, name[i]))); /* only once: a ring has no levels */
             }
         }
 }

@@ -194,7 +194,7 @@ static bool read_any(hpml_trainer *t, hpml_ctx *ctx, int kind, const char *path)
     case READ_RECORDS: return hpml_dataset_load_records(ctx, path) != NULL;
     case READ_PARAMS: return hpml_params_load(ctx, path) == HPML_OK;
     case READ_CHECKPOINT: return hpml_checkpoint_load(t, path) == HPML_OK;
-    case MAP_RECORDS: return hpml_record_open(ctx, path) != NULL;
+    case MAP_RECORDS: return hpml_records_open(ctx, path) != NULL;
     default: return hpml_safetensors_open(ctx, path) != NULL;
     }
 }
@@ -381,8 +381,10 @@ TEST(checkpoints_with_invalid_numbers_are_errors)
         { "hpml.seed", "0x10", "is \"0x10\", expected a whole number" }, { "hpml.epoch", "", "is \"\", expected" } };
     static const struct { const char *tensor; float fill; const char *says; } wrong[] = {
         { "fc.weight", NAN, "element 0 of \"fc.weight\" is nan, expected finite" },
-        { "fc.bias", INFINITY, "element 0 of \"fc.bias\" is inf" }, { "opt.m.fc.bias", -INFINITY, "is -inf, expected" },
-        { "opt.v.fc.weight", -1, "is -1, expected finite numbers from 0" }, { "opt.v.fc.bias", NAN, "is nan" } };
+        { "fc.bias", INFINITY, "element 0 of \"fc.bias\" is inf" },
+        { "opt.mean.fc.bias", -INFINITY, "is -inf, expected" },
+        { "opt.square_mean.fc.weight", -1, "is -1, expected finite numbers from 0" },
+        { "opt.square_mean.fc.bias", NAN, "is nan" } };
     hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
     hpml_trainer *t   = small_trainer(ctx);
     ENSURE(hpml_checkpoint_save(t, file("k")) == HPML_OK);

@@ -1,8 +1,7 @@
 /* Tests matrix products and the other BLAS functions against plain loops in double on each instruction set, and that
    the bits do not depend on the number of threads. */
-#define HPML_IMPLEMENTATION
-#include "../hpml.h"
 #include "kernels.h"
+#include "private_api.h"
 #include "test.h"
 
 /* Returns n random floats and 64 more behind them, which nothing may change. */
@@ -21,7 +20,7 @@ typedef struct product { /* a product to test; pad: unused columns of each matri
 } product;
 
 /* Computes element (i, j) of product t of a batch; *scale is the sum of the magnitudes of its terms. */
-static double reference(const hpmli_gemm_desc *d, const float *c, int64_t t, int64_t i, int64_t j, double *scale)
+static double reference(const private_product *d, const float *c, int64_t t, int64_t i, int64_t j, double *scale)
 {
     double sum = 0, size = 1e-3;
     for (int64_t p = 0; d->alpha != 0 && p < d->k; p++) {
@@ -41,7 +40,7 @@ static double reference(const hpmli_gemm_desc *d, const float *c, int64_t t, int
 /* Computes the product on each context. Returns the number of elements that are wrong or whose bits differ. */
 static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
 {
-    hpmli_gemm_desc d;
+    private_product d;
     int64_t bad = 0, lda = (s->ta ? s->m : s->k) + s->pad, ldb = (s->tb ? s->k : s->n) + s->pad, ldc = s->n + s->pad;
     int64_t na = (s->ta ? s->k : s->m) * lda, nb = (s->tb ? s->n : s->k) * ldb, nc = s->m * ldc;
     float  *a = floats(na * s->batch), *b = floats(nb * s->batch), *c = floats(nc * s->batch), *bias_n = floats(s->n);
@@ -58,7 +57,7 @@ static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
     for (int x = 0; x < contexts; x++) {
         double scale;
         memcpy(got, c, bytes);
-        hpmli_gemm(ctx[x], &d);
+        private_gemm(ctx[x], &d);
         if (x == 0) memcpy(first, got, bytes);
         else if (memcmp(first, got, bytes) != 0) bad++;
         for (int64_t i = 0; x == 0 && i < nc * s->batch + GUARD; i++) {
@@ -195,12 +194,12 @@ static int64_t check_serial(hpml_ctx *const *ctx, int contexts)
 {
     int64_t bad = 0;
     for (int x = 0; x < contexts; x++) {
-        hpmli_gemm_desc d;
+        private_product d;
         float a[6] = { 1, 2, 3, 4, 5, 6 }, b[6] = { 1, 0, 0, 1, 1, 1 }, c[4] = { NAN, NAN, NAN, NAN };
         memset(&d, 0, sizeof d);
         d.m = 2, d.n = 2, d.k = 3, d.batch = 1, d.alpha = 1;
         d.a = a, d.a_row = 3, d.a_k = 1, d.b = b, d.b_k = 2, d.b_col = 1, d.c = c, d.ldc = 2;
-        hpmli_gemm_serial(ctx[x], x, &d); /* context x has x + 1 threads */
+        private_gemm_serial(ctx[x], x, &d); /* context x has x + 1 threads */
         bad += c[0] != 4 || c[1] != 5 || c[2] != 10 || c[3] != 11;
     }
     return bad;

@@ -1,10 +1,10 @@
 /* Ranks whose contexts are on GPUs train as one: through host memory, over any transport, and by NCCL. This file is C
-   and knows no CUDA: the backend is linked in, for the emulation in cuda_on_cpu.h, and NCCL's stand-in
+   without CUDA: the backend is linked, compiled for the emulation in cuda_on_cpu.h, and so is the emulated NCCL,
    nccl_on_cpu.cc. */
 #include "../hpml_comm.h"
 #include "../hpml_cuda.cuh"
-#include "nccl_on_cpu.h"
-#include "points.h"
+#include "emulator/nccl_on_cpu.h"
+#include "toy_points.h"
 #include "test.h"
 
 #include <signal.h>
@@ -19,23 +19,23 @@ typedef struct job {
     bool                 crowd; /* all ranks on GPU 0 */
     hpml_transport_kind  transport;
     bool                 cpu, norm, serial, same, nccl, unchecked;
-    bool                 kink; /* |x W| as a square root: where a sample is all zeros, and so is the loss's part, the
-                                  gradient of W is NaN. Sample 109 is one: the 14th of step 4, rank 2's of 4 */
+    bool                 kink; /* |x W| as a square root: for a sample of zeros the loss is 0 and the gradient of W is
+                                  NaN. Sample 109 is one: the 14th of step 4, on rank 2 of 4 */
     bool                 nan; /* in sample 109, behind a relu that turns it into 0 */
     int                  per_node; /* ranks; 0: all */
     hpml_counters        sent; /* by rank 0 */
     hpml_nccl_desc       link;
-    int                  away;  /* this rank, + 1, leaves after `steps` without a word */
+    int                  away;  /* this rank + 1 ends after `steps` without an error message */
     int                  steps, tail, samples;
     int32_t              accumulate;
     float                clip;
     const char          *save, *load, *trace; /* trace: rank 0's timeline */
     uint64_t             hash;
     float                w[INPUTS * HIDDEN], var[HIDDEN], loss;
-    char                 text[768], said[4][768]; /* said: every rank's own error */
+    char                 text[768], said[4][768]; /* said: the error of every rank */
 } job;
 
-/* What rank 0 has, and whether the others have the same. */
+/* The parameters of rank 0, and whether the others have the same. */
 static void keep(job *j, hpml_comm *c)
 {
     hpml_ctx *ctx = hpml_comm_ctx(c);
@@ -73,7 +73,7 @@ static hpml_status train(hpml_comm *c, job *j)
     hpml_loader_desc ordered = { .in_order = true };
     hpml_fit_desc    fit = { .epochs = 100, .max_steps = j->steps, .loader = j->kink || j->nan ? &ordered : NULL };
     if (j->steps > 0) hpml_trainer_fit(t, data, &fit);
-    if (j->kink) { /* this step is left out, and training goes on */
+    if (j->kink) { /* this step is skipped, and training continues */
         snprintf(j->said[hpml_comm_rank(c)], sizeof j->said[0], "%s", hpml_ctx_error(ctx));
         if (hpml_ctx_status(ctx) == HPML_ERR_NONFINITE) hpml_ctx_clear_error(ctx);
     }
@@ -98,7 +98,7 @@ static hpml_status work(hpml_comm *c, void *user)
     return status;
 }
 
-/* A GPU for each rank, as far as they go. */
+/* A GPU for each rank, while there are enough. */
 static void place(hpml_ctx_desc *ctx, int rank, void *user)
 {
     job *j = (job *)user;
@@ -114,8 +114,8 @@ static hpml_status go(job *j, int ranks)
     hpml_launch_desc l = { .transport = j->transport, .ranks = ranks, .timeout = 20, .place = place,
                            .ctx = { .seed = 3, .threads = 1 } };
     l.network.ranks_per_node = j->per_node;
-    l.network.inside.latency = j->d.no_overlap ? 0 : 1e-6; /* a link that takes time: exchanges go to the background */
-    /* the fourth, and last, batch of an epoch is short, and some ranks have none of it */
+    l.network.inside.latency = j->d.no_overlap ? 0 : 1e-6; /* a slow link, so that exchanges run in the background */
+    /* the fourth and last batch of an epoch is short, and some ranks have no samples of it */
     if (j->samples == 0) j->samples = j->kink || j->nan ? 250 : 82;
     return hpml_launch(&l, work, j, j->text, sizeof j->text);
 }
@@ -146,7 +146,7 @@ TEST(staged_ranks_equal_one_rank)
         }
 }
 
-/* Every way of exchanging that adds plain floats comes out as on CPUs. */
+/* Every exchange that adds plain floats gives the same bits as on CPUs. */
 TEST(staged_equals_cpu)
 {
     for (int variant = 0; variant < 7; variant++) {
@@ -171,8 +171,8 @@ TEST(staged_methods_keep_ranks_equal)
         job j = { .steps = 5 };
         if (variant < 3) j.d.codec.kind = kinds[variant];
         if (variant == 1) j.d.codec.threshold = 0.01f;
-        if (variant == 3) j.d.method = HPML_METHOD_TOPK, j.d.ratio = 0.1f;
-        if (variant == 4) j.d.method = HPML_METHOD_LOWRANK;
+        if (variant == 3) j.d.codec.kind = HPML_CODEC_TOPK, j.d.codec.ratio = 0.1f;
+        if (variant == 4) j.d.codec.kind = HPML_CODEC_LOWRANK;
         if (variant == 5) j.d.codec.kind = HPML_CODEC_ONEBIT, j.d.warm_steps = 3, j.d.delayed = true;
         job cpu = j;
         cpu.cpu = true;
@@ -219,7 +219,7 @@ TEST(what_a_device_cannot_do)
 
 /* ---- by NCCL ---------------------------------------------------------------------------------------------------- */
 
-/* All the contexts are gone: so is what they had. */
+/* All contexts are freed, and so is everything that they owned. */
 #define ENSURE_TIDY(aborts)                                                                \
     do {                                                                                   \
         nccl_on_cpu_counts n = nccl_on_cpu_count();                                        \
@@ -228,7 +228,8 @@ TEST(what_a_device_cannot_do)
         ENSURE(n.live == 0 && n.misused == 0 && n.aborted == (aborts));                    \
     } while (0)
 
-/* Plain sums, and what a codec packs, come out with the bits of the exchange on the host, late work or not. */
+/* Plain sums and packed gradients have the bits of the exchange on the host, whether the emulation delays work or not.
+   */
 TEST(nccl_gives_the_bits_of_the_host)
 {
     for (int variant = 0; variant < 11; variant++) {
@@ -248,7 +249,7 @@ TEST(nccl_gives_the_bits_of_the_host)
             ENSURE_GO(host, p);
             ENSURE_GO(linked, p);
             nccl_on_cpu_counts n = nccl_on_cpu_count();
-            ENSURE(n.made == p && n.groups >= p * linked.steps); /* it was NCCL indeed */
+            ENSURE(n.made == p && n.groups >= p * linked.steps); /* NCCL was used */
             ENSURE(linked.hash == host.hash);
             ENSURE_TIDY(0);
         }
@@ -261,7 +262,7 @@ TEST(nccl_leaves_other_strategies_to_the_host)
     for (int variant = 0; variant < 3; variant++) {
         job j = { .steps = 4, .nccl = true };
         j.d.exact = variant == 0, j.d.delayed = variant == 1;
-        if (variant == 2) j.d.method = HPML_METHOD_TOPK;
+        if (variant == 2) j.d.codec.kind = HPML_CODEC_TOPK;
         nccl_on_cpu_reset(2, 0);
         ENSURE_GO(j, 2);
         ENSURE(nccl_on_cpu_count().groups == 0);
@@ -279,8 +280,8 @@ static double failing(job *j, int ranks, hpml_status *status)
     return hpml_now() - start;
 }
 
-/* The update, and what finds the norm that it clips by, is launched behind an exchange that never ends: the host waits
-   for neither before it. Where the norm is checked, it does. The third exchange stalls. */
+/* The update and the kernels for its clipping norm are launched after an exchange that never ends, because the host
+   does not wait before them; where the norm is checked on the host, it waits. The third exchange stalls. */
 long cuda_on_cpu_count(const char *what);
 TEST(nccl_clips_on_the_device)
 {
@@ -308,7 +309,8 @@ TEST(nccl_clips_on_the_device)
     nccl_on_cpu_reset(1, 0);
 }
 
-/* Two nodes of two: NCCL inside, messages between. A share of each rank, half of the gradients, leaves the node. */
+/* Two nodes of two ranks: NCCL inside, messages between. Each rank sends its share, half of the gradients, to the other
+   node. */
 TEST(nccl_in_nodes)
 {
     enum { FLOATS = INPUTS * HIDDEN + 48 + 208 + 16 }; /* as the trainer lays gradients out, padded to 16 */
@@ -349,7 +351,7 @@ TEST(nccl_in_nodes_has_limits)
            strstr(uneven.text, " of 3 ranks, others more or fewer"));
     job saved = { .steps = 2, .per_node = 2, .nccl = true, .link.in_nodes = true, .save = "build/nccl.safetensors" };
     saved.d.codec.kind = HPML_CODEC_ONEBIT, saved.d.codec.min_elements = 16;
-    job moved = saved, other = saved; /* residuals belong to places */
+    job moved = saved, other = saved; /* residuals belong to positions */
     moved.load = other.load = saved.save, moved.save = other.save = NULL;
     moved.per_node = 1, other.link.in_nodes = false;
     ENSURE_GO(saved, 4);
@@ -358,7 +360,7 @@ TEST(nccl_in_nodes_has_limits)
     ENSURE(failing(&other, 4, &s) < 10 && s == HPML_ERR_FORMAT &&
            strstr(other.text, "other tensors or places; save with"));
     remove(saved.save);
-    /* one node: as without */
+    /* one node: the same as without */
     job one = { .steps = 4, .link.in_nodes = true, .d.codec.kind = HPML_CODEC_ONEBIT }, all = one;
     one.nccl = all.nccl = true, all.link.in_nodes = false;
     ENSURE_GO(one, 3);
@@ -368,7 +370,7 @@ TEST(nccl_in_nodes_has_limits)
     nccl_on_cpu_reset(1, 0);
 }
 
-/* Buckets in lane 1, beside the ops in lane 3; the same bits. */
+/* The trace has buckets in lane 1 and ops in lane 3; the bits are the same. */
 TEST(nccl_on_the_timeline)
 {
     job plain = { .steps = 4, .nccl = true, .d.bucket_bytes = 1 }, traced = plain;
@@ -412,13 +414,13 @@ TEST(nccl_checkpoints)
 }
 
 typedef struct meeting {
-    job  j; /* first: place looks at it */
+    job  j; /* first, because `place` reads it */
     char file[64], text[768];
-    int  absent; /* ranks that do not come */
+    int  absent; /* ranks that are missing */
     bool late;   /* rank 0 is */
 } meeting;
 
-/* Contexts that know of no communicator: their ids go by files. */
+/* Contexts without a communicator exchange identities by files. */
 static hpml_status by_file(hpml_comm *c, void *user)
 {
     meeting       *m   = (meeting *)user;
@@ -438,7 +440,7 @@ static hpml_status by_file(hpml_comm *c, void *user)
     /* ranks 0 .. p - 1: the sum, the mean of equal numbers, p times that */
     for (int i = 0; i < 1000 && n && hpml_ctx_status(ctx) == HPML_OK; i++)
         if (x[i] != (float)(p * (p * i + p * (p - 1) / 2))) return HPML_ERR_STATE;
-    /* Weights that are added up are multiplied as they are then, in halves as well. */
+    /* After weights are reduced, products use the new values, in halves too. */
     hpml_tensor *in = hpml_input_2d(ctx, 1, 8), *y = hpml_linear(in, 4, &(hpml_linear_desc){ .no_bias = true });
     hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
     float        before[4] = { 0 }, after[4] = { 0 };
@@ -460,7 +462,7 @@ TEST(nccl_ranks_meet_by_file)
     nccl_on_cpu_reset(4, 1);
     ENSURE(hpml_launch(&l, by_file, &m, m.text, sizeof m.text) == HPML_OK);
     ENSURE_TIDY(0);
-    ENSURE(access("build/nccl_id.0", F_OK) != 0 && access("build/nccl_id.3", F_OK) != 0); /* nothing stays */
+    ENSURE(access("build/nccl_id.0", F_OK) != 0 && access("build/nccl_id.3", F_OK) != 0); /* no file is left */
     snprintf(m.file, sizeof m.file, "/nonexistent/nccl_id");
     ENSURE(hpml_launch(&l, by_file, &m, m.text, sizeof m.text) == HPML_ERR_WRITE);
     ENSURE(strstr(m.text, "cannot write /nonexistent/nccl_id"));
@@ -476,8 +478,8 @@ TEST(nccl_ranks_meet_by_file)
     ENSURE(access("build/nccl_id.0", F_OK) != 0);
 }
 
-/* A run that is killed while its ranks meet, one of two or both, leaves files; the next one meets by the same name,
-   whoever is first: rank 1 finds a card of rank 0 whose id is nobody's any more. */
+/* A run that is killed while its ranks meet, one of two or both, leaves files; the next run uses the same name, and any
+   rank may be first: rank 1 finds an identity of rank 0 whose NCCL id is no longer valid. */
 TEST(files_of_a_killed_run_do_not_matter)
 {
     for (int come = 1; come <= 2; come++) {
@@ -520,7 +522,7 @@ TEST(nccl_errors)
     job old = { .steps = 2, .link.library = "build/old_nccl.so" }, none = { .steps = 2, .link.library = "libm.so.6" };
     ENSURE(failing(&old, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED);
     ENSURE(strstr(old.text, "build/old_nccl.so is NCCL 2.8.4; hpml needs 2.14 or later"));
-    ENSURE(failing(&none, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED && strstr(none.text, "libm.so.6 is no NCCL"));
+    ENSURE(failing(&none, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED && strstr(none.text, "libm.so.6 is not NCCL"));
     job crowd = { .steps = 2, .crowd = true };
     ENSURE(failing(&crowd, 2, &s) < 10 && s == HPML_ERR_ARGUMENT);
     ENSURE(strstr(crowd.text, "ranks 0 and 1 are both on GPU 0 of host "));
@@ -544,7 +546,7 @@ TEST(nccl_errors)
     nccl_on_cpu_reset(1, 0);
 }
 
-/* An error between the beginning and the end of a call leaves no group open for the next context of this thread. */
+/* After an error between the beginning and the end of a group, no group is open for the next context of this thread. */
 TEST(nccl_groups_end_with_their_context)
 {
     float one = 1;
@@ -560,7 +562,8 @@ TEST(nccl_groups_end_with_their_context)
         ENSURE(hpml_nccl_link_allreduce(n, x->data, 1, false) == HPML_OK);
         if (turn == 0) hpml_ctx_fail(ctx, HPML_ERR_STATE, "something else");
         ENSURE(hpml_nccl_link_end(n) == (turn == 0 ? HPML_ERR_STATE : HPML_OK));
-        for (int again = 0; turn == 0 && again < 2; again++) { /* half a group was not sent: nothing more goes by it */
+        for (int again = 0; turn == 0 && again < 2; again++) { /* half of a group was not sent: the communicator cannot
+                                                                  be used any more */
             hpml_ctx_clear_error(ctx);
             ENSURE(hpml_nccl_link_begin(n) == HPML_ERR_COMM);
             ENSURE(strstr(hpml_ctx_error(ctx), again ? "NCCL was given up" : "in the middle of an earlier call"));
@@ -571,7 +574,8 @@ TEST(nccl_groups_end_with_their_context)
     nccl_on_cpu_reset(1, 0);
 }
 
-/* Every rank that is left hears of one that has gone without a word, and of kernels that do not end; in time. */
+/* Every remaining rank gets an error, before the deadline, when a rank ends without a message or a kernel does not end.
+   */
 TEST(nccl_waits_end)
 {
     hpml_status s;
@@ -586,7 +590,7 @@ TEST(nccl_waits_end)
         ENSURE(took < 10 && (s == HPML_ERR_TIMEOUT || s == HPML_ERR_PEER));
         ENSURE(strstr(lost.text, "not done after 1 seconds: has a rank died"));
         for (int r = 0; r < 4; r++) ENSURE(r == 1 && lost.away ? !lost.said[r][0] : lost.said[r][0]);
-        for (int r = 0; r < 4 && !lost.link.in_nodes; r++) /* who is told by another's error names that rank */
+        for (int r = 0; r < 4 && !lost.link.in_nodes; r++) /* a rank that gets the error of another rank names it */
             ENSURE((r == 1 && lost.away) || strstr(lost.said[r], "not done after 1 seconds: has a rank died"));
         aborted = nccl_on_cpu_count().aborted;
         ENSURE(aborted >= (lost.away ? 3 : 4) && nccl_on_cpu_count().live == 0 && nccl_on_cpu_count().misused == 0);
@@ -594,7 +598,7 @@ TEST(nccl_waits_end)
     nccl_on_cpu_reset(1, 0);
 }
 
-/* A NaN in a gradient, with a loss that is finite: every rank names layer, step and rank, residuals are clean again. */
+/* A NaN in a gradient, with a finite loss: every rank names layer, step and rank, and residuals are finite again. */
 TEST(a_nan_over_the_link_is_named)
 {
     for (int variant = 0; variant < 4; variant++) { /* the host's exchange; NCCL; NCCL in nodes; on CPUs */
@@ -612,8 +616,9 @@ TEST(a_nan_over_the_link_is_named)
     nccl_on_cpu_reset(1, 0);
 }
 
-/* A NaN in one rank's batch that the relu of cuBLASLt turns into 0: the gradients' sum has it, every rank's update
-   keeps it out, and every rank names parameter and step, in the next step or when fit returns. */
+/* A NaN in one rank's batch that the relu of cuBLASLt turns into 0: the sum of the gradients is NaN, every rank's
+   update keeps it out of the parameters, and every rank names parameter and step, in the next step or when fit returns.
+   */
 TEST(a_nan_that_relu_hides_is_named_on_every_rank)
 {
     for (int variant = 0; variant < 6; variant++) { /* the host's exchange, NCCL, in nodes; in the last step */

@@ -1,21 +1,22 @@
-/* 1-bit SGD as a whole, over five seeds: it learns what f32 learns, nothing is lost on the way, and the same without
-   feedback, or with the residual as the paper prints it, fails. On four threads; with HPML_USE_MPI on mpiexec's ranks
+/* 1-bit SGD as a whole, over five seeds: it learns as well as f32, no gradient is lost, and controls without feedback,
+   or with the residual as the paper prints it, fail. On four threads; with HPML_USE_MPI on mpiexec's ranks
    (test_mpi.sh), with fewer seeds, for the weights are those of threads, bit for bit. */
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
+#include "control_codecs.h"
 #include "mlp.h"
 
 #include <pthread.h>
 #include <time.h>
 #include <unistd.h>
 
-static int ranks = 4, me; /* mpiexec's */
+static int ranks = 4, me; /* under mpiexec: its number of processes, and this one's rank */
 
 #ifdef HPML_USE_MPI
 #include <mpi.h>
 enum { SEEDS = 2 };
-/* A rank whose test fails would leave the others in messages that nobody answers: it ends them, when those that fail
-   with it have said so. */
+/* Ends all ranks when a test fails on this one, because the others would wait for its messages; first it waits until
+   ranks that fail at the same time have printed why. */
 #define TEST_OUT       (me > 0 ? stderr : stdout)
 #define TEST_GIVE_UP() (usleep(300000), MPI_Abort(MPI_COMM_WORLD, 1))
 #else
@@ -26,9 +27,9 @@ enum { SEEDS = 5 };
 enum { BATCH = 128 };
 
 #ifdef HPML_USE_MPI
-/* Messages as on a wire of `wire` bytes a second, 50 us long: what MPI has received is seen when that would have
-   brought it, one after another. 0: as it is. */
-static double wire, wired; /* wired: seconds so far */
+/* Delays MPI's messages as a wire of `wire` bytes a second and 50 us latency would: a received message counts as
+   received when the wire would have delivered it, one after another. 0: no delay. */
+static double wire, wired; /* wired: seconds until the wire is free */
 static struct { MPI_Request request; double due; } coming[64];
 static int    are_coming;
 
@@ -72,7 +73,8 @@ __attribute__((constructor)) static void mpi_begin(void)
 }
 #endif
 
-/* The job on threads, of rank 0's process alone, or on mpiexec's ranks: all know the result's first `size` bytes. */
+/* Runs a job on threads, in rank 0's process alone, or on mpiexec's ranks; then all ranks have the first `size` bytes
+   of the result. */
 static hpml_status launch(hpml_launch_desc l, bool threads, hpml_rank_fn *fn, void *job, size_t size,
                           char *text, size_t room)
 {
@@ -81,10 +83,11 @@ static hpml_status launch(hpml_launch_desc l, bool threads, hpml_rank_fn *fn, vo
     int         status = HPML_OK, done = 0;
     MPI_Request all;
     if (!threads) l.transport = HPML_TRANSPORT_MPI;
-    l.alone = threads; /* the same job on threads, to compare with */
+    l.alone = threads; /* allows threads under mpiexec: the same job, to compare with */
     if (!threads || me == 0) status = hpml_launch(&l, fn, job, text, room);
     MPI_Ibarrier(MPI_COMM_WORLD, &all);
-    while (MPI_Test(&all, &done, MPI_STATUS_IGNORE), !done) usleep(1000); /* MPI's own waiting would take a core */
+    while (MPI_Test(&all, &done, MPI_STATUS_IGNORE), !done) usleep(1000); /* because MPI_Wait spins and would take a
+    core */
     MPI_Allreduce(MPI_IN_PLACE, &status, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
     MPI_Bcast(job, (int)size, MPI_BYTE, 0, MPI_COMM_WORLD);
     return (hpml_status)status;
@@ -101,21 +104,21 @@ static bool same_on_all(hpml_comm *c, uint64_t hash)
     return both[0] == -both[1];
 }
 
-/* Where Adagrad, or momentum, works on the sum before it is packed a second time; else the optimizer of each rank has
-   the momentum. */
+/* Adagrad, or momentum, on the sum before it is packed a second time; without them the optimizer of each rank has the
+   momentum. */
 typedef enum placing { LOCAL, ADAGRAD, MOMENTUM } placing;
 static const hpml_codec_desc onebit = { .kind = HPML_CODEC_ONEBIT };
 
 typedef struct training {
     hpml_distribute_desc d;
     placing      placing;
-    /* ranks 0: as many as there are; threads: not under MPI */
+    /* ranks 0: all; threads: on threads even under MPI */
     int          seed, epochs, max_steps, watch, ranks, threads;
     double       lr, momentum;
     hpml_opt     optimizer;
-    /* accuracy: of digits not seen; loss: of the last epoch, as training meets it, of so many */
+    /* accuracy: on test digits; loss: mean over the samples of the last epoch, before each step */
     double       accuracy, loss, samples;
-    bool         same;           /* weights, on all ranks, after every step */
+    bool         same;           /* weights were equal on all ranks after every step */
     uint64_t     hash;
     hpml_distribute_report report;
 } training;
@@ -135,7 +138,7 @@ static int each_step(const hpml_step_info *info, void *user)
     worker        *w = (worker *)user;
     uint64_t       hash = 0;
     hpml_ctx      *ctx = hpml_comm_ctx(w->c);
-    /* of this rank, if no strategy knows of all */
+    /* of this rank, if no strategy gives that of all ranks */
     hpml_distribute_report r = { .loss = (double)info->loss, .samples = info->samples };
     if (w->d) hpml_distribute_get(w->d, &r, false);
     if (hpml_comm_rank(w->c) == 0 && info->epoch + 1 == w->j->epochs)
@@ -171,7 +174,7 @@ static hpml_status exchange_and_step(void *user, hpml_trainer *t)
         hpml_tensor *p = hpml_param_at(hpml_comm_ctx(w->c), i);
         if (p->ndim == 1) in_stripe(w, i, 0, 1, p->grad);
     }
-    return status == HPML_OK ? hpml_trainer_update_local(t, 0, 4) : status;
+    return status == HPML_OK ? hpml_trainer_apply(t, 0, 4) : status;
 }
 
 static bool exchange_in_stripe(worker *w, hpml_trainer *t)
@@ -230,7 +233,7 @@ static hpml_status go(training *j)
     return status;
 }
 
-/* One kind of training with all seeds, and the mean of them. */
+/* Runs one kind of training with all seeds, and computes the mean of the results. */
 typedef struct series { const char *name; training kind, seed[SEEDS]; bool failed[SEEDS]; } series;
 enum { F32, ONE, BARE, LATE, MOM, ADA, KINDS };
 
@@ -261,10 +264,10 @@ static training mean_of(const series *all)
     return sum;
 }
 
-/* b, c, e, g, and of d what a whole step sends. Fifteen epochs at 0.05; Adagrad, before momentum as in the paper, at a
-   rate of its own. With momentum 0.9 on top of both, 1 bit and a step's delay are unstable at this rate, so double
-   buffering goes without. The control without feedback ends far below, on MNIST at 62 %; drawn digits forgive more. Two
-   trainings at a time: ranks that wait for each other leave a core for another. */
+/* Points b, c, e, g of the method, and the bytes of a whole step (d). Fifteen epochs at rate 0.05; Adagrad, before
+   momentum as in the paper, at its own rate. 1 bit with double buffering and momentum 0.9 is unstable at this rate, so
+   double buffering runs without momentum. The control without feedback is far worse, 62 % on MNIST; drawn digits are
+   easier. Two trainings run at a time, because ranks that wait for each other leave a core free. */
 TEST(it_learns_what_f32_learns)
 {
     hpml_codec_desc none = { .kind = HPML_CODEC_ONEBIT, .no_feedback = true };
@@ -297,9 +300,9 @@ TEST(it_learns_what_f32_learns)
     ENSURE(one->report.bytes <= one->report.plain_bytes / 27);
 }
 
-/* The whole method once more, in plain C and double precision, from the papers alone: four workers, an MLP, 1 bit with
-   a residual at each worker and one at the owner of each row, momentum, and a step that applies the gradients of the
-   step before. */
+/* The same method in plain C and double precision, written from the papers alone: four workers, an MLP, 1 bit with a
+   residual at each worker and one at the owner of each row, momentum, and steps that apply the gradients of the step
+   before. */
 enum { WORKERS = 4, PART = BATCH / WORKERS, WIDE = HIDDEN * 784, NARROW = 10 * HIDDEN };
 enum { W1 = 0, B1 = WIDE, W2 = B1 + HIDDEN, B2 = W2 + NARROW, WEIGHTS = B2 + 10 };
 
@@ -309,7 +312,7 @@ typedef struct method {
     int    step;
 } method;
 
-/* The gradient of the mean loss of PART samples; returns that loss. */
+/* Computes the gradient of the mean loss of PART samples and returns that loss. */
 static double backprop(const double *w, const float *x, const int32_t *label, double *g)
 {
     double loss = 0, h[HIDDEN], y[10], dh;
@@ -339,7 +342,7 @@ static double backprop(const double *w, const float *x, const int32_t *label, do
     return loss;
 }
 
-/* A row becomes two levels: the means of those below 0 and of the others; what that loses is carried on. */
+/* Replaces the numbers of a row by two levels, the means of those below 0 and of the others, and keeps the residual. */
 static void two_levels(double *v, double *carried, int n)
 {
     double sum[2] = { 0, 0 }, count[2] = { 0, 0 };
@@ -360,7 +363,7 @@ static void rows_of(double *v, double *carried)
     for (int k = 0; k < 10; k++) two_levels(v + W2 + k * HIDDEN, carried + W2 + k * HIDDEN, HIDDEN);
 }
 
-/* One step on BATCH samples; returns their loss. */
+/* Makes one step on BATCH samples and returns their loss. */
 static double method_step(method *m, const float *x, const int32_t *label, double lr)
 {
     double loss = 0, mean[WEIGHTS] = { 0 };
@@ -379,7 +382,7 @@ static double method_step(method *m, const float *x, const int32_t *label, doubl
     return loss;
 }
 
-typedef struct twice { double loss[2], apart; } twice; /* of hpml and the plain C; apart: weights after EXACT steps */
+typedef struct twice { double loss[2], apart; } twice; /* of hpml and of plain C; between weights after EXACT steps */
 enum { STEPS = 32, EXACT = 3 };
 
 static hpml_status both_ways(hpml_comm *c, void *user)
@@ -420,8 +423,8 @@ static hpml_status both_ways(hpml_comm *c, void *user)
 }
 
 /* g, with momentum: 1 bit, a step's delay and momentum 0.9 at rate 0.05 lose 2 to 5 points of accuracy in every
-   implementation, so accuracy is no check. The weights of the first steps are, until roundings flip bits, and the mean
-   loss. */
+   implementation, so accuracy proves nothing. The weights of the first steps agree, until roundings flip bits, and the
+   mean loss does. */
 TEST(delayed_onebit_matches_plain_c)
 {
     twice            both = { { 0, 0 }, 1 };
@@ -433,18 +436,20 @@ TEST(delayed_onebit_matches_plain_c)
     ENSURE(both.apart < 1e-4 && fabs(both.loss[0] / both.loss[1] - 1) < 0.002);
 }
 
-/* f: all bits are the plain exchange, bit for bit. */
+/* f: a codec that keeps all bits has the result of the plain exchange, bit for bit. */
 TEST(all_bits_are_f32)
 {
     for (int s = 0; s < SEEDS; s++) {
         training a = { .seed = s, .max_steps = 20, .momentum = 0.9 }, b = a, c = a;
-        b.d.codec = c.d.codec = onebit, b.d.codec.all_bits = true;
+        a.d.algorithm = HPML_CENTRAL; /* adds in the order of ranks, as stripes do */
+        b.d.codec.custom = &all_bits;
+        c.d.codec = onebit;
         ENSURE(go(&a) == HPML_OK && go(&b) == HPML_OK && go(&c) == HPML_OK);
         ENSURE(a.hash == b.hash && a.hash != c.hash);
     }
 }
 
-/* a: what was applied, and what residuals of ranks and stripes still hold, is the sum of all gradients. */
+/* a: the exchanged gradients plus the residuals of ranks and stripes are the sum of all gradients. */
 enum { ROWS = 48, COLS = 160 };
 
 typedef struct account { hpml_codec_desc codec; int seed, steps; double drift; } account;
@@ -483,7 +488,9 @@ TEST(nothing_is_lost)
     double worst = 0;
     for (int s = 0; s < SEEDS; s++) {
         account right = { onebit, s, 1000, -1 }, none = { onebit, s, 200, -1 }, printed = none;
-        none.codec.no_feedback = true, printed.codec.printed_residual = true;
+        const hpml_codec as_printed = printed_residual(HPML_CODEC_ONEBIT);
+        none.codec.no_feedback = true;
+        printed.codec.custom = &as_printed;
         account *all[3] = { &right, &none, &printed };
         for (int i = 0; i < 3; i++)
             ENSURE(launch((hpml_launch_desc){ .ctx.threads = 1 }, false, keep_account, all[i],
@@ -495,7 +502,7 @@ TEST(nothing_is_lost)
     printf("    lost in 1,000 steps: %.1e of the sum, at most\n", worst);
 }
 
-/* d: of 128 x 784 and 10 x 128 weights, 2 floats and a bit a weight for each row; biases as they are. */
+/* d: bytes of 128 x 784 and 10 x 128 weights, 2 floats a row and a bit a weight; biases travel as f32. */
 static hpml_status count_bytes(hpml_comm *c, void *user)
 {
     static const int64_t shape[4][2] = { { 128, 784 }, { 1, 128 }, { 10, 128 }, { 1, 10 } };
@@ -507,7 +514,7 @@ static hpml_status count_bytes(hpml_comm *c, void *user)
         g[i] = (hpml_gradient){ NULL, (float *)hpml_ctx_alloc(ctx, (size_t)(rows * shape[i][1]) * sizeof(float), NULL),
                                 rows, shape[i][1] };
         if (rows == 1) continue;
-        for (int r = 0; r < ranks; r++) { /* their rows to them, mine to all others */
+        for (int r = 0; r < ranks; r++) { /* the rows of r go to r, the sum of this rank's rows to all others */
             int64_t stripe = hpml_block(rows, ranks, r + 1) - hpml_block(rows, ranks, r);
             want += stripe * row_bytes * (r == rank ? ranks - 1 : 1);
         }
@@ -539,7 +546,7 @@ TEST(bytes_are_a_27th)
 }
 
 #ifdef HPML_USE_MPI
-/* Not a test of 1 bit, but of what a test that fails on one rank does to the others (test_mpi.sh). */
+/* For test_mpi.sh: a test that fails on one rank ends all ranks. */
 TEST(a_failure_ends_the_job)
 {
     const char *who = getenv("HPML_TEST_FAILS");
@@ -548,7 +555,7 @@ TEST(a_failure_ends_the_job)
     MPI_Barrier(MPI_COMM_WORLD);
 }
 
-/* Also with double buffering, with Adagrad in the stripe, and f32. */
+/* MPI gives the bits of threads: 1 bit, with double buffering, with Adagrad in the stripe, and f32. */
 TEST(mpi_has_the_bits_of_threads)
 {
     for (int s = 0; s < SEEDS; s++)
@@ -564,10 +571,11 @@ TEST(mpi_has_the_bits_of_threads)
 }
 #endif
 
-/* h: the same account over a whole training that 4 ranks begin and 2 go on with: of the mean gradient, ranks' residuals
-   hold their share. A short batch is exchanged as the part of a whole one that it is; the step is made whole after. */
+/* h: nothing is lost in a training that 4 ranks begin and 2 continue: ranks' residuals hold their share of the mean
+   gradient. The gradient of a short batch is exchanged with its weight, its part of a whole batch; the step divides by
+   the weight afterwards. */
 typedef struct book { double drift; int seed; const char *save, *load; double *want, *got; int64_t n; } book;
-/* of one rank; of a short batch: the part that is there */
+/* of one rank; share: the part of a whole batch that a short batch is */
 typedef struct entry { hpml_distributed *d; double *want, *got, share; } entry;
 
 static hpml_status enter_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
@@ -621,8 +629,8 @@ static hpml_status keep_book(hpml_comm *c, void *user)
     hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 3, .max_steps = 40 });
     if (b->save) hpml_distribute_save(e.d, b->save);
     for (int i = 0; i < 4; at += hpml_tensor_count(hpml_param_at(ctx, i)), i++)
-        for (int k = 0; k < e.d->buckets * 4; k++) {
-            hpml_exchange *ex = e.d->bucket[k / 4].x;
+        for (int k = 0; k < e.d->buckets.count * 4; k++) {
+            hpml_exchange *ex = e.d->buckets.item[k / 4].x;
             if (k % 4 >= ex->d.count || ex->item[k % 4].g.data != hpml_param_at(ctx, i)->grad) continue;
             int64_t      cols = ex->item[k % 4].g.cols, count = 0;
             const float *mine = hpml_exchange_residual(ex, k % 4, &count),
@@ -641,7 +649,7 @@ static hpml_status keep_book(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
-/* mpiexec's ranks are the four, or the two; the others are threads of rank 0. */
+/* mpiexec's processes are the four ranks or the two; the other ranks are threads of rank 0's process. */
 TEST(four_ranks_begin_and_two_go_on)
 {
     enum { N = 784 * HIDDEN + HIDDEN + HIDDEN * 10 + 10 };
@@ -662,10 +670,10 @@ TEST(four_ranks_begin_and_two_go_on)
     }
 }
 
-/* i: an exchange of 4 million weights over links of 1 Gbit/s, in virtual time; and what a rank computes, as if each had
-   a machine of its own. How long that takes is the machine's: so it is set against what the plain sum takes on it,
-   which is to copy and to add, and which a network this slow hides 30 times. Under MPI the network's part is what
-   messages were on the wire, and f32's time true time, which has to wait for it. */
+/* i: an exchange of 4 million weights over links of 1 Gbit/s, in virtual time, plus the computation of a rank as if
+   each had its own machine. That time depends on the machine, so the test compares it with the time of the plain sum,
+   which copies and adds, and which is 30 times shorter than the exchange on this network. Under MPI the network's time
+   is the time that messages were on the wire, and the time of f32 is real time. */
 typedef struct timing { hpml_codec_desc codec; double network, own, true_time; } timing;
 
 static double own_seconds(void)
@@ -677,14 +685,14 @@ static double own_seconds(void)
 
 static hpml_status time_exchange(hpml_comm *c, void *user)
 {
-    timing        *all = (timing *)user; /* without a codec, with one */
+    timing        *all = (timing *)user; /* [0] without a codec, [1] with one */
     hpml_ctx      *ctx = hpml_comm_ctx(c);
     hpml_gradient  g = { "w", (float *)hpml_ctx_alloc(ctx, sizeof(float) * 2000 * 2000, NULL), 2000, 2000 };
     hpml_exchange *x[2];
     for (int k = 0; k < 2; k++)
         x[k] = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g, .codec = all[k].codec,
                                                               .algorithm = HPML_RING });
-    for (int i = 0; i < 16; i++) { /* in turn: both meet the same neighbours */
+    for (int i = 0; i < 16; i++) { /* in turn, because other programs then disturb both alike */
         timing *t = &all[i % 2];
         hpml_barrier(c);
         double start = hpml_comm_now(c), own = own_seconds();
@@ -700,7 +708,7 @@ static hpml_status time_exchange(hpml_comm *c, void *user)
         hpml_exchange_run(x[k]);
         if (hpml_comm_rank(c) == 0) all[k].network = wired, all[k].true_time = hpml_now() - start;
         wire = 0;
-        hpml_barrier(c); /* nobody leaves while another's message is on the wire */
+        hpml_barrier(c); /* no rank ends while another rank's message is on the wire */
     }
 #endif
     return hpml_ctx_status(ctx);

@@ -11,7 +11,7 @@ static hpml_graph *build(const op_case *c, const char *cpu, int threads, int64_t
 {
     hpml_tensor *x, *y, *t, *loss;
     hpml_graph  *g;
-    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpu, .threads = threads, .seed = 11, .store = store });
+    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpu, .threads = threads, .seed = 11, .activation_dtype = store });
     x    = hpml_input_4d(*ctx, batch, 4, 9, 7);
     hpml_tensor_require_grad(x);
     y    = hpml_reshape_2d(hpml_tanh(c->record(x)), batch, -1);
@@ -101,7 +101,7 @@ static void compare_short_batches(void)
         g = build(&cases[i], NULL, 1, 3, &ctx);
         ENSURE(g && small);
         if (!hpml_graph_batchable(g)) { printf("    %s: not batchable\n", cases[i].name); test_failed = 1; }
-        ENSURE(hpml_graph_forward(g, true, 4) == HPML_OK && hpml_graph_batch(g, 2) == HPML_OK);
+        ENSURE(hpml_graph_forward(g, true, 4) == HPML_OK && hpml_graph_set_batch(g, 2) == HPML_OK);
         int64_t n = results(g, ctx, built_x, built_loss, of_short, 8192);
         ENSURE(n > 0 && n < 8192 && n == results(small, small_ctx, small_x, small_loss, of_small, 8192));
         for (int64_t j = 0; j < n; j++) {
@@ -110,9 +110,9 @@ static void compare_short_batches(void)
             if (of_short[j] != of_short[j]) apart = 1e9;
         }
         if (!(apart <= 1e-6 * size)) printf("    %s: %g apart of %g\n", cases[i].name, apart, size), test_failed = 1;
-        ENSURE(hpml_graph_batch(g, 3) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK &&
+        ENSURE(hpml_graph_set_batch(g, 3) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK &&
                isfinite(built_loss->data[0]));
-        ENSURE(hpml_graph_batch(g, 4) != HPML_OK);
+        ENSURE(hpml_graph_set_batch(g, 4) != HPML_OK);
         hpml_ctx_free(ctx);
         hpml_ctx_free(small_ctx);
     }
@@ -206,7 +206,8 @@ TEST(losses_and_labels_of_many_blocks)
     for (int kind = 0; kind < 4; kind++) {
         double loss[2];
         for (int halves = 0; halves < 2; halves++) {
-            hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = halves ? HPML_DTYPE_F16 : HPML_DTYPE_F32 });
+            hpml_dtype   dtype = halves ? HPML_DTYPE_F16 : HPML_DTYPE_F32;
+            hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = dtype });
             hpml_tensor *x = hpml_input_3d(ctx, B, ROWS, COLS), *t = hpml_input_3d(ctx, B, ROWS, COLS);
             hpml_tensor *l = hpml_input_tokens(ctx, B, ROWS);
             hpml_tensor_require_grad(x);
@@ -235,7 +236,7 @@ TEST(losses_and_labels_of_many_blocks)
         for (int i = 0; i < B * ROWS * COLS; i++)
             ENSURE_NEAR(grad[0][i], grad[1][i], 1e-6 * fabs((double)grad[0][i]) + 1e-9);
     }
-    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_BF16 });
+    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = HPML_DTYPE_BF16 });
     hpml_tensor *x = hpml_input_tokens(ctx, B, ROWS), *y = hpml_embedding(x, 9, COLS, NULL);
     hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
     for (int i = 0; i < B * ROWS; i++) label[i] = i == ROWS + 7 ? 9 : i % 9;
@@ -249,7 +250,7 @@ TEST(each_block_reads_its_own_rows_of_a_parameter)
 {
     enum { B = 3, ROWS = 256, COLS = 512, N = B * ROWS * COLS };
     hpml_param_desc d = { .ndim = 3, .shape = { B, ROWS, COLS }, .init = HPML_INIT_NORMAL };
-    hpml_ctx       *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_BF16 });
+    hpml_ctx       *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = HPML_DTYPE_BF16 });
     hpml_tensor    *x = hpml_input_3d(ctx, B, ROWS, COLS), *p = hpml_param_create(ctx, &d), *y = hpml_mul(x, p);
     hpml_graph     *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1,
                                                                    .loss = hpml_mean(y, HPML_ALL_DIMS) });
@@ -288,7 +289,7 @@ TEST(products_of_f16_add_up_in_f32)
         const int64_t     square[2] = { 4, 4 };
         hpml_linear_desc  named = { .name = "l" };
         hpml_rng          r = { .seed = 3 };
-        hpml_ctx         *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpus[k], .store = HPML_DTYPE_F16 });
+        hpml_ctx         *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpus[k], .activation_dtype = HPML_DTYPE_F16 });
         hpml_tensor      *a = hpml_input(ctx, HPML_DTYPE_F16, 2, square);
         hpml_tensor      *b = hpml_input(ctx, HPML_DTYPE_F16, 2, square);
         hpml_tensor      *c = hpml_input(ctx, HPML_DTYPE_F16, 2, square);
@@ -332,7 +333,8 @@ TEST(short_batches_beside_rows_of_a_parameter)
 {
     for (int i = 0; i < 16; i++) { /* of a parameter, of what is computed from one; in f32, in halves */
         int          kind = i % 4;
-        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = i / 8 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32 });
+        hpml_dtype   dtype = i / 8 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32;
+        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = dtype });
         hpml_tensor *x = hpml_input_3d(ctx, 4, 3, 3);
         hpml_tensor *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 3, .shape = { 4, 3, 3 } });
         hpml_tensor *q = i / 4 % 2 ? hpml_tanh(p) : p, *both[2] = { x, q };
@@ -343,7 +345,7 @@ TEST(short_batches_beside_rows_of_a_parameter)
         ENSURE(hpml_graph_alloc(g) == HPML_OK);
         for (int k = 0; k < 36; k++) x->data[k] = (float)(k + 1);
         for (int samples = 4; samples > 0; samples -= 2) {
-            ENSURE(hpml_graph_batch(g, samples) == HPML_OK && hpml_graph_forward(g, true, 0) == HPML_OK &&
+            ENSURE(hpml_graph_set_batch(g, samples) == HPML_OK && hpml_graph_forward(g, true, 0) == HPML_OK &&
                    hpml_graph_backward(g, 1, false) == HPML_OK);
             for (int k = 0; k < 36; k++) ENSURE((p->grad[k] != 0) == (k < 9 * samples));
         }
@@ -613,7 +615,7 @@ TEST(refusals_say_why)
     ENSURE(y && y->ndim == 4 && y->shape[3] == 7 && two && two->shape[0] == 4);
     hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &two, .output_count = 1 });
     ENSURE(!hpml_graph_batchable(g));
-    ENSURE_ERROR(ctx, hpml_graph_batch(g, 1), HPML_ERR_SHAPE, "an op mixes samples");
+    ENSURE_ERROR(ctx, hpml_graph_set_batch(g, 1), HPML_ERR_SHAPE, "an op mixes samples");
     y = hpml_linear(v, 7, NULL);
     g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_bce_with_logits(v, hpml_sigmoid(y)) });
     ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK);

@@ -1,6 +1,6 @@
 /* Tests random numbers: known answers, the same bits however a range is cut and on each instruction set, moments,
    permutations. */
-#include "inside.h"
+#include "private_api.h"
 #include "kernels.h"
 #include "test.h"
 
@@ -26,10 +26,10 @@ TEST(words_are_blocks_of_philox)
     const uint64_t first = (UINT64_C(7) << 34) - 40; /* block numbers cross 32 bits */
     const uint32_t key[2] = { (uint32_t)seed, (uint32_t)(seed >> 32) };
     for (int a = 0; a < ISAS; a++) {
-        const void *k = inside_kernels(isas[a]);
+        const void *k = private_kernels(isas[a]);
         uint32_t    w[200];
         if (!k) continue;
-        inside_random(k, INSIDE_WORDS, w, seed, stream, first, 200);
+        private_random(k, PRIVATE_WORDS, w, seed, stream, first, 200);
         for (uint64_t i = 0; i < 200; i++) {
             uint64_t at = first + i;
             uint32_t counter[4], out[4];
@@ -60,19 +60,19 @@ TEST(same_bits_in_pieces_of_any_size_and_on_any_instruction_set)
     for (int i = 0; i < N; i++) x[i] = hpml_rng_normal(&s);
     ENSURE(memcmp(x, z, sizeof x) == 0);
     for (int a = 0; a < ISAS; a++) {
-        const void      *k      = inside_kernels(isas[a]);
+        const void      *k      = private_kernels(isas[a]);
         static const int cuts[] = { 1, 3, 7, 31, 32, 33, 63, 64, 65, 129, 1000 };
         if (!k) continue;
         for (size_t c = 0; c < sizeof cuts / sizeof cuts[0]; c++) {
             for (int i = 0; i < N; i += cuts[c])
-                inside_random(k, INSIDE_UNIFORM, x + i, 42, 7, 13 + (uint64_t)i, i + cuts[c] < N ? cuts[c] : N - i);
+                private_random(k, PRIVATE_UNIFORM, x + i, 42, 7, 13 + (uint64_t)i, i + cuts[c] < N ? cuts[c] : N - i);
             ENSURE(memcmp(x, u, sizeof x) == 0);
             for (int i = 0; i < N; i += cuts[c])
-                inside_random(k, INSIDE_NORMAL, x + i, 42, 7, 13 + (uint64_t)i, i + cuts[c] < N ? cuts[c] : N - i);
+                private_random(k, PRIVATE_NORMAL, x + i, 42, 7, 13 + (uint64_t)i, i + cuts[c] < N ? cuts[c] : N - i);
             ENSURE(memcmp(x, z, sizeof x) == 0);
         }
-        inside_random(k, INSIDE_NORMAL, x, 42, 7, 13, 0);
-        inside_random(k, INSIDE_NORMAL, x, 42, 7, 13, -5);
+        private_random(k, PRIVATE_NORMAL, x, 42, 7, 13, 0);
+        private_random(k, PRIVATE_NORMAL, x, 42, 7, 13, -5);
         ENSURE(memcmp(x, z, sizeof x) == 0);
     }
 }

@@ -140,7 +140,7 @@ static void windows(const hpml_node *n, double **s, double *y)
                     most = e > most ? e : most;
                     seen++;
                 }
-        y[i] = conv ? act(n->attr.conv.act, sum, 0.01) : n->op == HPML_OP_MAX_POOL ? most : sum / (double)seen;
+        y[i] = conv ? act(n->attr.conv.act, sum, 0.01) : n->op == HPML_OP_MAX_POOL2D ? most : sum / (double)seen;
     }
 }
 
@@ -155,8 +155,8 @@ static void rows(const hpml_node *n, double **s, double *y)
             most = fmax(most, x[i]), mean += n->op == HPML_OP_LAYERNORM ? x[i] / (double)N : 0;
         for (int64_t i = 0; i < N; i++) var += (x[i] - mean) * (x[i] - mean) / (double)N, sum += exp(x[i] - most);
         for (int64_t i = 0; i < N; i++)
-            if (n->op == HPML_OP_SOFTMAX)
-                y[r * N + i] = n->attr.softmax.log ? x[i] - most - log(sum) : exp(x[i] - most) / sum;
+            if (n->op == HPML_OP_SOFTMAX || n->op == HPML_OP_LOG_SOFTMAX)
+                y[r * N + i] = n->op == HPML_OP_LOG_SOFTMAX ? x[i] - most - log(sum) : exp(x[i] - most) / sum;
             else y[r * N + i] = (x[i] - mean) / sqrt(var + eps) * (s[1] ? s[1][i] : 1) + (s[2] ? s[2][i] : 0);
     }
 }
@@ -237,8 +237,8 @@ static double loss_of(const hpml_node *n, double **s)
     }
     for (int64_t i = 0; n->op != HPML_OP_CROSS_ENTROPY && i < N; i++, counted++) {
         double d = s[0][i] - s[1][i], delta = (double)n->attr.huber.delta;
-        if (n->op == HPML_OP_BCE) sum += fmax(s[0][i], 0) - s[0][i] * s[1][i] + log1p(exp(-fabs(s[0][i])));
-        else if (n->attr.huber.squared) sum += d * d;
+        if (n->op == HPML_OP_BCE_WITH_LOGITS) sum += fmax(s[0][i], 0) - s[0][i] * s[1][i] + log1p(exp(-fabs(s[0][i])));
+        else if (n->op == HPML_OP_MSE) sum += d * d;
         else sum += delta == 0 ? fabs(d) : fabs(d) <= delta ? d * d / 2 : delta * (fabs(d) - delta / 2);
     }
     return sum / counted;
@@ -260,7 +260,7 @@ static void element(const hpml_node *n, double **s, double *y)
         return;
     }
     for (int64_t i = 0; i < count; i++) {
-        bool   pair = n->op <= HPML_OP_DIV, one = n->op == HPML_OP_SCALE || n->op == HPML_OP_ACT;
+        bool   pair = n->op <= HPML_OP_DIV, one = n->op == HPML_OP_SCALE || n->op == HPML_OP_ACTIVATION;
         split(o, i, at);
         double a = s[0][pair ? place(x, at, o->ndim) : one || n->op == HPML_OP_RESHAPE ? i : 0];
         double b = pair ? s[1][place(n->src[1], at, o->ndim)] : 0;
@@ -271,7 +271,7 @@ static void element(const hpml_node *n, double **s, double *y)
         case HPML_OP_MUL: y[i] = a * b; break;
         case HPML_OP_DIV: y[i] = a / b; break;
         case HPML_OP_SCALE: y[i] = (double)n->attr.scale.a * a + (double)n->attr.scale.b; break;
-        case HPML_OP_ACT: y[i] = act(n->attr.act.act, a, (double)n->attr.act.slope); break;
+        case HPML_OP_ACTIVATION: y[i] = act(n->attr.act.act, a, (double)n->attr.act.slope); break;
         case HPML_OP_PERMUTE:
             for (int j = 0; j < o->ndim; j++) to[n->attr.permute.dims[j]] = at[j];
             y[i] = s[0][place(x, to, x->ndim)];
@@ -299,12 +299,14 @@ static double run_world(world *w)
         switch (n->op) {
         case HPML_OP_MATMUL: matmul(n, s, y); break;
         case HPML_OP_LINEAR: linear(n, s, y); break;
-        case HPML_OP_CONV2D: case HPML_OP_MAX_POOL: case HPML_OP_AVG_POOL: windows(n, s, y); break;
-        case HPML_OP_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM: rows(n, s, y); break;
+        case HPML_OP_CONV2D: case HPML_OP_MAX_POOL2D: case HPML_OP_AVG_POOL2D: windows(n, s, y); break;
+        case HPML_OP_SOFTMAX: case HPML_OP_LOG_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM: rows(n, s, y); break;
         case HPML_OP_BATCHNORM: batchnorm(n, s, y); break;
         case HPML_OP_ATTENTION: attention(n, s, y); break;
         case HPML_OP_LSTM: lstm(n, s, y); break;
-        case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE: case HPML_OP_HUBER: y[0] = loss_of(n, s); break;
+        case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE_WITH_LOGITS: case HPML_OP_MSE: case HPML_OP_HUBER:
+            y[0] = loss_of(n, s);
+            break;
         default: element(n, s, y);
         }
     }

@@ -178,13 +178,13 @@ static const char *packed(int i, const uint8_t *bytes, size_t size, int harm)
 
 static void records(const char *from)
 {
-    hpml_record_file *f = hpml_record_open(ctx, from);
-    for (int64_t i = -1; i <= hpml_record_count(f); i++) {
+    hpml_records_file *f = hpml_records_open(ctx, from);
+    for (int64_t i = -1; i <= hpml_records_count(f); i++) {
         size_t      size;
-        const void *bytes = hpml_record_get(f, i, &size);
+        const void *bytes = hpml_records_get(f, i, &size);
         read_bytes(bytes, size);
     }
-    hpml_record_close(f);
+    hpml_records_close(f);
     hpml_ctx_clear_error(ctx);
     use(hpml_dataset_load_records(ctx, from));
 }

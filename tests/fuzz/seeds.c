@@ -154,11 +154,11 @@ static void trained(int target, const char *step, float fill)
     static const struct { const char *name; int rows, columns; } params[] = {
         { "fc.weight", 2, 3 }, { "fc.bias", 2, 0 }, { "bn.weight", 2, 0 }, { "bn.bias", 2, 0 },
         { "bn.running_mean", 2, 0 }, { "bn.running_var", 2, 0 }, { "linear2.weight", 2, 2 }, { "linear2.bias", 2, 0 } };
-    static const char *const kinds[] = { "", "opt.m.", "opt.v." };
+    static const char *const kinds[] = { "", "opt.mean.", "opt.square_mean." };
     int at = 0;
     little(0, 8);
     text("{\"__metadata__\":{\"hpml.seed\":\"0\",\"hpml.step\":\"%s\",\"hpml.epoch\":\"0\",\"hpml.epoch_step\":\"0\","
-         "\"hpml.optimizer\":\"3\",\"hpml.loss_scale\":\"1\",\"hpml.scale_steps\":\"-1\"}", step);
+         "\"hpml.optimizer\":\"adam\",\"hpml.loss_scale\":\"1\",\"hpml.scale_steps\":\"-1\"}", step);
     for (int kind = 0; kind < (target == FUZZ_CHECKPOINT ? 3 : 1); kind++)
         for (int i = 0; i < 8; i++) {
             int bytes = 4 * params[i].rows * (params[i].columns ? params[i].columns : 1);

@@ -6,7 +6,7 @@ peers=build/bench_gpu.peers failed=0
 nvidia-smi --query-gpu=name,driver_version,power.limit,clocks.max.sm --format=csv,noheader
 printf '%-46s %10s %-10s %-18s %10s %7s\n' case hpml unit peer peer_value ratio
 for group in kernels matmul attention train; do
-    [ $group != attention ] || timeout 240 python3 tests/bench_gpu.py 150 >$peers ||
+    [ $group != attention ] || timeout 240 python3 tests/bench/bench_gpu.py 150 >$peers ||
         echo "PyTorch: not all there, exit $?"
     timeout 90 build/bench_gpu $group $peers || { echo "$group: exit $?"; failed=1; }
 done

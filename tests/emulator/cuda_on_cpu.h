@@ -3,7 +3,7 @@
        #include "cuda_on_cpu.h"
        #include "cublas_on_cpu.h"
        #include "cudnn_on_cpu.h"
-       #include "../hpml_cuda.cuh"
+       #include "../../hpml_cuda.cuh"
    It shows what a GPU may hide for years:
    - a missing barrier: threads, warps and blocks run in many orders (compare the results, cuda_on_cpu_check), and a
      build with ThreadSanitizer reports any two accesses of a block that no barrier separates, with both lines;

@@ -7,7 +7,8 @@ tmp=$(mktemp -d) mpi=0
 trap 'rm -rf "$tmp"' EXIT
 lack=$(mpi_lacks "$tmp")
 if [ -n "$lack" ]; then echo "no rows of MPI: $lack"
-elif "$mpicc" -O2 -DHPML_USE_MPI tests/bench_comm.c -o build/bench_comm_mpi -lm -lpthread 2>/dev/null; then mpi=1; fi
+elif "$mpicc" -O2 -DHPML_USE_MPI tests/bench/bench_comm.c -o build/bench_comm_mpi -lm -lpthread 2>/dev/null
+then mpi=1; fi
 for round in $(seq "$rounds"); do
     timeout 100 build/bench_comm threads
     [ $mpi = 0 ] || timeout 100 "$mpiexec" $mpi_options -n 2 build/bench_comm_mpi mpi

@@ -1,6 +1,6 @@
 #!/bin/sh
 # What 1 bit costs in accuracy: 4 workers, the same passes with f32 and with 1 bit, the mean of five seeds. Digits drawn
-# by digits.h; with MNIST's files: HPML_MNIST=FOLDER ninja bench, or sh tests/bench_onebit.sh FOLDER
+# by digits.h; with MNIST's files: HPML_MNIST=FOLDER ninja bench, or sh tests/bench/bench_onebit.sh FOLDER
 data=${1:-$HPML_MNIST}
 number() { sed -n 's/.*"test_accuracy": *\([0-9.]*\).*/\1/p' | tail -n 1; }
 mean() { # CODEC

@@ -1,6 +1,6 @@
 /* What the main job is asked for, and its data: MNIST's files from a folder, or digits drawn by digits.h. */
-#ifndef HPML_MNIST_H
-#define HPML_MNIST_H
+#ifndef HPML_MNIST_OPTIONS_H
+#define HPML_MNIST_OPTIONS_H
 
 #include "digits.h"
 #include "options.h"
@@ -45,10 +45,11 @@ static int parse(options *o, const option *extra, int extra_count, int argc, cha
         { "--threads", OPTION_COUNT, &o->threads, "N", "threads of a worker (the cores shared out)" },
         { "--transport", OPTION_CHOICE, &o->transport, "threads|mpi",
           "how workers exchange messages; mpi needs mpiexec" },
-        { "--codec", OPTION_CHOICE, &o->codec, "none|bf16|onebit|twobit",
+        { "--codec", OPTION_CHOICE, &o->codec, "none|bf16|onebit|twobit|topk|lowrank",
           "how gradients travel (onebit; in f16 none)" },
         { "--allreduce", OPTION_CHOICE, &o->allreduce,
-          "auto|central|tree|ring|butterfly|halving|hierarchical|native", "how gradients are added up (auto)" },
+          "auto|central|tree|ring|butterfly|halving|hierarchical|native|pairwise",
+          "how gradients are added up (auto)" },
         { "--network", OPTION_CHOICE, &o->network, "1gbit|100mbit",
           "delays messages between threads as this network would" },
         { "--exact", OPTION_FLAG, &o->exact, NULL, "the same bits for every number of workers" },
@@ -70,13 +71,6 @@ static int parse(options *o, const option *extra, int extra_count, int argc, cha
     if (o->workers >= 1 && o->batch >= o->workers && o->samples >= 1) return 0;
     return fprintf(stderr, "--workers %lld, --batch %lld: a worker needs a sample of each batch\n",
                    (long long)o->workers, (long long)o->batch), 2;
-}
-
-static inline hpml_codec_kind codec_kind(const char *name)
-{
-    int k = HPML_CODEC_TWOBIT;
-    while (k > 0 && strcmp(hpml_codec_get((hpml_codec_kind)k)->name, name) != 0) k--;
-    return (hpml_codec_kind)k;
 }
 
 /* The IDX pair `name` of a folder, plain or gzipped; NULL when it is not there. */

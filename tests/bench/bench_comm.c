@@ -5,7 +5,7 @@
    bench_comm hidden MODEL BATCH injects a link of 1 Gbit/s and exchanges during, then after, the backward pass.
    Prints one line of numbers. */
 #define HPML_IMPLEMENTATION
-#include "../hpml_comm.h"
+#include "../../hpml_comm.h"
 
 enum { OURS, NATIVE, COPY, RING };
 #define LARGEST ((int64_t)64 << 20)

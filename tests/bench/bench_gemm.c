@@ -4,11 +4,11 @@
    The last column compares with what a loop of nothing but multiply-adds in registers reaches on one thread in the same
    run, times threads.
 
-   build   cc -O2 tests/bench_gemm.c -o build/bench_gemm -lm -lpthread -ldl
+   build   cc -O2 tests/bench/bench_gemm.c -o build/bench_gemm -lm -lpthread -ldl
    run     build/bench_gemm [--filter TEXT] [--rounds N] [--threads 1|2]      rows are appended to build/bench.jsonl */
 #define _GNU_SOURCE
 #define HPML_IMPLEMENTATION
-#include "../hpml.h"
+#include "../../hpml.h"
 #include "peak.h"
 #include <dlfcn.h>
 

@@ -14,7 +14,7 @@
 #define logf(x)  emu::near(logf(x), 1)
 #define log2f(x) emu::near(log2f(x), 1)
 #define HPML_CUDA_IMPLEMENTATION
-#include "../hpml_cuda.cuh"
+#include "../../hpml_cuda.cuh"
 
 /* What the emulation can be told and asked, for tests in C. On a GPU these are not there. */
 extern "C" void cuda_on_cpu_fault(const char *what, long k)

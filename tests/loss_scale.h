@@ -1,8 +1,10 @@
-/* A training whose gradients overflow f16 under the first loss scale, which finds its place; the training learns. */
-#ifndef HPML_STEEP_H
-#define HPML_STEEP_H
+/* A training whose gradients overflow f16 at the initial loss scale: the dynamic loss scale must decrease until they
+   fit, and the training must learn. */
+#ifndef HPML_LOSS_SCALE_H
+#define HPML_LOSS_SCALE_H
 
-static bool loss_scale_finds_its_place(hpml_ctx *ctx)
+/* Returns true if some steps are skipped, but less than half, and the others reduce the loss. */
+static bool loss_scale_adapts(hpml_ctx *ctx)
 {
     float          x[64], first = 0;
     const int32_t  y[4] = { 0, 1, 1, 0 };

@@ -2,7 +2,7 @@
    run: bench_train mlp|lenet|cifar|gpt [threads] prints
    "samples/s GFLOP/s fraction-of-FMA-peak milliseconds-to-the-end-of-the-first-step". */
 #define HPML_IMPLEMENTATION
-#include "../hpml.h"
+#include "../../hpml.h"
 #include "peak.h"
 
 static hpml_tensor *conv(hpml_tensor *x, int64_t out)

@@ -1,10 +1,11 @@
-/* What tests of distributed training share: points whose class is the greatest of their first coordinates; `odd` points
-   from `first` on are `value` in all of them. */
+/* A task for tests of distributed training: points whose class is the index of the largest of their first CLASSES
+   coordinates. */
 #include <math.h>
 #include <stdlib.h>
 
 enum { GLOBAL = 24, INPUTS = 20, CLASSES = 5 };
 
+/* Makes n points. All coordinates of `odd` points, from point `first` on, are `value`. */
 static hpml_dataset *points(hpml_ctx *ctx, int64_t n, int64_t first, int64_t odd, float value)
 {
     const int64_t shape[1] = { INPUTS };
@@ -22,7 +23,7 @@ static hpml_dataset *points(hpml_ctx *ctx, int64_t n, int64_t first, int64_t odd
     return d;
 }
 
-/* True on rank 0 when all ranks have the same parameters. */
+/* Returns true on rank 0 if all ranks have the same parameters: the largest hash is the smallest one. */
 static bool same_params(hpml_comm *c)
 {
     int64_t hash[2] = { (int64_t)(hpml_param_hash(hpml_comm_ctx(c)) >> 2), 0 };

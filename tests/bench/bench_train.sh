@@ -8,7 +8,7 @@ for threads in 1 2; do
         : >build/ours; : >build/theirs
         for round in 1 2 3; do
             build/bench_train $model $threads >>build/ours
-            [ $peer = 0 ] || python3 tests/bench_train.py $model $threads >>build/theirs
+            [ $peer = 0 ] || python3 tests/bench/bench_train.py $model $threads >>build/theirs
         done
         ours=$(cut -d' ' -f1 build/ours | median) flops=$(cut -d' ' -f2 build/ours | median)
         peak=$(cut -d' ' -f3 build/ours | median) first=$(cut -d' ' -f4 build/ours | median)

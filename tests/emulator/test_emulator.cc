@@ -1,8 +1,8 @@
-/* Does tests/cuda_on_cpu.h compute what a GPU computes, and does it find the faults that it promises to find? Each
+/* Does cuda_on_cpu.h compute what a GPU computes, and does it find the faults that it promises to find? Each
    fault is planted here beside its sound twin, which must pass. */
 #define HPML_CUDA_ON_CPU
 #include "cuda_on_cpu.h"
-#include "test.h"
+#include "../test.h"
 
 #include <sys/wait.h>
 #include <unistd.h>

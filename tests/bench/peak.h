@@ -1,11 +1,12 @@
-/* What one thread reaches with nothing but multiply-adds in registers: the limit that benchmarks compare with.
-   Include it behind the implementation of hpml.h. */
+/* The peak of one thread, measured: multiply-adds in registers and nothing else. Benchmarks report a fraction of it.
+   Include this file after the implementation of hpml.h. */
 #ifndef HPML_PEAK_H
 #define HPML_PEAK_H
 
 #define PEAK_STEPS 400000
 #if defined(__x86_64__) && defined(__GNUC__)
-/* Twelve chains in named registers: two multiply-adds per cycle, each done after four or five, need at least ten. */
+/* Twelve independent chains of multiply-adds: a core starts two per cycle and finishes each after four or five cycles,
+   so at least ten must be in flight. */
 #define CHAINS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
 #define DECLARE512(i) __m512 v##i = _mm512_set1_ps(i);
 #define FMA512(i)     __asm__ __volatile__("vfmadd231ps %1, %1, %0" : "+v"(v##i) : "v"(x));
@@ -25,6 +26,7 @@ __attribute__((target("avx2,fma"))) static double peak256(void)
     for (int s = 0; s < PEAK_STEPS; s++) { CHAINS(FMA256) }
     return 12.0 * 16 * PEAK_STEPS;
 }
+/* Returns the number of floating-point operations done; 0 where this CPU has no such kernel. */
 static double peak_run(void)
 {
     return __builtin_cpu_supports("avx512f") ? peak512() : __builtin_cpu_supports("avx2") ? peak256() : 0;

@@ -4,7 +4,7 @@
    PyTorch reached (PEERS, the lines that bench_gpu.py printed). Each result is a row of the table, with what has run
    where (hpml_cuda_text) below it, and a line of build/bench.jsonl; what fails says why, and the rest goes on. */
 #define HPML_IMPLEMENTATION
-#include "../hpml_cuda.cuh"
+#include "../../hpml_cuda.cuh"
 #ifndef HPML_CUDA_NO_CUBLAS
 #include <cublasLt.h>
 #endif

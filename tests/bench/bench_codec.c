@@ -1,7 +1,7 @@
 /* Codecs: gigabytes of gradient per second, encode and decode + add, one thread, beside memcpy of the same bytes in the
    same run. Prints a table and appends a line for each case to build/bench.jsonl (or to the file named as argument). */
 #define HPML_IMPLEMENTATION
-#include "../hpml.h"
+#include "../../hpml.h"
 
 typedef struct bench {
     hpml_packing p;
@@ -12,7 +12,7 @@ typedef struct bench {
 
 static void once(bench *b)
 {
-    if (b->what == 0) hpml_packing_encode(&b->p, b->packed, b->e, b->g, b->p.rows);
+    if (b->what == 0) hpml_packing_encode(&b->p, b->packed, b->e, b->g, b->p.rows, NULL);
     if (b->what == 1) hpml_packing_decode(&b->p, b->out, b->packed, b->p.rows);
     if (b->what == 2) hpml_packing_decode_add(&b->p, b->out, b->packed, b->p.rows);
     if (b->what == 3) memcpy(b->out, b->g, (size_t)(b->p.rows * b->p.cols) * sizeof(float));
