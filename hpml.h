@@ -12800,18 +12800,29 @@ HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, flo
     HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), old, f, c);
 }
 
+<<<<<<< HEAD
 /* After an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if the gradient was not finite (LAMB has
    overwritten the gradient), else HPML_NONFINITE_STEP. Resets the state of these elements, because no later gradient
    would make it finite. */
+=======
+/* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if a gradient was not finite, which
+   cannot be known after LAMB, because it has overwritten the gradient, else HPML_NONFINITE_STEP. Sets the non-finite
+   elements of the optimizer's state to 0, because no later gradient would make them finite. */
+>>>>>>> kernels
 HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_NONFINITE_STEP;
     for (int64_t i = 0; i < n; i++) {
         float g = dw[i] * o->u.grad_scale;
-        bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
+        bool  nonfinite = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
         if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
+<<<<<<< HEAD
         if (lost && m && o->u.found_nonfinite) m[i] = 0;
         if (lost && v && o->u.found_nonfinite) v[i] = 0;
+=======
+        if (nonfinite && m && o->u.found_nonfinite) m[i] = 0;
+        if (nonfinite && v && o->u.found_nonfinite) v[i] = 0;
+>>>>>>> kernels
     }
     return found;
 }
@@ -13221,8 +13232,8 @@ typedef struct hpmli_gemm_operands {
 } hpmli_gemm_operands;
 #endif
 
-/* Returns true when packing P pays: its columns are so far apart, k_stride floats, that they all fall into few sets of
-   the cache (conflict misses) and each lies in another page, and at least 4 columns of tiles read P. */
+/* Returns true when packing P pays: its columns are k_stride floats apart, which puts all of them into few sets of the
+   cache (conflict misses) and each into another page, and at least 4 columns of tiles read P. */
 HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
 {
     return row_stride == 1 && k_stride * k >= 262144 && cols >= 4 * HPMLI_NR;
