@@ -12800,15 +12800,9 @@ HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, flo
     HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), old, f, c);
 }
 
-<<<<<<< HEAD
-/* After an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if the gradient was not finite (LAMB has
-   overwritten the gradient), else HPML_NONFINITE_STEP. Resets the state of these elements, because no later gradient
-   would make it finite. */
-=======
 /* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if a gradient was not finite, which
    cannot be known after LAMB, because it has overwritten the gradient, else HPML_NONFINITE_STEP. Sets the non-finite
    elements of the optimizer's state to 0, because no later gradient would make them finite. */
->>>>>>> kernels
 HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_NONFINITE_STEP;
@@ -12816,13 +12810,8 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
         float g = dw[i] * o->u.grad_scale;
         bool  nonfinite = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
         if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
-<<<<<<< HEAD
         if (lost && m && o->u.found_nonfinite) m[i] = 0;
         if (lost && v && o->u.found_nonfinite) v[i] = 0;
-=======
-        if (nonfinite && m && o->u.found_nonfinite) m[i] = 0;
-        if (nonfinite && v && o->u.found_nonfinite) v[i] = 0;
->>>>>>> kernels
     }
     return found;
 }

@@ -1,9 +1,4 @@
-<<<<<<< HEAD
 /* Random numbers: known answers, the same bits in any cut and on every instruction set, moments, permutations. */
-=======
-/* Tests random numbers: known answers, the same bits however a range is cut and on each instruction set, moments,
-   permutations. */
->>>>>>> kernels
 #include "private_api.h"
 #include "kernels.h"
 #include "test.h"
