@@ -12810,8 +12810,8 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
         float g = dw[i] * o->u.grad_scale;
         bool  nonfinite = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
         if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
-        if (lost && m && o->u.found_nonfinite) m[i] = 0;
-        if (lost && v && o->u.found_nonfinite) v[i] = 0;
+        if (nonfinite && m && o->u.found_nonfinite) m[i] = 0;
+        if (nonfinite && v && o->u.found_nonfinite) v[i] = 0;
     }
     return found;
 }
