@@ -401,15 +401,16 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 #endif
 
 #define HPMLG_LAUNCH(kernel, grid, block, shared, stream, ...) kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
-/* Declares `name`, the dynamic shared memory of a kernel. */
+/* Declares `name`, a pointer to `type`: the dynamic shared memory of the kernel in whose body the macro stands. */
 #define HPMLG_SHARED(type, name)                                                                                       \
     extern __shared__ __align__(16) unsigned char hpmlg_dynamic[];                                                     \
     type *name = (type *)hpmlg_dynamic
 
-/* d (16, 8) += a (16, 16) b (16, 8) by one warp. The registers are as PTX defines them: with g = lane / 4, t = lane %
-   4, a[0], a[1], a[2], a[3] hold rows g, g + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 (two halves each); b[0],
-   b[1] rows 2t and 2t + 8 (two each, downward) of column g; d rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t +
-   1. */
+/* Multiplies on tensor cores, by one warp: d (16, 8) += a (16, 16) b (16, 8), a and b in halves (f16, else bf16), d in
+   f32. The arguments are one lane's registers in the layout of PTX: with g = lane / 4 and t = lane % 4, a[0] to a[3]
+   contain rows g, g + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 (two neighbouring halves each); b[0], b[1] rows 2t
+   and 2t + 8 (two halves each, one below the other) of column g; d[0] to d[3] rows g, g, g + 8, g + 8 at columns 2t, 2t
+   + 1, 2t, 2t + 1. */
 static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16)
 {
 #define HPMLG_MMA(type)                                                                                                \
@@ -420,8 +421,9 @@ static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigne
     else HPMLG_MMA("bf16");
 }
 
-/* d (16, 8) += a (16, 8) b (8, 8) in tf32: a[0..3] hold rows g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; b[0],
-   b[1] rows t, t + 4 of column g. The operands are f32 bits, of which the instruction ignores the low 13. */
+/* Multiplies in tf32 on tensor cores, by one warp: d (16, 8) += a (16, 8) b (8, 8). With g = lane / 4, t = lane % 4:
+   a[0..3] contain rows g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; b[0], b[1] rows t, t + 4 of column g; d as for
+   hpmlg_mma_16816. a and b are bits of f32 numbers, of which the instruction ignores the low 13. */
 static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned b[2])
 {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -430,8 +432,9 @@ static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const uns
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* Loads four 8 x 8 matrices of halves from shared memory. Lane l passes the address of row l % 8 of matrix l / 8 (16
-   bytes, aligned) and gets row l / 4, columns 2 (l % 4) and the next, of matrix i in r[i]; _trans: of its transpose. */
+/* Loads four 8 x 8 matrices of halves from shared memory into the registers r[0..3] of a warp. Lane l passes in `row`
+   the address of row l % 8 of matrix l / 8 (16 bytes, aligned); its r[i] gets, from matrix i, row l / 4, columns 2 (l %
+   4) and the next. variant: "" or, to load each matrix transposed, ".trans". */
 #define HPMLG_LDMATRIX(variant)                                                                                        \
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" variant ".shared.b16 {%0,%1,%2,%3}, [%4];"                            \
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                                      \
@@ -442,9 +445,9 @@ static __device__ __forceinline__ void hpmlg_ldmatrix_x4_trans(unsigned r[4], co
     HPMLG_LDMATRIX(".trans");
 }
 
-/* Starts the copy of 16 bytes from global to shared memory, which overlaps with computation. Not valid: 16 zeros, and
-   `global` is not read. A commit closes a group of copies; wait(n) returns when all groups of this thread but the last
-   n have arrived. */
+/* Starts the copy of 16 bytes from global to shared memory, which overlaps with computation. If `valid` is false, the
+   destination gets 16 zeros and `global` is not read. hpmlg_copy_commit closes a group of copies; hpmlg_copy_wait(n)
+   returns when all groups of this thread but the last n have arrived. */
 static __device__ __forceinline__ void hpmlg_copy_async16(void *shared, const void *global, bool valid)
 {
     unsigned at = (unsigned)__cvta_generic_to_shared(shared), bytes = valid ? 16 : 0;
@@ -466,8 +469,8 @@ static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("c
 #define HPMLG_WARP 32
 #define HPMLG_ALL_LANES 0xffffffffu
 
-/* Return the index of this thread among all threads of a launch, and their count. The loops assign n elements to
-   threads, 8 neighbouring elements to each thread, or n rows to warps. */
+/* Return the index of this thread among all threads of a kernel launch, and the number of these threads. The loops
+   below assign elements 0 to n - 1 to single threads, 8 neighbouring elements to each thread, or n rows to warps. */
 HPMLG_DEVICE int64_t hpmlg_thread_index(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 HPMLG_DEVICE int64_t hpmlg_thread_count(void) { return (int64_t)gridDim.x * blockDim.x; }
 #define HPMLG_FOR_EACH(i, n)                                                                                           \
@@ -477,7 +480,8 @@ HPMLG_DEVICE int64_t hpmlg_thread_count(void) { return (int64_t)gridDim.x * bloc
 #define HPMLG_FOR_EACH_WARP(i, n)                                                                                      \
     for (int64_t i = hpmlg_thread_index() / HPMLG_WARP; i < (n); i += hpmlg_thread_count() / HPMLG_WARP)
 
-/* Returns a / b, by the 32-bit division, which is several times faster, where both fit. */
+/* Returns a / b for a, b >= 0; uses the 32-bit division, which is several times faster, where a and b fit in 32
+   bits. */
 HPMLG_DEVICE int64_t hpmlg_quotient(int64_t a, int64_t b)
 {
     return (((uint64_t)a | (uint64_t)b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
@@ -489,16 +493,16 @@ HPMLG_DEVICE float hpmlg_combine(float v, float w, bool maximum)
     return w > v || w != w ? w : v;
 }
 
-/* Returns, to each of tx neighbouring threads (a power of two), the sum of their v, or the maximum, where a NaN counts
-   as the largest. With more than a warp all threads of the block must call. space: shared, a float for each warp; not
-   used within a warp. */
+/* Returns, to each of tx neighbouring threads (a power of two), the sum of their values v, or, if `maximum`, the
+   largest v, where a NaN counts as the largest. If tx exceeds 32 (a warp), all threads of the block must call. space:
+   shared memory for one float per warp of the block; not used if tx is at most 32. */
 HPMLG_DEVICE float hpmlg_group_reduce(float v, float *space, int tx, bool maximum)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP, warps = tx / HPMLG_WARP, first;
     for (int o = (tx < HPMLG_WARP ? tx : HPMLG_WARP) / 2; o > 0; o >>= 1)
         v = hpmlg_combine(v, __shfl_xor_sync(HPMLG_ALL_LANES, v, o), maximum);
     if (warps <= 1) return v;
-    __syncthreads(); /* threads may still read `space` in an earlier call */
+    __syncthreads(); /* wait, because threads may still read `space` in an earlier call */
     if (lane == 0) space[warp] = v;
     __syncthreads();
     first = warp / warps * warps;
@@ -511,12 +515,12 @@ HPMLG_DEVICE float hpmlg_group_reduce(float v, float *space, int tx, bool maximu
 // >>gpu-vec8   reading and writing 8 elements at a time
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* An array of f32, bf16 or f16. Kernels read and write f32 values through hpmlg_get and hpmlg_put, whatever the type:
-   all threads take the same branch on the type, which costs nothing beside the memory access. Fast kernels move 8
-   neighbouring elements, a vec8, in one access of 16 bytes or two. */
+/* Describes an array of f32, bf16 or f16 numbers. Kernels read and write f32 values through hpmlg_get and hpmlg_put,
+   which convert: all threads take the same branch on the type, which costs nothing next to the memory access. Fast
+   kernels move 8 neighbouring elements, a vec8, in one or two accesses of 16 bytes. */
 typedef struct hpmlg_array {
     void   *p;
-    int64_t type; /* HPML_DTYPE_F32, _BF16 or _F16; as wide as a pointer, so that the struct has no padding */
+    int64_t type; /* HPML_DTYPE_F32, _BF16 or _F16; as wide as the pointer `p`, so that the struct has no padding */
 } hpmlg_array;
 
 HPMLG_DEVICE float hpmlg_get(hpmlg_array a, int64_t i)
@@ -533,7 +537,8 @@ HPMLG_DEVICE void hpmlg_put(hpmlg_array a, int64_t i, float v)
     else ((__half *)a.p)[i] = __float2half_rn(v);
 }
 
-/* Returns the two halves of one 32-bit word, the first in its low bits, as floats. */
+/* Returns as floats the two halves of type `type` that the 32-bit word w contains: .x from its low 16 bits, .y from the
+   high 16. */
 HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
 {
     unsigned short low = (unsigned short)w, high = (unsigned short)(w >> 16);
@@ -541,10 +546,10 @@ HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
     return make_float2(__half2float(__ushort_as_half(low)), __half2float(__ushort_as_half(high)));
 }
 
-/* Returns two floats as halves of one word, the first in its low bits. */
+/* Returns a 32-bit word of two halves of type `type`: `a`, rounded, in its low 16 bits, `b` in the high 16. */
 HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
 {
-    __nv_bfloat162 x = __floats2bfloat162_rn(a, b); /* one instruction for both */
+    __nv_bfloat162 x = __floats2bfloat162_rn(a, b); /* one instruction converts both floats */
     __half2        y = __floats2half2_rn(a, b);
     unsigned       w;
     if (type == HPML_DTYPE_BF16) memcpy(&w, &x, sizeof w);
@@ -552,7 +557,7 @@ HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
     return w;
 }
 
-/* Returns v rounded to the type. */
+/* Returns the float v rounded to `type`, HPML_DTYPE_F32, _BF16 or _F16. */
 HPMLG_DEVICE float hpmlg_round_to(float v, int64_t type)
 {
     return type == HPML_DTYPE_F32 ? v : hpmlg_widen(hpmlg_narrow(v, v, (int)type), (int)type).x;
@@ -560,7 +565,7 @@ HPMLG_DEVICE float hpmlg_round_to(float v, int64_t type)
 
 typedef struct hpmlg_vec8 { float v[8]; } hpmlg_vec8;
 
-/* Read or write elements 8 i to 8 i + 7 of an array whose address is a multiple of 16 bytes. */
+/* Read or write elements 8 i to 8 i + 7 of the array `a`, whose address is a multiple of 16 bytes. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get8(hpmlg_array a, int64_t i)
 {
     hpmlg_vec8 e;
@@ -597,14 +602,15 @@ HPMLG_DEVICE void hpmlg_put8(hpmlg_array a, int64_t i, hpmlg_vec8 e)
     }
 }
 
-/* Can elements at to at + 7 be moved as one vec8? Only if all are in [from, to) and the address is aligned. Rows of any
-   length begin anywhere (50,257 columns of bf16); only their ends are moved element by element. */
+/* Returns true if elements at to at + 7 of the array `a` can be moved as one vec8: all lie in [from, to) and their
+   address is a multiple of 16 bytes. Rows of any length may begin anywhere (50,257 columns of bf16); only the ends of
+   such a row are moved element by element. */
 HPMLG_DEVICE bool hpmlg_is_one_access(hpmlg_array a, int64_t at, int64_t from, int64_t to)
 {
     return at >= from && at + 8 <= to && (((uintptr_t)a.p & 15) | (uintptr_t)(at & 7)) == 0;
 }
 
-/* Reads elements at to at + 7; those outside [from, to) are not read and have the value `fill`. */
+/* Reads elements at to at + 7 of the array `a`; returns `fill` for those outside [from, to), which are not read. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get_range(hpmlg_array a, int64_t at, int64_t from, int64_t to, float fill)
 {
     hpmlg_vec8 e;
@@ -613,7 +619,8 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_get_range(hpmlg_array a, int64_t at, int64_t from,
     return e;
 }
 
-/* Writes, or adds to, elements at to at + 7; those outside [from, to) are not touched. */
+/* Writes e to elements at to at + 7 of the array `a`, or, if `add`, adds e to them; elements outside [from, to) are not
+   touched. */
 HPMLG_DEVICE void hpmlg_put_range(hpmlg_array a, int64_t at, int64_t from, int64_t to, hpmlg_vec8 e, bool add)
 {
     if (add) {
@@ -626,8 +633,8 @@ HPMLG_DEVICE void hpmlg_put_range(hpmlg_array a, int64_t at, int64_t from, int64
             if (at + j >= from && at + j < to) hpmlg_put(a, at + j, e.v[j]);
 }
 
-/* Read or write elements c to c + 7 of a row of `cols`; those past the end of the row have the value `fill` and are not
-   written. */
+/* Read or write elements c to c + 7 of row `row` of a matrix with `cols` columns. For columns past the row's end the
+   read returns `fill` and the write does nothing; add: e is added to the elements. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, float fill)
 {
     return hpmlg_get_range(a, row * cols + c, row * cols + c, row * cols + cols, fill);
@@ -638,8 +645,8 @@ HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_
     hpmlg_put_range(a, row * cols + c, row * cols + c, row * cols + cols, e, add);
 }
 
-/* Reads elements c to c + 7 of a parameter (cols); all are `fallback` where the layer has no such parameter (p
-   NULL). */
+/* Returns elements c to c + 7 of a layer's parameter p (cols); all are `fallback` if p is NULL, because the layer has
+   no such parameter. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_param_get8(const float *p, int64_t cols, int64_t c, float fallback)
 {
     hpmlg_array a = { (void *)p, HPML_DTYPE_F32 };
@@ -651,27 +658,28 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_param_get8(const float *p, int64_t cols, int64_t c
 // >>gpu-device   the device: errors, launches, memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Kernels cannot fail, but data can be wrong: a token or a label out of range, a gradient that is NaN. The first kernel
-   that finds such a value leaves a note in host memory. When the host next waits for the device, it reads the note and
-   the context gets an error. */
+/* A message from a kernel to the host. Kernels cannot fail, but data can be wrong: a token or a label out of range, a
+   gradient that is NaN. The first kernel that finds such a value writes this struct in host memory; when the host next
+   waits for the device, it reads the struct and gives the context an error. */
 typedef struct hpmlg_note {
     long long        index;
     int              value;
-    int              nonfinite; /* 1: hpmlg_device.first_nonfinite names the step and the parameter; else 0 */
-    const hpml_node *node;      /* the op that read `value` at `index`, out of range; NULL: no op did */
+    int              nonfinite; /* 1: a NaN or infinity; hpmlg_device.first_nonfinite names step and parameter; else
+                                   0 */
+    const hpml_node *node;      /* the op whose input number `index` is `value`, out of range; NULL: none */
 } hpmlg_note;
 
-/* Numbers of launches, for hpml_cuda_text. products, convolutions: [0] by a library, [1] by own kernels; _refused:
-   those of [1] that the library had refused. fused: convolutions with bias and activation in one launch. epilogues: [0]
-   fused into cuBLASLt's products, [1] refused. */
+/* Counts of launches, for hpml_cuda_text. products, convolutions: [0] by a library, [1] by this header's kernels;
+   products_refused, convolutions_refused: those of [1] that the library had refused before. fused: convolutions with
+   bias and activation in one launch. epilogues: [0] fused into cuBLASLt's products, [1] refused by cuBLASLt. */
 enum hpmlg_epilogue_kind { HPMLG_BIAS, HPMLG_RELU, HPMLG_GELU, HPMLG_GELU_BACK, HPMLG_SUMS, HPMLG_EPILOGUES };
 typedef struct hpmlg_work_counts {
     long long products[2], convolutions[2], products_refused, convolutions_refused, fused;
     long long epilogues[2][HPMLG_EPILOGUES];
 } hpmlg_work_counts;
 
-/* The key of dropout's random numbers. A recorded pass is the same in each step but for this key, so kernels read it
-   from device memory. */
+/* The key of dropout's random numbers. A recorded pass replays the same launches in each step although the key changes,
+   so kernels read the key from device memory. */
 typedef struct hpmlg_random_key {
     unsigned long long step, sample, seed;
 } hpmlg_random_key;
@@ -681,105 +689,112 @@ typedef struct hpmlg_random_key {
 #define HPMLG_SLOT_BYTES ((size_t)4 << 20)
 #endif
 
-typedef struct hpmlg_slot { /* pinned host memory of uploads, and device memory of the same size behind it */
+typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, and a device buffer of the same size for
+                               large uploads */
     unsigned char *host, *device;
-    cudaEvent_t    arrived;  /* the last large upload from this slot has arrived in `device` */
-    cudaEvent_t    reusable; /* the device has read all of the slot */
+    cudaEvent_t    arrived;  /* event: the last large upload from `host` has arrived in `device` */
+    cudaEvent_t    reusable; /* event: the device has read all of `host`; it may be overwritten */
 } hpmlg_slot;
 
-#define HPMLG_PASSES  64                   /* passes that are kept recorded */
-#define HPMLG_SCRATCH ((size_t)1 << 20)    /* bytes */
-#define HPMLG_RESULT  ((size_t)4096)       /* bytes; larger downloads go straight to the caller's memory */
+#define HPMLG_PASSES  64                   /* passes that are kept recorded in a device's cache */
+#define HPMLG_SCRATCH ((size_t)1 << 20)    /* bytes of hpmlg_device.scratch */
+#define HPMLG_RESULT  ((size_t)4096)       /* bytes of hpmlg_device.result; larger downloads go to the caller's
+                                              memory */
 
-/* Side results of an op that a later op uses. They are saved with a recorded pass, so that a replay, which runs no op's
-   host code, restores them. */
+/* Side results of an op that a later op uses. They are saved with a recorded pass, because a replay runs no op's host
+   code: it restores them instead. */
 typedef struct hpmlg_op_notes {
-    const void      *y, *labels;           /* arguments of the last cross-entropy, which has counted its hits */
-    const hpml_node *activation_grad_done; /* the linear layer whose dy the layer after it has already multiplied by
-                                              act'(z), in the epilogue of its own dx */
+    const void      *y, *labels;           /* arguments of the last cross-entropy, which counted its correct
+                                              predictions */
+    const hpml_node *activation_grad_done; /* the linear layer whose dy the next layer has already multiplied by
+                                              act'(z), in the epilogue of the product that computed the next layer's
+                                              dx */
 } hpmlg_op_notes;
 
 typedef struct hpmlg_pass {
     hpml_pass         key;
-    hpmlg_op_notes    op_notes; /* after the pass */
-    hpmlg_work_counts work;     /* of one replay */
-    bool              has_run;  /* op by op, without an error, so that the memory of its ops is allocated */
-    bool              given_up; /* recording has failed: the pass always runs op by op */
-    cudaGraphExec_t   exec;     /* NULL: not recorded yet */
-    uint64_t          used;     /* hpmlg_device.clock at the last use */
+    hpmlg_op_notes    op_notes; /* the side results of its ops after the pass */
+    hpmlg_work_counts work;     /* the launches of one replay, counted */
+    bool              has_run;  /* it ran op by op without an error, so its ops' memory is allocated */
+    bool              given_up; /* recording failed, so the pass always runs op by op */
+    cudaGraphExec_t   exec;     /* the CUDA graph of the pass; NULL: not recorded yet */
+    uint64_t          used;     /* hpmlg_device.clock at the last use; 0: the entry is free */
 } hpmlg_pass;
 
-typedef struct hpmlg_half_copy { /* of a parameter */
-    const float *w;              /* (n) */
-    void        *half;           /* (n) */
+typedef struct hpmlg_half_copy { /* the copy of one f32 parameter in halves, an entry of a list */
+    const float *w;              /* (n): the parameter, f32, on the device */
+    void        *half;           /* (n): its copy in halves, on the device */
     int64_t      n;
-    bool         fresh;          /* equals w */
+    bool         fresh;          /* `half` equals w; false: w has changed since */
     struct hpmlg_half_copy *next;
 } hpmlg_half_copy;
 
-typedef struct hpmlg_allocation { /* memory of tensors or of the device; freed with the device at the latest */
+typedef struct hpmlg_allocation { /* device memory, an entry of the list of all; freed with the device at the latest */
     void                    *p;
     struct hpmlg_allocation *next;
 } hpmlg_allocation;
 
 #define HPMLG_SPANS 1024
 
-typedef struct hpmlg_span { /* a timed span of work: events before and after it */
+typedef struct hpmlg_span { /* a timed span of work, between two events on a stream */
     cudaEvent_t from, to;
     const char *name;
-    double     *seconds;    /* the span's time is added here; NULL: traced only */
-    int         lane;       /* of the trace */
+    double     *seconds;    /* the span's seconds are added here; NULL: traced only */
+    int         lane;       /* of the trace: HPML_LANE_GPU or another */
 } hpmlg_span;
 
 typedef struct hpmlg_device {
     hpml_ctx         *ctx;
     hpmlg_allocation *allocations;
     hpml_cuda_desc    d;
-    hpml_dtype        act_dtype;      /* type of activations */
-    int               sms;            /* multiprocessors */
-    cudaStream_t      stream, copies; /* of ops; of large uploads */
-    uint64_t          clock;          /* ticks with each use of a cache's entry */
+    hpml_dtype        act_dtype;      /* type in which activations are stored */
+    int               sms;            /* number of multiprocessors */
+    cudaStream_t      stream, copies; /* streams: `stream` runs ops, `copies` large uploads */
+    uint64_t          clock;          /* counts the uses of cache entries, to find the oldest */
     /* uploads, downloads, notes */
     hpmlg_slot        slots[HPMLG_SLOTS];
-    int               slot;                      /* index of the slot that is being filled */
-    size_t            slot_used;                 /* bytes of this slot */
+    int               slot;                      /* index in `slots` of the one that is being filled */
+    size_t            slot_used;                 /* bytes filled in slots[slot] */
     unsigned char    *pinned;                    /* host memory that the device can access: slots, result, note */
-    void             *result;                    /* HPMLG_RESULT bytes, for small downloads */
+    void             *result;                    /* HPMLG_RESULT bytes of pinned memory for small downloads */
     hpmlg_note       *note;
-    int              *note_taken;                /* on the device: 1 once a kernel has written the note */
-    unsigned long long *first_nonfinite;         /* on the device: see hpmlg_nonfinite_pack */
-    hpmlg_random_key *random_key;                /* on the device */
-    hpmlg_random_key  random_key_host;           /* the value there, */
-    bool              random_key_known;          /* if it is known */
+    int              *note_taken;                /* on the device: 1 once a kernel has written *note */
+    unsigned long long *first_nonfinite;         /* on the device: a number that hpmlg_nonfinite_pack made; 0: none */
+    hpmlg_random_key *random_key;                /* on the device: the key of dropout's random numbers */
+    hpmlg_random_key  random_key_host;           /* the value of *random_key on the device, */
+    bool              random_key_known;          /* if this is true */
     /* passes */
     hpmlg_pass        passes[HPMLG_PASSES];
-    hpmlg_pass       *running;                   /* the pass that runs op by op now; NULL: none */
-    hpmlg_pass       *recording;                 /* the pass that is being recorded; NULL: none */
+    hpmlg_pass       *running;                   /* the pass that is now run op by op; NULL: none */
+    hpmlg_pass       *recording;                 /* the pass that is now captured; NULL: none */
     bool              in_whole_forward;          /* all ops of a forward pass run, so norms may fuse residual sums */
-    hpmlg_op_notes    op_notes, op_notes_before; /* now; at the start of the current recording */
-    hpmlg_work_counts work, work_before;         /* the same */
-    long long         pass_counts[4];            /* by enum hpmlg_pass_kind */
+    hpmlg_op_notes    op_notes, op_notes_before; /* side results now; at the start of the current recording */
+    hpmlg_work_counts work, work_before;         /* counts of launches now; at the start of the recording */
+    long long         pass_counts[4];            /* numbers of passes, indexed by enum hpmlg_pass_kind */
     long long         waits;                     /* times that the host has waited for the device */
-    hpml_node        *planned;                   /* the node that was planned last */
+    hpml_node        *planned;                   /* the node that hpmlg_norm_plan's caller planned last */
     /* times */
     hpmlg_span        spans[HPMLG_SPANS];
     int               span_count;
-    cudaEvent_t       span_clock;                /* an event that occurred at host time span_clock_time, in seconds */
+    cudaEvent_t       span_clock;                /* an event that occurred at span_clock_time */
     double            span_clock_time;
     /* memory that ops share */
     hpmlg_half_copy  *half_copies;
-    unsigned long long *counts;                  /* on the device: hits and labels of the last cross-entropy */
-    void             *scratch;                   /* HPMLG_SCRATCH bytes for partial sums */
-    void             *workspace;                 /* for libraries and split products */
-    size_t            workspace_bytes;           /* at least d.workspace */
-    size_t            workspace_limit;           /* bytes: the largest size that it may grow to */
-    size_t            workspace_wanted;          /* bytes: the largest request of an algorithm in use */
-    void             *updates;                   /* the table of an optimizer's step */
+    unsigned long long *counts;                  /* on the device: correct predictions, labels of the last
+                                                    cross-entropy */
+    void             *scratch;                   /* HPMLG_SCRATCH bytes of the device for partial sums */
+    void             *workspace;                 /* device memory for libraries and for split products */
+    size_t            workspace_bytes;           /* bytes of `workspace`: at least d.workspace */
+    size_t            workspace_limit;           /* bytes: the largest size that `workspace` may grow to */
+    size_t            workspace_wanted;          /* bytes: the largest request of a library's algorithm in use */
+    void             *updates;                   /* on the device: an optimizer step's table of parameters */
     size_t            updates_bytes;
-    void             *blas, *dnn;                /* cuBLASLt, cuDNN, with their plans by shape; NULL: not in use */
+    void             *blas, *dnn;                /* cuBLASLt, cuDNN with their plans by shape; NULL: not in use */
 } hpmlg_device;
 
-/* Gives the context the error of CUDA or of one of its libraries. cure: a remedy for the user, "" if there is none. */
+/* Sets the context's error to one of CUDA or of its libraries and returns its status: HPML_ERR_MEMORY if `memory`, else
+   HPML_ERR_CUDA. what: the call's purpose; error, more: its text and name; cure: a remedy for the user, "" if there is
+   none. */
 HPMLG_FN hpml_status hpmlg_fail(hpmlg_device *d, bool memory, const char *what, const char *error, const char *more,
                                 const char *cure)
 {
@@ -787,7 +802,7 @@ HPMLG_FN hpml_status hpmlg_fail(hpmlg_device *d, bool memory, const char *what, 
                          (int)d->d.device, what, error, more, cure);
 }
 
-/* Gives the context an error if a CUDA call has failed; `what` names the call's purpose. */
+/* Gives the context an error if the CUDA call that returned `e` has failed; `what` names the call's purpose. */
 HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *what)
 {
     const char *cure = "";
@@ -800,33 +815,36 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     return hpmlg_fail(d, e == cudaErrorMemoryAllocation, what, cudaGetErrorString(e), cudaGetErrorName(e), cure);
 }
 
-/* Makes the next of several calls if all calls before succeeded; success is 0 in every library. */
+/* Makes a library call and stores its status in s, but only if s is 0: all calls before succeeded (0 is success in
+   CUDA, cuBLASLt, cuDNN and NCCL). */
 #define HPMLG_TRY(s, ...)                                                                                              \
     if ((int)(s) == 0) s = __VA_ARGS__
 
-/* Returns true until the context has an error. After an error HPMLG_RUN launches nothing, so ops launch one kernel
-   after the other without asking and return nothing. */
+/* Returns true until the device's context has an error. After an error HPMLG_RUN launches nothing, so functions of ops
+   launch one kernel after the other without asking and return nothing. */
 HPMLG_FN bool hpmlg_ok(const hpmlg_device *d) { return hpml_ctx_status(d->ctx) == HPML_OK; }
 
-/* Launches a kernel on the device's stream. */
+/* Launches a kernel with its arguments on the stream of device d, unless the context has an error; `shared`: bytes of
+   dynamic shared memory. A failed launch gives the context an error. */
 #define HPMLG_RUN(d, kernel, grid, block, shared, ...)                                                                 \
     (!hpmlg_ok(d) ? (void)0 : (HPMLG_LAUNCH(kernel, grid, block, shared, (d)->stream, __VA_ARGS__),                    \
                                (void)hpmlg_check(d, cudaGetLastError(), #kernel)))
 
-/* Launches a kernel for n items: blocks of 256 threads, `each` items to a block. */
+/* Launches a kernel whose threads loop over n elements (or rows): blocks of 256 threads, one block for each `each`
+   elements, but no more than fill the device. */
 #define HPMLG_RUN_ITEMS(d, kernel, n, each, ...)                                                                       \
     HPMLG_RUN(d, kernel, hpmlg_grid_blocks(d, n, each), 256, 0, __VA_ARGS__)
 
-/* Launches kernel<a> if `test` holds, else kernel<b>. */
+/* Launches kernel<a> if `test` is true, else kernel<b>; the other arguments are HPMLG_RUN's. */
 #define HPMLG_RUN_BOOL(d, test, kernel, a, b, ...)                                                                     \
     ((test) ? HPMLG_RUN(d, (kernel<a>), __VA_ARGS__) : HPMLG_RUN(d, (kernel<b>), __VA_ARGS__))
 
-/* The arguments of hpmlg_op_NAME, the function of one op, which runs node n forward, or backward if `back`. */
+/* The parameters of every function hpmlg_op_NAME, which runs one op, node n: forward or, if `back`, backward. */
 #define HPMLG_OP_ARGUMENTS                                                                                             \
     [[maybe_unused]] hpmlg_device *d, [[maybe_unused]] const hpml_run *run, hpml_node *n, bool back
 
-/* Makes this device the current one of the calling thread, and clears an error that other code has left on the thread,
-   because the launches to come check for it. */
+/* Makes `device` (a hpmlg_device) the calling thread's current CUDA device, and clears an error that other code has
+   left on the thread, because later launches check for errors. Returns `device`. */
 HPMLG_FN hpmlg_device *hpmlg_make_current(void *device)
 {
     hpmlg_device *d = (hpmlg_device *)device;
@@ -852,7 +870,8 @@ HPMLG_FN hpmlg_array hpmlg_value_or_grad(const hpml_tensor *t, bool grad)
     return grad ? hpmlg_grad(t) : hpmlg_value(t);
 }
 
-/* Return the arrays that an op of one operand reads and writes: forward x and y, backward dy and dx. */
+/* Return the array that an op of one operand reads (forward x = src[0], backward dy) or writes (forward y = out,
+   backward dx). */
 HPMLG_FN hpmlg_array hpmlg_op_input(const hpml_node *n, bool back)
 {
     return hpmlg_value_or_grad(back ? n->out : n->src[0], back);
@@ -863,13 +882,14 @@ HPMLG_FN hpmlg_array hpmlg_op_output(const hpml_node *n, bool back)
     return hpmlg_value_or_grad(back ? n->src[0] : n->out, back);
 }
 
-/* Is the output added to what the array holds? */
+/* Returns true if the op's output is added to its array: backward, where the gradient of src[0] has other terms
+   already. */
 HPMLG_FN bool hpmlg_op_adds(const hpml_node *n, bool back) { return back && n->accumulate[0]; }
 
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
 
-/* Returns the number of blocks for n items, `each` items to a block, of a kernel whose blocks loop: at most as many as
-   fill the device. */
+/* Returns a number of blocks for n elements or rows, `each` to a block, for a kernel whose threads loop: at most 16
+   blocks for each multiprocessor, which fill the device. */
 HPMLG_FN unsigned hpmlg_grid_blocks(const hpmlg_device *d, int64_t n, int64_t each)
 {
     int64_t blocks = (n + each - 1) / each, limit = (int64_t)d->sms * 16;
@@ -877,7 +897,8 @@ HPMLG_FN unsigned hpmlg_grid_blocks(const hpmlg_device *d, int64_t n, int64_t ea
     return (unsigned)(blocks < 1 ? 1 : blocks);
 }
 
-/* The backend's `alloc`: returns zeroed device memory; NULL: out of memory, which the caller reports with the size. */
+/* Implements the backend's `alloc`: returns `bytes` of device memory, set to 0; NULL: out of memory, which the caller
+   reports. */
 HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
 {
     hpmlg_device     *d = hpmlg_make_current(device);
@@ -896,7 +917,8 @@ HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
     return b->p;
 }
 
-/* Allocates memory for the device's own use; NULL, and an error on the context, when there is none. */
+/* Allocates device memory, set to 0, for the backend's own use. Returns NULL, with an error on the context that names
+   `what`, when there is none. */
 HPMLG_FN void *hpmlg_alloc_own(hpmlg_device *d, size_t bytes, const char *what)
 {
     void *p = hpmlg_alloc(d, bytes);
@@ -904,7 +926,8 @@ HPMLG_FN void *hpmlg_alloc_own(hpmlg_device *d, size_t bytes, const char *what)
     return p;
 }
 
-/* The backend's `free`: waits for the device, which may still use the memory. */
+/* Implements the backend's `free` of memory p from hpmlg_alloc; waits for the device, which may still use the
+   memory. */
 HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
 {
     hpmlg_device      *d = hpmlg_make_current(device);
@@ -919,8 +942,9 @@ HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
     hpml_ctx_release(d->ctx, b);
 }
 
-/* Returns the entry of a cache that has this key; else the least recently used entry, destroyed, cleared and given this
-   key. P has the members `key` and `used` and a function hpmlg_destroy. */
+/* Returns the entry of the cache `all` that has this key; if there is none, returns the least recently used entry,
+   destroyed, cleared and given this key. The entries' type P has the members `key` and `used` and a function
+   hpmlg_destroy. */
 template <class P, class K, int N> HPMLG_FN P *hpmlg_cache_find(hpmlg_device *d, P (&all)[N], const K &key)
 {
     P *oldest = &all[0];
@@ -977,11 +1001,12 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Uploads do not wait for the device: the host copies the bytes into pinned memory and returns, so that the caller may
-   reuse its array. A large upload goes to a device buffer on a stream of its own, so that it overlaps with the previous
-   step, and from there to its destination on the ops' stream; a small one goes on the ops' stream at once. The pinned
-   memory is a ring of slots; the host waits only when all slots are in flight. */
+   reuse its array. A large upload is copied to a device buffer on a second stream (hpmlg_device.copies), so that the
+   copy overlaps with the previous step, and from the buffer to its destination on the stream of the ops; a small upload
+   is copied to its destination on the stream of the ops. The pinned memory is a ring of HPMLG_SLOTS slots; the host
+   waits only when all slots are in flight. */
 
-#define HPMLG_SMALL ((size_t)64 << 10) /* bytes */
+#define HPMLG_SMALL ((size_t)64 << 10) /* bytes: larger uploads use a second stream */
 
 HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, size_t bytes)
 {
@@ -1009,7 +1034,8 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
     return hpmlg_check(d, e, "upload");
 }
 
-/* Marks the half copies of parameters in this memory as stale, because its contents change. */
+/* Marks as stale the half copy of each parameter that overlaps with `bytes` bytes at dst, because these bytes
+   change. */
 HPMLG_FN void hpmlg_half_copies_expire(hpmlg_device *d, const void *dst, size_t bytes)
 {
     const char *from = (const char *)dst, *to = from + bytes;
@@ -1017,7 +1043,8 @@ HPMLG_FN void hpmlg_half_copies_expire(hpmlg_device *d, const void *dst, size_t 
         if ((const char *)w->w < to && from < (const char *)(w->w + w->n)) w->fresh = false;
 }
 
-/* The backend's `write`: uploads without waiting for the device. */
+/* Implements the backend's `write`: uploads `bytes` bytes from `host` to device memory dst without waiting for the
+   device. */
 HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size_t bytes)
 {
     hpmlg_device *d      = hpmlg_make_current(device);
@@ -1030,7 +1057,7 @@ HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size
     return status;
 }
 
-/* The backend's `zero`: sets device memory to 0. */
+/* Implements the backend's `zero`: sets `bytes` bytes of device memory to 0, without waiting for the device. */
 HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
 {
     hpmlg_device *d = hpmlg_make_current(device);
@@ -1042,12 +1069,14 @@ HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
 // >>gpu-sync   waiting: times of ops, errors that kernels found
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Ops are timed without waiting: an event is recorded on the stream before and after an op, and the times are read when
-   the host has waited for the stream anyway. Events have a clock of their own, so the host compares it with its clock
-   each time: it records an event, waits for it, and takes the middle of the host's times before and after. The error is
-   at most half of the time between them; the comparison is repeated if the host was interrupted. */
+/* Ops are timed without waiting: an event is recorded on the stream before and after each op, and the events' times are
+   read when the host has waited for the stream for another reason. CUDA events have their own clock, so the host
+   compares this clock with its own each time: it records an event, waits for the event, and assumes that it occurred in
+   the middle of the host's times before and after. The error is at most half of the time between these; the comparison
+   is repeated if they are more than 100 us apart, because the host was interrupted. */
 
-/* Adds the spans that are over to the trace and to their sums of seconds. */
+/* Adds each timed span that is over to the trace, and its duration to its counter of seconds; keeps spans that are not
+   over. */
 HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
 {
     int   unfinished = 0;
@@ -1059,7 +1088,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
         if (e == cudaSuccess) {
             hpml_trace_span(d->ctx, l.lane, l.name, d->span_clock_time + 1e-3 * from, d->span_clock_time + 1e-3 * to);
             if (l.seconds) *l.seconds += 1e-3 * (to - from);
-        } else { /* on another stream, and not over */
+        } else { /* the span is on another stream, and its work is not over */
             d->spans[i] = d->spans[unfinished];
             d->spans[unfinished++] = l;
         }
@@ -1068,7 +1097,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
     d->span_count = unfinished;
     if (unfinished) return;
     if (!d->span_clock) cudaEventCreate(&d->span_clock);
-    double before = 0, after = 1; /* seconds */
+    double before = 0, after = 1; /* host times in seconds; 1 apart, so that the loop begins */
     for (int tries = 0; tries < 10 && after - before > 100e-6; tries++) {
         before = hpml_now();
         cudaEventRecord(d->span_clock, d->stream);
@@ -1079,11 +1108,13 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
     d->span_clock_time = (before + after) / 2;
 }
 
-/* Begins a span on the stream (name NULL), or ends the span that was begun last and names it. */
+/* Begins a span of work on the stream if `name` is NULL; else ends the span that was begun last, and gives it its name,
+   the counter its seconds are added to (or NULL), and its lane in the trace. */
 HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
 {
     hpmlg_span *l    = &d->spans[d->span_count];
-    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last entry is for a span that is not kept */
+    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last of the `spans` is used for a span that is not
+                                                            kept */
     if (!name) {
         if (full) cudaStreamSynchronize(d->stream);
         if (full || !d->span_clock) {
@@ -1104,22 +1135,24 @@ HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *
     }
 }
 
-/* The backend's function that times an op: called before it with name NULL, after it with its name. */
+/* Implements the backend's function that times ops: called before an op with name NULL, after the op with its name;
+   `seconds` is the counter to which its time is added. */
 HPMLG_FN void hpmlg_time_op(void *device, const char *name, double *seconds)
 {
     hpmlg_device *d = hpmlg_make_current(device);
     hpmlg_span_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
 }
 
-/* Packs a finding (of a NaN or infinity) into a number such that the largest number is the finding to report: that of
-   the earliest step, then of the parameter whose gradient backward computed first, and of a parameter its gradient
-   rather than its step. */
+/* Packs a finding, a NaN or infinity in parameter `param` at `step`, into a number such that the largest number is the
+   finding to report: the earliest step; within a step the parameter with the highest index, whose gradient backward
+   computed first; for one parameter a finding in its gradient (`gradient`) rather than in its update. */
 HPMLG_DEVICE unsigned long long hpmlg_nonfinite_pack(uint64_t step, int param, bool gradient)
 {
     return (unsigned long long)(0xffffffffu - (unsigned)step) << 32 | (unsigned)(2 * (param + 1) + (gradient ? 1 : 0));
 }
 
-/* Downloads the largest finding, clears it on the device, and gives the context the error. */
+/* Downloads the packed finding of a NaN or infinity, clears it on the device, and gives the context the error that
+   names the step and the parameter. Returns the error's status. */
 HPMLG_FN hpml_status hpmlg_nonfinite_error(hpmlg_device *d)
 {
     unsigned long long worst = 0;
@@ -1134,7 +1167,8 @@ HPMLG_FN hpml_status hpmlg_nonfinite_error(hpmlg_device *d)
                          worst & 1 ? "the gradient of" : "the step of parameter", p ? p->name : "?");
 }
 
-/* The backend's `sync`: waits until the device has done all its work; a kernel's note becomes the context's error. */
+/* Implements the backend's `sync`: waits until the device has done all its work; an error that a kernel reported in
+   hpmlg_device.note becomes the context's error. Returns the status. */
 HPMLG_FN hpml_status hpmlg_sync(void *device)
 {
     hpmlg_device *d = hpmlg_make_current(device);
@@ -1157,7 +1191,8 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
                          (int)n.node->attr.cross_entropy.ignore);
 }
 
-/* The backend's `read`: waits for the device. */
+/* Implements the backend's `read`: downloads `bytes` bytes from device memory src to `host`, after waiting for the
+   device. */
 HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_t bytes)
 {
     hpmlg_device *d     = hpmlg_make_current(device);
@@ -1169,8 +1204,8 @@ HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_
     return status;
 }
 
-/* Leaves the note that `value` at `index` of the labels or tokens that `node` reads is out of range; only the first
-   call counts. */
+/* Reports to the host, from a kernel, that element `index` of the tokens or labels that `node` reads is `value`, out of
+   range. Only the first call counts: *taken is then set to 1. */
 HPMLG_DEVICE void hpmlg_report_index(hpmlg_note *note, int *taken, long long index, int value, const hpml_node *node)
 {
     if (atomicCAS(taken, 0, 1) != 0) return;
@@ -1184,14 +1219,15 @@ HPMLG_DEVICE void hpmlg_report_index(hpmlg_note *note, int *taken, long long ind
 // >>gpu-pass   whole passes, captured once and replayed
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A pass launches hundreds of small kernels, the same ones on the same memory in each step. The first run goes op by
-   op, because libraries allocate their memory then. In the second run the launches are captured as a CUDA graph, and
-   from then on the pass is one launch of this graph. The number of the step, which keys dropout, changes from step to
-   step, so kernels read it from memory. While a pass is captured its ops do not run. Therefore, if capturing fails for
-   any reason, the pass still runs op by op, now and later, and an error that an op caused occurs again. */
+/* A pass launches hundreds of small kernels, the same kernels on the same memory in each step. The first run goes op by
+   op, because libraries allocate their memory in it. In the second run the launches are captured as a CUDA graph, and
+   in later runs the pass is one launch of this graph. The number of the step, which keys dropout, changes from step to
+   step, so kernels read the key from device memory. While a pass is captured its ops do not run. Therefore, if
+   capturing fails for any reason, the pass still runs op by op, in this step and later, and an error that an op caused
+   occurs again. */
 
-/* Uploads the key of this step's random numbers, if it differs from the key on the device. Not while recording: begin
-   has uploaded the key already. */
+/* Uploads the key of the random numbers of this run's step, if it differs from the key on the device. Does nothing
+   while a pass is recorded, because hpmlg_begin has uploaded the key already. */
 HPMLG_FN void hpmlg_random_key_set(hpmlg_device *d, const hpml_run *run)
 {
     hpmlg_random_key key;
@@ -1214,7 +1250,7 @@ HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w);
 
 enum hpmlg_pass_kind { HPMLG_OP_BY_OP, HPMLG_RECORDED, HPMLG_REPLAYED, HPMLG_GIVEN_UP };
 
-/* Adds counts: to += from - less; less NULL: zeros. */
+/* Adds the difference of two sets of counts to a third: *to += *from - *less; less NULL: zeros. */
 HPMLG_FN void hpmlg_work_add(hpmlg_work_counts *to, const hpmlg_work_counts *from, const hpmlg_work_counts *less)
 {
     long long       *t = (long long *)(void *)to;
@@ -1231,7 +1267,8 @@ HPMLG_FN hpml_status hpmlg_replay(hpmlg_device *d, hpmlg_pass *p)
     return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a recorded pass");
 }
 
-/* The backend's `begin` of a pass. *done: the pass was replayed, so its ops must not run. */
+/* Implements the backend's `begin` of the pass `key`: replays the pass if it is recorded, else may start its recording.
+   Sets *done to true if it was replayed, so that the caller must not run its ops. */
 HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *key, bool *done)
 {
     hpmlg_device *d = hpmlg_device_of(run->ctx);
@@ -1258,7 +1295,8 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     return HPML_OK;
 }
 
-/* Gives up recording a pass, none of whose ops has run: restores the state from before the recording. */
+/* Gives up recording the pass p, whose ops have not run because they were only captured: restores the state from before
+   the recording, and marks p to run op by op from now on. Returns HPML_OK. */
 HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
 {
     cudaGetLastError();
@@ -1272,8 +1310,8 @@ HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
     return HPML_OK;
 }
 
-/* The backend's `end` of a pass, with the status of its ops. *again: recording was given up, so the caller runs the ops
-   once more. */
+/* Implements the backend's `end` of a pass; `status` is the status of its ops. If the pass was being recorded, launches
+   its graph. Sets *again to true if recording was given up, so that the caller runs the ops once more. */
 HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status, bool *again)
 {
     hpmlg_device *d = hpmlg_device_of(run->ctx);
@@ -1311,10 +1349,10 @@ HPMLG_DEVICE float hpmlg_act_gate(float x)
     return hpmlg_act_sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
-/* Returns the derivative of x s(u(x)), with a sigmoid s and du = u'(x). */
+/* Returns the derivative of x s(u(x)), where s is the sigmoid's value at u(x), and du = u'(x). */
 HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { return s + x * s * (1 - s) * du; }
 
-/* Activations: name, does the derivative need x (else y = act(x)), y, dy / dx. */
+/* Lists the activations: name; whether the derivative is computed from x (else from y = act(x)); y; dy / dx. */
 #define HPMLG_ACTS(X)                                                                                                  \
     X(RELU, false, x > 0 || x != x ? x : 0, y > 0 ? 1 : 0)                                                             \
     X(LEAKY_RELU, false, x > 0 ? x : slope * x, y > 0 ? 1 : slope)                                                     \
@@ -1332,7 +1370,7 @@ HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { retu
     X(NEG, false, -x, -1)                                                                                              \
     X(ABS, true, fabsf(x), x > 0 ? 1 : x < 0 ? -1 : 0)
 
-/* Returns act(x). slope: LEAKY_RELU's for negative x. */
+/* Returns act(x) for the activation number `act`. slope: the factor of LEAKY_RELU for negative x. */
 HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
 {
 #define HPMLG_X(name, needs_x, value, derivative) if (act == HPML_ACT_##name) return value;
@@ -1341,7 +1379,8 @@ HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
     return x;
 }
 
-/* Returns act'. v: x or y, as hpmlg_act_needs_x tells. */
+/* Returns the derivative of the activation number `act`. v: the activation's input x if hpmlg_act_needs_x(act), else
+   its output y. */
 HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
 {
     const float x = v, y = v;
@@ -1351,7 +1390,8 @@ HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
     return 1;
 }
 
-/* The same as functions that are called, not inlined: for kernels that need their registers for something else. */
+/* Return what hpmlg_act and hpmlg_act_derivative return, but are called, not inlined: for kernels that need their
+   registers for something else. */
 static __device__ __attribute__((noinline)) float hpmlg_act_called(int act, float slope, float x)
 {
     return hpmlg_act(act, slope, x);
@@ -1362,7 +1402,7 @@ static __device__ __attribute__((noinline)) float hpmlg_derivative_called(int ac
     return hpmlg_act_derivative(act, slope, v);
 }
 
-/* Is the derivative computed from x? Else it is computed from y. */
+/* Returns true if the derivative of the activation is computed from its input x, false if from its output y. */
 HPMLG_FN bool hpmlg_act_needs_x(hpml_act act)
 {
 #define HPMLG_X(name, needs_x, value, derivative) if (act == HPML_ACT_##name) return needs_x;
@@ -1371,7 +1411,8 @@ HPMLG_FN bool hpmlg_act_needs_x(hpml_act act)
     return false;
 }
 
-/* Computes y = act(x) or, with dy, y (+)= dy act'. y may be x or dy. */
+/* Computes y (+)= act(x) or, if dy is given (dy.p not NULL), y (+)= dy act'(x), where x is the output if act' needs
+   that. n: elements; add: the result is added to y. y may be x or dy. */
 static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy, int act, float slope, int64_t n,
                                    bool add)
 {
@@ -1387,7 +1428,7 @@ static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy,
     }
 }
 
-/* Copies or adds: y (+)= x; the types may differ. */
+/* Copies n elements of x to y, or, if `add`, adds them to y; the types of the arrays may differ. */
 HPMLG_FN void hpmlg_copy_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, int64_t n, bool add)
 {
     HPMLG_RUN_ITEMS(d, hpmlg_k_act, n, 2048, y, x, hpmlg_array_null(), (int)HPML_ACT_NONE, 0.0f, n, add);
@@ -1403,12 +1444,12 @@ HPMLG_FN void hpmlg_op_activation(HPMLG_OP_ARGUMENTS)
                     hpmlg_op_adds(n, back));
 }
 
-/* The strides of two arrays over one shape: element i of the shape, in order, has the offset hpmlg_strides_at(w, s, i)
-   in array s. A stride of 0 repeats an element (broadcasting). Dimension 0 is the innermost one. Dimensions that both
-   arrays step through evenly are merged: (B, T, C) + (C) becomes (B T, C) + (C). */
+/* The strides of two arrays over a common shape: element i of the shape, counted in order, has the offset
+   hpmlg_strides_at(w, s, i) in array s (0 or 1). A stride of 0 repeats an element (broadcasting). Dimension 0 is the
+   innermost one. Dimensions that both arrays step through evenly are merged: (B, T, C) + (C) becomes (B T, C) + (C). */
 typedef struct hpmlg_strides {
     int     ndim = 1;
-    int64_t count = 1; /* of elements */
+    int64_t count = 1; /* number of elements of the shape */
     int64_t shape[HPML_MAX_DIMS] = { 1 }, stride[2][HPML_MAX_DIMS];
 } hpmlg_strides;
 
@@ -1423,7 +1464,8 @@ HPMLG_DEVICE int64_t hpmlg_strides_at(const hpmlg_strides &w, int s, int64_t i)
     return at + i * w.stride[s][w.ndim - 1];
 }
 
-/* Adds an outer dimension; merges it with the previous one where the strides of both arrays allow. */
+/* Adds an outer dimension of `size` elements, with its strides in array 0 and array 1, to w; merges it with the
+   previous dimension where the strides of both arrays allow. */
 HPMLG_FN void hpmlg_strides_push(hpmlg_strides *w, int64_t size, int64_t stride0, int64_t stride1)
 {
     int to = w->count == 1 ? 0 : w->ndim, last = to > 0 ? to - 1 : 0;
@@ -1439,7 +1481,8 @@ HPMLG_FN void hpmlg_strides_push(hpmlg_strides *w, int64_t size, int64_t stride0
     w->ndim = to + 1;
 }
 
-/* Reads elements at to at + 7 of the shape from array s; those beyond `count` have any value. */
+/* Reads the values that array a, which is array s of the strides w, has at elements at to at + 7 of the shape; those
+   beyond `count` elements have any value. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get_strided(hpmlg_array a, const hpmlg_strides &w, int s, int64_t at, int64_t count)
 {
     hpmlg_vec8 e;
@@ -1459,7 +1502,8 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_get_strided(hpmlg_array a, const hpmlg_strides &w,
     return e;
 }
 
-/* Computes y (+)= a x + b. flat: x has all elements of y in order, else they are read by the strides w. y may be x. */
+/* Computes y (+)= a x + b for n elements; add: the result is added to y. If `flat`, x has all elements of y in order,
+   else x is read by strides 0 of w. y may be x. */
 template <bool flat>
 static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid_constant__ hpmlg_strides w, float a,
                                       float b, int64_t n, bool add)
@@ -1471,7 +1515,7 @@ static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid
     }
 }
 
-/* Computes y (+)= scale x, where x is repeated by w's strides. */
+/* Computes y (+)= scale x, where x is repeated by strides 0 of w; add: the result is added to y. */
 HPMLG_FN void hpmlg_broadcast_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_strides *w, float scale,
                                   bool add)
 {
@@ -1486,19 +1530,21 @@ HPMLG_FN void hpmlg_op_scale(HPMLG_OP_ARGUMENTS)
                     n->attr.scale.a, back ? 0 : n->attr.scale.b, count, hpmlg_op_adds(n, back));
 }
 
-typedef struct hpmlg_binary { /* add, sub, mul, div */
+typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or its gradients */
     int           op;
-    hpmlg_strides w;             /* over the result; stride[s]: of src[s] */
-    bool          same_shape[2]; /* src[s] has every element of the result, in order */
-    hpmlg_array   out, src[2];   /* out: the result; backward: its gradient */
-    hpmlg_array   grad[2];       /* backward: gradients that hpmlg_k_binary_back writes; p NULL: it does not write it */
+    hpmlg_strides w;             /* over the result's shape; w.stride[s]: of src[s] */
+    bool          same_shape[2]; /* src[s] has every element of the result, in order: it is not broadcast */
+    hpmlg_array   out, src[2];   /* out: the result or, backward, its gradient; src: the operands */
+    hpmlg_array   grad[2];       /* backward: the gradients of src that hpmlg_k_binary_back writes; p NULL: not that
+                                    one */
     bool          add[2];
-    int           act;           /* not 0: out is first multiplied by act'(src[0]), in place; op is ADD */
+    int           act;           /* not 0: an activation; `out` is first multiplied by act'(src[0]), in place; op is
+                                    ADD */
     float         slope;
 } hpmlg_binary;
 
-/* Reads elements at to at + 7 of operand s. flat: no operand is broadcast, which takes half the registers, so that more
-   loads are in flight. */
+/* Reads elements at to at + 7 of operand s, repeated where it is broadcast. flat: no operand is broadcast; the code
+   then takes half the registers, so that more loads are in flight. */
 template <bool flat> HPMLG_DEVICE hpmlg_vec8 hpmlg_binary_operand(const hpmlg_binary &b, int s, int64_t at)
 {
     if (flat || b.same_shape[s]) return hpmlg_get_range(b.src[s], at, 0, b.w.count, 1);
@@ -1520,9 +1566,9 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 6 : 4)
     }
 }
 
-/* Returns the terms that elements at to at + 7 of the result add to the gradient of src[side]; 0 outside of [from, to).
-   For a / b: da = dy / b, db = -dy a / b^2. Outside, act' is computed from 1, because from 0 it may be infinite, which
-   gives NaN when multiplied by 0. plain: op is ADD and there is no act. */
+/* Returns the terms that elements at to at + 7 of the result contribute to the gradient of operand src[side]; 0 outside
+   [from, to). For a / b: da = dy / b, db = -dy a / b^2. Outside, the derivative of an activation is computed from 1,
+   because from 0 it may be infinite, which gives NaN when multiplied by 0. plain: op is ADD and b.act is 0. */
 template <bool flat, bool plain = false>
 HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
@@ -1545,7 +1591,8 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int6
     return d;
 }
 
-/* Computes the gradients of operands that are not broadcast. Both operands may be the same tensor. */
+/* Computes the gradients of those operands of an add, sub, mul or div that are not broadcast; src[0] and src[1] may be
+   the same tensor. */
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
     const int64_t n = b.w.count;
@@ -1586,7 +1633,7 @@ HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
     hpmlg_binary b = hpmlg_binary_make(n);
     unsigned     blocks = hpmlg_grid_blocks(d, b.w.count, 2048);
     bool         flat = b.same_shape[0] && b.same_shape[1];
-    if (!back && n->fused_with && d->in_whole_forward) return; /* fused into the norm that follows */
+    if (!back && n->fused_with && d->in_whole_forward) return; /* computed by the norm that follows */
     if (!back) return HPMLG_RUN_BOOL(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0];
@@ -1607,24 +1654,24 @@ HPMLG_FN void hpmlg_op_div(HPMLG_OP_ARGUMENTS) { hpmlg_binary_pass(d, n, back); 
 // >>gpu-sums   sums over dimensions, sums of squares
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The sum op and the gradient of a broadcast operand are the same reduction: some dimensions of an array are kept, the
-   others are summed over. The terms are hpmlg_operand_grad's; for op ADD they are the array itself. Two kernels: where
-   the last dimension (last_dim neighbouring elements) is kept, a thread has 8 columns and walks down the rows; where it
-   is summed over, a group of tx threads has a row. Where the kept elements alone do not fill the device the summed
-   dimensions are cut into splits, whose partial sums are reduced once more. The order depends on the shape and the kind
-   of GPU alone. */
+/* Sums over dimensions: the sum op and the gradient of a broadcast operand are the same reduction, in which some
+   dimensions of an array are kept and the others are summed over. The terms are computed by hpmlg_operand_grad; for op
+   ADD they are the array's elements. There are two kernels: where the last dimension (last_dim neighbouring elements)
+   is kept, a thread sums 8 columns down the rows; where the last dimension is summed over, a group of tx threads sums a
+   row. Where the kept elements alone do not fill the device, the summed dimensions are cut into splits, whose partial
+   sums are reduced by another launch. The order depends on the shape and the kind of GPU alone. */
 typedef struct hpmlg_reduce {
     hpmlg_binary  b;
     int           side;
-    hpmlg_strides kept, summed; /* without the last dimension; stride[0]: within the array */
+    hpmlg_strides kept, summed; /* dimensions but the last one; stride[0]: in the array */
     int64_t       last_dim;
-    hpmlg_array   out;          /* (splits, kept) */
+    hpmlg_array   out;          /* (splits, kept): the sums, or a partial sum for each split */
     float         scale;
     bool          add;
-    int           tx;           /* neighbouring threads of a group: a power of two up to 256 */
+    int           tx;           /* number of neighbouring threads in a group: a power of two up to 256 */
 } hpmlg_reduce;
 
-#define HPMLG_REDUCE_THREADS 256 /* threads of a block */
+#define HPMLG_REDUCE_THREADS 256 /* threads of a block of the reducing kernels */
 
 template <bool plain>
 static __global__ void __launch_bounds__(HPMLG_REDUCE_THREADS, plain ? 5 : 3) hpmlg_k_reduce_columns(hpmlg_reduce f)
@@ -1658,7 +1705,7 @@ static __global__ void __launch_bounds__(HPMLG_REDUCE_THREADS, plain ? 5 : 3) hp
     __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
     int     lane = (int)threadIdx.x % f.tx, ty = HPMLG_REDUCE_THREADS / f.tx;
     int64_t k = (int64_t)blockIdx.x * ty + threadIdx.x / (unsigned)f.tx, to = (int64_t)blockIdx.y * f.kept.count + k;
-    int64_t vecs = (f.last_dim + 14) / 8; /* that a row touches, wherever it begins */
+    int64_t vecs = (f.last_dim + 14) / 8; /* number of vec8s that a row touches, wherever it begins */
     int64_t base = k < f.kept.count ? hpmlg_strides_at(f.kept, 0, k) : 0;
     float   sum = 0;
     for (int64_t q = (int64_t)blockIdx.y * f.tx + lane; q < f.summed.count * vecs && k < f.kept.count;
@@ -1673,7 +1720,7 @@ static __global__ void __launch_bounds__(HPMLG_REDUCE_THREADS, plain ? 5 : 3) hp
     if (lane == 0 && k < f.kept.count) hpmlg_put(f.out, to, f.add ? hpmlg_get(f.out, to) + sum : sum);
 }
 
-/* Returns the smallest power of two that is at least n, but at most `most`. */
+/* Returns the smallest power of two that is at least n, or `most`, a power of two, if this is smaller. */
 HPMLG_FN int hpmlg_power_of_two(int64_t n, int most)
 {
     int p = 1;
@@ -1681,7 +1728,7 @@ HPMLG_FN int hpmlg_power_of_two(int64_t n, int most)
     return p;
 }
 
-/* Returns the strides that repeat an array (outer, inner) over a shape (outer, dim, inner). */
+/* Returns the strides that repeat an array (outer, inner) `dim` times, over a shape (outer, dim, inner). */
 HPMLG_FN hpmlg_strides hpmlg_broadcast_strides(int64_t outer, int64_t dim, int64_t inner)
 {
     hpmlg_strides w = {};
@@ -1691,7 +1738,8 @@ HPMLG_FN hpmlg_strides hpmlg_broadcast_strides(int64_t outer, int64_t dim, int64
     return w;
 }
 
-/* Computes out (+)= scale * the sums of x over the dimensions that are broadcast in w; x is read in w's order. */
+/* Computes out (+)= scale * the sums of x, over those dimensions of w whose stride 0 is 0 (broadcast); x is read in the
+   order of w. add: the result is added to out. */
 HPMLG_FN void hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpmlg_strides w, float scale, bool add)
 {
     hpmlg_binary b = {};
@@ -1701,7 +1749,8 @@ HPMLG_FN void hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpm
     hpmlg_reduce_run(d, &b, 0, out, scale, add);
 }
 
-/* Computes out (+)= scale * the gradient of operand `side`, which is broadcast. */
+/* Computes out (+)= scale * the gradient of operand `side` (0 or 1) of the op b; the operand is broadcast, so the terms
+   are summed over its repeated dimensions. add: the result is added to out. */
 HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale, bool add)
 {
     hpmlg_reduce f = {};
@@ -1717,31 +1766,36 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
         hpmlg_strides_push(b->w.stride[side][i] ? &f.kept : &f.summed, b->w.shape[i], step, step);
         step *= b->w.shape[i];
     }
-    int64_t vecs = (f.last_dim + (keeps_last ? 7 : 14)) / 8; /* of a row */
+    int64_t vecs = (f.last_dim + (keeps_last ? 7 : 14)) / 8; /* number of vec8s in a row */
     int64_t kept = keeps_last ? f.kept.count * f.last_dim : f.kept.count;
     f.tx = hpmlg_power_of_two(keeps_last ? vecs : f.summed.count * vecs, keeps_last ? 32 : HPMLG_REDUCE_THREADS);
     int     ty     = HPMLG_REDUCE_THREADS / f.tx;
     int64_t blocks = keeps_last ? f.kept.count * ((vecs + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
-    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx); /* splits */
+    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx); /* the largest number
+                                                                                                     of splits that
+                                                                                                     saves time */
     int64_t splits = (int64_t)d->sms * 8 / blocks;
-    int64_t fit    = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept; /* splits whose sums fit in the scratch memory */
+    int64_t fit    = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept; /* number of splits whose sums fit in the scratch
+                                                                         memory */
     if (splits > useful) splits = useful;
     if (splits > fit) splits = fit;
-    if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* partial sums, which stand there, are reduced at once */
+    if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the input is partial sums in `scratch`, which a further
+                                                              split would overwrite */
     else {
         f.out   = hpmlg_array_of(d->scratch, HPML_DTYPE_F32);
         f.scale = 1;
         f.add   = false;
     }
     dim3 grid((unsigned)blocks, (unsigned)splits);
-    bool plain = b->op == HPML_OP_ADD && !b->act; /* nothing to compute: fewer registers, more loads in flight */
+    bool plain = b->op == HPML_OP_ADD && !b->act; /* the terms are the array's elements: fewer registers, more loads in
+                                                     flight */
     if (keeps_last)
         HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_columns, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
     else HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_rows, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
     if (splits > 1) hpmlg_sum_run(d, out, f.out, hpmlg_broadcast_strides(1, splits, kept), scale, add);
 }
 
-/* Returns the sizes (outer, middle, inner) of t around dimension dim; HPML_ALL_DIMS: (1, all, 1). */
+/* Computes the sizes of t before, at and after dimension dim; for HPML_ALL_DIMS they are 1, all elements, 1. */
 HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, int64_t *middle, int64_t *inner)
 {
     *outer  = 1;
@@ -1762,11 +1816,12 @@ HPMLG_FN void hpmlg_op_sum(HPMLG_OP_ARGUMENTS)
     else hpmlg_sum_run(d, to, from, w, scale, false);
 }
 
-/* The functions of two arrays whose sums are taken over all elements: squares, and the losses. */
+/* The terms that are summed over all elements of two arrays x and t: x^2 (t is not used), or a loss of x and target
+   t. */
 enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
 
-/* Returns the term of one element. BCE: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. Huber with delta 0
-   is |x - t|. */
+/* Returns the term of one element x and target t. BCE: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows.
+   Huber (the default case): quadratic below |x - t| = delta; with delta 0 it is |x - t|. */
 HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
 {
     float d = fabsf(x - t);
@@ -1780,7 +1835,8 @@ HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
     }
 }
 
-/* Computes part[block] = the sum of the block's terms. */
+/* Computes part[b] = the sum of the terms of the elements that block b of the grid loops over, for n elements of x and
+   t (t.p NULL: none). */
 static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array t, int what, float delta, int64_t n)
 {
     __shared__ float space[256 / HPMLG_WARP];
@@ -1794,14 +1850,14 @@ static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array
     if (threadIdx.x == 0) part[blockIdx.x] = sum;
 }
 
-/* One number from partial sums, added in double by one block. */
+/* The arguments of hpmlg_k_sum_finish, which adds n partial sums in double, in one block, and divides the sum. */
 typedef struct hpmlg_sum_finish {
-    const float *part;                 /* (n) */
+    const float *part;                 /* (n): the partial sums */
     int64_t      n;
-    const unsigned long long *counted; /* the divisor, which a kernel has counted; NULL: */
+    const unsigned long long *counted; /* the divisor, where a kernel has counted it; NULL: it is */
     double       divisor;
-    float       *out, *inverse;        /* sum / divisor; 1 / divisor; NULL: not wanted */
-    double      *wide;                 /* the same as out, in double; NULL: not wanted */
+    float       *out, *inverse;        /* out: sum / divisor; inverse: 1 / divisor; each may be NULL: not wanted */
+    double      *wide;                 /* sum / divisor in double; NULL: not wanted */
 } hpmlg_sum_finish;
 
 static __global__ void __launch_bounds__(1024) hpmlg_k_sum_finish(hpmlg_sum_finish f)
@@ -1822,11 +1878,12 @@ static __global__ void __launch_bounds__(1024) hpmlg_k_sum_finish(hpmlg_sum_fini
     if (f.inverse) f.inverse[0] = divisor > 0 ? (float)(1 / divisor) : 0;
 }
 
-/* Sums f(x, t) over n elements; the caller has set the divisor and the results of `f`. */
+/* Sums the terms `what` of x and t over n elements, and writes the results that `f` names; the caller has set the
+   divisor and the result pointers of `f`. */
 HPMLG_FN void hpmlg_sum_terms_run(hpmlg_device *d, hpmlg_sum_finish f, hpmlg_array x, hpmlg_array t,
                                   enum hpmlg_loss_kind what, float delta, int64_t n)
 {
-    float   *part = (float *)d->scratch + 64; /* the first 256 bytes are for results */
+    float   *part = (float *)d->scratch + 64; /* the first 256 bytes of `scratch` are for results */
     unsigned blocks = hpmlg_grid_blocks(d, n, 2048);
     f.part = part;
     f.n    = blocks;
@@ -1834,7 +1891,7 @@ HPMLG_FN void hpmlg_sum_terms_run(hpmlg_device *d, hpmlg_sum_finish f, hpmlg_arr
     HPMLG_RUN(d, hpmlg_k_sum_finish, 1, 1024, 0, f);
 }
 
-/* The backend's `sumsq`: writes the sum of squares of x to *out, on the device. */
+/* Implements the backend's `sumsq`: writes the sum of squares of the n elements of x to *out, on the device. */
 HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
 {
     hpmlg_sum_finish f = {};
@@ -1849,22 +1906,24 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const 
 // >>gpu-shape   reshape, permute, slice, concat
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Copies only inputs and parameters: where an op computed the source, the result of a reshape has the source's
-   memory. */
+/* Runs the reshape op, which copies only where its source is an input or a parameter: where an op computed the source,
+   the result and the source are the same memory. */
 HPMLG_FN void hpmlg_op_reshape(HPMLG_OP_ARGUMENTS)
 {
     hpmlg_array to = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
     if (to.p && to.p != from.p) hpmlg_copy_run(d, to, from, hpml_tensor_count(n->out), hpmlg_op_adds(n, back));
 }
 
-/* to (+)= from, permuted, in tiles of 64 x 64 that go through shared memory, so that both arrays are accessed along
-   rows: `from` along its last dimension, which is dimension p of `to`, and `to` along its own. */
+/* Permutes: to (+)= from, in tiles of 64 x 64 that pass through shared memory, so that neighbouring threads access
+   neighbouring elements of both arrays: `from` along its last dimension, which is dimension p of `to`, and `to` along
+   the last dimension of `to`. */
 #define HPMLG_TRANSPOSE_TILE 64
 typedef struct hpmlg_transpose {
     hpmlg_array   from, to;
-    hpmlg_strides w;                 /* over the other dimensions, with the strides of from and to */
-    int64_t       p, last;           /* sizes of dimension p and of the last one */
-    int64_t       from_last, to_p;   /* strides in `from` of the last dimension, in `to` of p; the other two are 1 */
+    hpmlg_strides w;                 /* over all dimensions but these two, with the strides of from and to */
+    int64_t       p, last;           /* sizes of dimension p and of the last dimension of `to` */
+    int64_t       from_last, to_p;   /* strides: in `from` of the last dimension of `to`, in `to` of p; p in `from` and
+                                        the last in `to` have stride 1 */
     int64_t       p_tiles, last_tiles;
     bool          add;
 } hpmlg_transpose;
@@ -1886,7 +1945,7 @@ static __global__ void hpmlg_k_transpose(hpmlg_transpose t)
     }
 }
 
-/* Permutes dimensions; backward, by the inverse permutation. */
+/* Runs the permute op, which permutes dimensions; backward it permutes the gradient by the inverse permutation. */
 HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
 {
     const hpml_tensor *shape = back ? n->src[0] : n->out, *other = back ? n->out : n->src[0];
@@ -1902,7 +1961,7 @@ HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
         whole *= other->shape[i];
     }
     for (int i = 0; i < shape->ndim; i++) {
-        int k = n->attr.permute.dims[i]; /* dimension i of the result is k of x */
+        int k = n->attr.permute.dims[i]; /* dimension i of the result is dimension k of the operand */
         if (back) stride[k] = step[i];
         else stride[i] = step[k];
     }
@@ -1924,11 +1983,11 @@ HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
     HPMLG_RUN(d, hpmlg_k_transpose, (unsigned)(t.w.count * t.p_tiles * t.last_tiles), 256, 0, t);
 }
 
-/* Copies rows: `width` elements of row o of `to`, from to_at on, become (or are added) `lead` zeros, `block` elements
-   of row o of `from`, from from_at on, and zeros. */
+/* Copies rows: the `width` elements of row o of `to`, from offset to_at on, become (or, if `add`, are increased by)
+   `lead` zeros, then `block` elements of row o of `from`, from offset from_at on, then zeros. */
 typedef struct hpmlg_row_copy {
     hpmlg_array to, from;
-    int64_t     to_at, to_step, from_at, from_step; /* elements: offset of the first row, distance of two rows */
+    int64_t     to_at, to_step, from_at, from_step; /* in elements: offset of row 0; distance of two rows */
     int64_t     width, block, lead, rows;
     bool        add;
 } hpmlg_row_copy;
@@ -1944,8 +2003,9 @@ static __global__ void hpmlg_k_row_copy(hpmlg_row_copy b)
     }
 }
 
-/* Copies (or adds) `part` into `whole`, or the other way, values or gradients: part is the slice of whole's dimension
-   dim from `start` on. The gradient of a slice that is not added is written with zeros around it. */
+/* Copies `part` into `whole` if into_whole, else the other way; gradients if `gradient`, else values; add: adds
+   instead. part is the slice of whole's dimension dim from index `start` on. A gradient that is copied into `whole`
+   without adding is written with zeros around it. */
 HPMLG_FN void hpmlg_copy_slice(hpmlg_device *d, const hpml_tensor *whole, const hpml_tensor *part, int dim,
                                int64_t start, bool into_whole, bool gradient, bool add)
 {
@@ -1996,18 +2056,19 @@ HPMLG_FN void hpmlg_op_concat(HPMLG_OP_ARGUMENTS)
 // >>gpu-norm   softmax, layernorm, rmsnorm
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A row is the work of a team, a warp or a block: thread t takes the vec8s t, t + TEAM, ... of a tile of TEAM G vec8s.
-   A row that fits in one tile is read once and stays in registers; a longer one is read again, from the cache, for each
-   loop over it (reload). */
+/* A row is the work of a team, TEAM threads of a warp or a block: thread t takes the vec8s t, t + TEAM, ... of a tile
+   of TEAM G vec8s, so it has G of each tile. A row that fits in one tile is read once and stays in registers; a longer
+   row is read again, from the cache, for each loop over it (reload). */
 
-#define HPMLG_WARP_ROW 1024 /* columns: rows up to here are for a warp, longer ones for a block */
+#define HPMLG_WARP_ROW 1024 /* columns: a row of at most these is computed by a warp, a longer one by a block */
 
 HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     return hpmlg_grid_blocks(d, rows, cols <= HPMLG_WARP_ROW ? 4 : 1);
 }
 
-/* Launches the kernel for the team and tile that suit rows of `cols` columns. */
+/* Launches kernel<TEAM, G> on rows of `cols` columns: TEAM threads to a row, G vec8s to a thread, as suits the
+   length. */
 #define HPMLG_RUN_ROWS(d, kernel, blocks, cols, shared, ...)                                                           \
     ((cols) <= 256              ? HPMLG_RUN(d, (kernel<32, 1>), blocks, 128, shared, __VA_ARGS__)                      \
      : (cols) <= 768            ? HPMLG_RUN(d, (kernel<32, 3>), blocks, 128, shared, __VA_ARGS__)                      \
@@ -2015,8 +2076,8 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
      : (cols) <= 2048           ? HPMLG_RUN(d, (kernel<128, 2>), blocks, 128, shared, __VA_ARGS__)                     \
                                 : HPMLG_RUN(d, (kernel<256, 4>), blocks, 256, shared, __VA_ARGS__))
 
-/* Loops over the rows of this team; and over the tiles of a row and the vec8s of a tile: k counts the vec8s of this
-   thread, c is the first column of a vec8. */
+/* Loop over the rows of this thread's team; and over the tiles of a row and this thread's vec8s of a tile: k counts the
+   vec8s (0 to G - 1), c is the first column of vec8 k. TEAM, G, rows and cols are the kernel's. */
 #define HPMLG_FOR_EACH_ROW                                                                                             \
     for (int64_t row = (int64_t)blockIdx.x * (blockDim.x / TEAM) + threadIdx.x / TEAM; row < rows;                     \
          row += (int64_t)gridDim.x * (blockDim.x / TEAM))
@@ -2024,7 +2085,8 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
     for (int64_t tile = 8 * (int64_t)(threadIdx.x % TEAM), end = cols + tile; tile < end; tile += 8 * TEAM * G)        \
         HPMLG_UNROLL for (int64_t k = 0, c = tile; k < G; k++, c += 8 * TEAM)
 
-/* Computes y = softmax(x), or its logarithm, of each row. */
+/* Computes y = softmax(x), or its logarithm if `log`, of each row of a matrix (rows, cols). TEAM threads share a row, G
+   vec8s each. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log)
 {
@@ -2044,7 +2106,7 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
             for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - row_max);
         }
         sum = hpmlg_group_reduce(sum, space, TEAM, false);
-        /* row_max and log_sum are subtracted one after the other: their sum would be rounded as coarsely as row_max */
+        /* row_max and log_sum are subtracted one by one, because their sum would be rounded as coarsely as row_max */
         float log_sum = logf(sum), scale = 1 / sum;
         HPMLG_FOR_EACH_ROW_VEC8 {
             if (reload) e[k] = hpmlg_row_get(x, row, cols, c, 0);
@@ -2055,7 +2117,8 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
     }
 }
 
-/* Computes dx (+)= y (dy - <dy, y>); for the logarithm dx (+)= dy - exp(y) sum(dy). */
+/* Computes the gradient of softmax for each row, dx (+)= y (dy - <dy, y>); of its logarithm, if `log`, dx (+)= dy -
+   exp(y) sum(dy). add: the result is added to dx. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg_array dy, int64_t rows, int64_t cols,
                                             bool log, bool add)
@@ -2096,10 +2159,10 @@ HPMLG_FN void hpmlg_softmax_pass(hpmlg_device *d, hpml_node *n, bool back)
 HPMLG_FN void hpmlg_op_softmax(HPMLG_OP_ARGUMENTS) { hpmlg_softmax_pass(d, n, back); }
 HPMLG_FN void hpmlg_op_log_softmax(HPMLG_OP_ARGUMENTS) { hpmlg_softmax_pass(d, n, back); }
 
-/* Computes xhat = (x - mean - rest) rstd and y = xhat gamma + beta; rmsnorm (not centred): mean = rest = 0. The mean is
-   the sum of two floats, mean + rest, so that numbers far from 0 lose no digits. saved: mean and rstd of each row,
-   then, after those of all rows, rest of each. A residual sum x = p + q right before the norm can be fused (p.p not
-   NULL): the kernel writes x and does not read it again. */
+/* Computes y = xhat gamma + beta of each row, with xhat = (x - mean - rest) rstd; for layernorm `centred` is true, for
+   rmsnorm mean = rest = 0. The mean is the sum of two floats, mean + rest, so that numbers far from 0 lose no digits.
+   saved: mean and rstd of each row, then, after those of all rows, the rest of each row. A residual sum x = p + q right
+   before the norm can be fused (p.p not NULL): the kernel then also writes x and does not read it again. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, const float *gamma,
                                     const float *beta, float2 *saved, int64_t rows, int64_t cols, float eps,
@@ -2144,16 +2207,16 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
     }
 }
 
-/* Computes, with g = dy gamma, dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block writes the sums of dgamma
-   and dbeta over its rows to part (blocks, 2, cols): every thread sums its own columns, then the teams are added in
-   order. */
+/* Computes, with g = dy gamma and xhat as in hpmlg_k_norm, dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block
+   writes the sums of dgamma and dbeta over its rows to part (blocks, 2, cols), unless `part` is NULL: every thread sums
+   its own columns, then the teams' sums are added in order. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, const float *gamma,
                                          const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
                                          bool add)
 {
     __shared__ float space[HPMLG_WARP];
-    HPMLG_SHARED(float, sums); /* (2, cols) where a block has several teams */
+    HPMLG_SHARED(float, sums); /* (2, cols): sums of dgamma, dbeta, where a block has several teams */
     const bool reload = cols > 8 * TEAM * G;
     const int  teams = (int)blockDim.x / TEAM;
     hpmlg_vec8 e[G], f[G], a[G] = {}, b[G] = {};
@@ -2162,12 +2225,12 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     hpmlg_array dbeta  = { (float *)dgamma.p + cols, HPML_DTYPE_F32 };
     HPMLG_FOR_EACH_ROW {
         float mean = saved[row].x, rstd = saved[row].y, rest = ((const float *)(saved + rows))[row], sum = 0, dot = 0;
-        auto  load = [&](int64_t k, int64_t c) { /* e = xhat, f = dy */
+        auto  load = [&](int64_t k, int64_t c) { /* computes e = xhat, f = dy */
             e[k] = hpmlg_row_get(x, row, cols, c, mean);
             f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean - rest) * rstd;
         };
-        auto times_gamma = [&](int64_t k, int64_t c) { /* f = g */
+        auto times_gamma = [&](int64_t k, int64_t c) { /* computes f = g = dy gamma */
             hpmlg_vec8 g = hpmlg_param_get8(gamma, cols, c, 1);
             for (int j = 0; j < 8; j++) f[k].v[j] *= g.v[j];
         };
@@ -2211,8 +2274,8 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     for (int64_t i = threadIdx.x; i < 2 * cols && teams > 1; i += blockDim.x) part[i] = sums[i];
 }
 
-/* Computes dgamma (cols) and dbeta (cols) (+)= the sums of part (parts, 2, cols). A block has 32 columns; its 8 warps
-   sum every 8th part each, and are then added in order. */
+/* Computes dgamma (cols) and dbeta (cols) (+)= the sums of part (parts, 2, cols) over its first dimension. A block
+   computes 32 columns; each of its 8 warps sums every 8th of the `parts`, and the warps' sums are added in order. */
 static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const float *part, int parts, int64_t cols,
                                            bool add_gamma, bool add_beta)
 {
@@ -2231,19 +2294,20 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
     out[c] = (add ? out[c] : 0) + sum;
 }
 
-/* Returns the number of blocks of hpmlg_k_norm_back, and so of its parts. */
+/* Returns the number of blocks of hpmlg_k_norm_back, each of which writes its own sums of dgamma and dbeta. */
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int blocks = (int)hpmlg_row_blocks(d, rows, cols);
-    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* blocks that run at once: registers allow 3 or 4 */
+    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* blocks that run at once: registers allow 3 or 4 per
+                                                                  multiprocessor */
     return blocks < limit ? blocks : limit;
 }
 
 HPMLG_FN const float *hpmlg_param_value(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->data : NULL; }
 HPMLG_FN float       *hpmlg_param_grad(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->grad : NULL; }
 
-/* Marks the residual sum that norm n computes too, if `before`, the node planned just before n, is such a sum. Only
-   passes that run as a whole fuse. */
+/* Marks a residual sum that norm n is to compute too: if `before`, the node planned just before n, adds two tensors of
+   n's shape and n reads the result. Only forward passes that run as a whole use the mark. */
 HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
 {
     hpml_node *add = n->src[0]->node;
@@ -2287,12 +2351,13 @@ HPMLG_FN void hpmlg_op_rmsnorm(HPMLG_OP_ARGUMENTS) { hpmlg_norm(d, n, back); }
 // >>gpu-batchnorm   batch normalization
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per channel, over N = B P numbers with P = H W: y = gamma (x - mean) rstd + beta. Three kernels: splits of a channel
-   are summed, a block each; one thread for each channel joins the splits in order; all elements are written. A split's
-   result is (count, mean, sum of squared distances from the mean), joined as in Chan, Golub & LeVeque 1979, which loses
-   no digits where the mean is far from zero. A thread joins its own numbers in float, after subtracting the channel's
-   first number. Backward, the same struct holds plain sums: mean is s1 = sum dy, square is sum dy (x - mean), from
-   which s2 = sum dy xhat is computed. A block has one channel, or 32 neighbouring channels where P is 1. */
+/* Batch normalization, per channel over N = B P numbers with P = H W: y = gamma (x - mean) rstd + beta. There are three
+   kernels: blocks sum a split of a channel each; one thread for each channel joins the channel's splits in order; all
+   elements are written. A split's result is (count, mean, sum of squared distances from the mean), joined as in Chan,
+   Golub & LeVeque 1979, which loses no digits where the mean is far from zero. A thread joins the numbers that it reads
+   in float, after subtracting the channel's first number. Backward, the same struct contains plain sums: its mean is s1
+   = sum dy, its square is sum dy (x - mean), from which s2 = sum dy xhat is computed. A block works on one channel, or
+   on 32 neighbouring channels where P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
@@ -2309,27 +2374,28 @@ HPMLG_DEVICE hpmlg_moments<T> hpmlg_moments_join(hpmlg_moments<T> a, hpmlg_momen
     return s;
 }
 
-typedef struct hpmlg_bn {           /* batchnorm */
-    int64_t      B, C, P, N, width; /* width: channels of a block */
+typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels; sizes as at the start of >>gpu-batchnorm */
+    int64_t      B, C, P, N, width; /* P = H W, N = B P; width: channels of a block */
     int64_t      splits, unit;      /* splits of a channel; numbers read at once: 8 where 8 divides P, else 1 */
     hpmlg_array  x, y, dx, dy;
-    const float *gamma, *beta;      /* (C), or NULL; so are their gradients */
+    const float *gamma, *beta;      /* (C), or NULL; dgamma and dbeta may be NULL too */
     float       *dgamma, *dbeta, *running_mean, *running_var;
-    float2      *saved, *means;     /* (C): mean and rstd; s1 / N and s2 / N */
-    float       *rest;              /* (C): the mean is saved[c].x + rest[c], as in layernorm */
-    hpmlg_moments<double> *part;    /* (splits, C) */
+    float2      *saved, *means;     /* (C): mean, rstd; backward: s1 / N, s2 / N, the means that dx needs */
+    float       *rest;              /* (C): what rounding took from saved[c].x: the mean is saved[c].x + rest[c] */
+    hpmlg_moments<double> *part;    /* (splits, C): each split's result */
     float        eps, momentum;
     bool         train, relu, add[3];
 } hpmlg_bn;
 
-/* Returns the offset of unit u of channel c. */
+/* Returns the offset in x of unit u of channel c, where a unit is s.unit (1 or 8) neighbouring numbers. */
 HPMLG_DEVICE int64_t hpmlg_bn_offset(const hpmlg_bn &s, int64_t c, int64_t u)
 {
     int64_t i = u * s.unit, image = hpmlg_quotient(i, s.P);
     return (image * s.C + c) * s.P + (i - image * s.P);
 }
 
-/* Loads up to 8 numbers of a channel and returns their count: unit u of 8, or u and 7 more, a block's width apart. */
+/* Loads up to 8 numbers of channel c of the array x into *e and returns their count: unit u, if units have 8 numbers;
+   else unit u and 7 more below `to`, at the distance of this block's threads in a channel. */
 HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_vec8 *e)
 {
     int count = 0;
@@ -2347,13 +2413,15 @@ HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int6
 
 template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
 {
-    typedef typename std::conditional<back, double, float>::type T; /* in which a thread joins its own numbers */
+    typedef typename std::conditional<back, double, float>::type T; /* the type in which a thread joins the numbers that
+                                                                       it reads */
     __shared__ hpmlg_moments<double> all[256];
     int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
     int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8);
     float   mean = back && c < s.C ? s.saved[c].x : 0;
-    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_offset(s, c, 0)) : 0; /* the first number */
+    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_offset(s, c, 0)) : 0; /* the channel's first
+                                                                                                     number */
     hpmlg_moments<T> mine = { 0, 0, 0 };
     for (int64_t u = units * blockIdx.y / s.splits + threadIdx.x / s.width; u < to; u += step) {
         hpmlg_vec8 e, f, z;
@@ -2361,7 +2429,7 @@ template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
         if (back) {
             hpmlg_bn_load(s, s.dy, c, u, to, &f);
             if (s.relu) hpmlg_bn_load(s, s.y, c, u, to, &z);
-            for (int j = 0; j < 8; j++) { /* beyond the end dy is 0 */
+            for (int j = 0; j < 8; j++) { /* dy is 0 beyond the end of the split */
                 float v = s.relu && !(z.v[j] > 0) ? 0 : f.v[j];
                 sum += v;
                 other += v * (e.v[j] - mean);
@@ -2385,8 +2453,9 @@ template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
     if (threadIdx.x < s.width && c < s.C) s.part[blockIdx.y * s.C + c] = all[threadIdx.x];
 }
 
-/* Joins the splits of each channel. Forward: the statistics, which also move the running ones (in evaluation the
-   running ones are used); backward: the gradients of gamma and beta, and the means that dx needs. */
+/* Joins the splits of each channel, a thread each. Forward: computes the mean and rstd of the batch, and updates the
+   running statistics with them (in evaluation, mean and rstd are computed from the running statistics); backward:
+   computes the gradients of gamma and beta, and the means that dx needs. */
 template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
 {
     int64_t c = hpmlg_thread_index();
@@ -2409,8 +2478,9 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
     s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
 
-/* Computes y = a (x - mean) + b with a = rstd gamma, b = beta - rest a, then relu if wanted; dx (+)= a (dy - s1 / N -
-   xhat s2 / N). Each thread has vec8s of the whole array; the channel may change within a vec8. */
+/* Computes, forward, y = a (x - mean) + b with a = rstd gamma, b = beta - rest a, then relu if s.relu; backward dx (+)=
+   a (dy - s1 / N - xhat s2 / N), with s1 = sum dy, s2 = sum dy xhat. Each thread takes vec8s of the whole array; the
+   channel may change within a vec8. */
 template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
@@ -2450,7 +2520,8 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
     s.N     = s.B * s.P;
     s.width = s.P == 1 ? 32 : 1;
     int64_t   blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
-    int64_t   of_block = 8 * (256 / s.width), useful = (s.N + of_block - 1) / of_block; /* 8 numbers a thread */
+    int64_t   of_block = 8 * (256 / s.width), useful = (s.N + of_block - 1) / of_block; /* so that a thread reads 8
+                                                                                           numbers at least */
     uintptr_t addresses = (uintptr_t)src[0]->raw | (uintptr_t)n->out->raw | (uintptr_t)n->out->raw_grad;
     s.splits = splits < useful ? splits : useful;
     if (s.splits > HPMLG_BN_SPLITS) s.splits = HPMLG_BN_SPLITS;
@@ -2483,8 +2554,9 @@ HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
     return (size_t)(s.C * s.splits) * sizeof *s.part + (size_t)s.C * sizeof *s.means;
 }
 
-/* Called where ranks share a batch: joins the splits of each channel on the host, as sums, adds these up over the
-   ranks, and uploads them as the only split. The host waits for the device, so such passes are not recorded. */
+/* Sums the statistics over the ranks that share a batch: joins the splits of each channel on the host, as sums, adds
+   these sums up over the ranks, and uploads the totals as the only split (s->splits = 1; s->N: numbers on all ranks).
+   The host waits for the device, so such passes are not recorded. */
 HPMLG_FN void hpmlg_bn_sum_ranks(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
 {
     size_t      bytes = (size_t)(s->C * s->splits) * sizeof *s->part;
@@ -2518,7 +2590,7 @@ HPMLG_FN void hpmlg_bn_sum_ranks(const hpml_run *run, hpmlg_device *d, hpmlg_bn 
 
 HPMLG_FN void hpmlg_op_batchnorm(HPMLG_OP_ARGUMENTS)
 {
-    hpmlg_bn s = hpmlg_bn_of(d, n, run->train), all; /* of this rank; of all ranks that share the batch */
+    hpmlg_bn s = hpmlg_bn_of(d, n, run->train), all; /* s: of this rank; all: of all ranks that share the batch */
     bool     shared = run->train && run->sum;
     unsigned channels = (unsigned)((s.C + 127) / 128);
     dim3     grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
@@ -2527,7 +2599,7 @@ HPMLG_FN void hpmlg_op_batchnorm(HPMLG_OP_ARGUMENTS)
     if (back || s.train) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_splits, true, false, grid, 256, 0, s);
     if (back) HPMLG_RUN(d, hpmlg_k_bn_channels<true>, channels, 128, 0, s);
     if (shared) hpmlg_bn_sum_ranks(run, d, &all, back);
-    all.dgamma = NULL; /* the gradients of gamma and beta are of this rank's samples, written above */
+    all.dgamma = NULL; /* the gradients of gamma and beta are this rank's own, written above */
     all.dbeta  = NULL;
     if (!back || shared) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_channels, true, false, channels, 128, 0, all);
     if (s.N == 0 || (back && !s.dx.p)) return;
@@ -2538,18 +2610,18 @@ HPMLG_FN void hpmlg_op_batchnorm(HPMLG_OP_ARGUMENTS)
 // >>gpu-pool   max and average pooling
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One thread for each output; backward one for each input, which adds the gradients of the windows that contain it, in
-   a fixed order and without atomics. Max pooling keeps the offset of each winner within its plane; a NaN wins. Average
-   pooling divides by the number of pixels inside the image. */
+/* Pooling: one thread computes each output; backward one thread computes the gradient of each input, adding the
+   gradients of the windows that contain it, in a fixed order and without atomics. Max pooling keeps the offset, within
+   its plane, of the element that won; a NaN wins. Average pooling divides by the number of pixels inside the image. */
 typedef struct hpmlg_pool {
-    hpmlg_array x, y;    /* backward: gradients */
-    int        *winner;  /* (outputs); NULL: average */
+    hpmlg_array x, y;    /* input and output; backward: their gradients */
+    int        *winner;  /* (outputs): offset of the largest element in its plane; NULL: average pooling */
     int64_t     planes;
     int         H, W, OH, OW, kh, kw, stride, pad;
     bool        add;
 } hpmlg_pool;
 
-/* Splits i into (plane, row, column) of planes of (h, w); returns the plane. */
+/* Splits the index i of an element of an array (planes, h, w) into plane, row and column; returns the plane. */
 HPMLG_DEVICE int64_t hpmlg_plane_position(int64_t i, int h, int w, int *row, int *column)
 {
     int64_t q = hpmlg_quotient(i, w), plane = hpmlg_quotient(q, h);
@@ -2558,7 +2630,8 @@ HPMLG_DEVICE int64_t hpmlg_plane_position(int64_t i, int h, int w, int *row, int
     return plane;
 }
 
-/* Returns the part [from, to) of window o that lies inside [0, size). */
+/* Computes [*from, *to), the part of pooling window number o, along one dimension of `size` pixels, inside the
+   image. */
 HPMLG_DEVICE void hpmlg_window(int o, int stride, int pad, int kernel, int size, int *from, int *to)
 {
     int first = o * stride - pad, end = first + kernel;
@@ -2630,7 +2703,7 @@ HPMLG_FN void hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
     p.pad    = n->attr.conv.padding[0];
     p.add    = hpmlg_op_adds(n, back);
     if (back) return HPMLG_RUN_ITEMS(d, hpmlg_k_pool_back, p.planes * p.H * p.W, 256, p);
-    if (!p.winner && p.pad == 0 && p.kh == p.H && p.kw == p.W) { /* global: the mean of each plane */
+    if (!p.winner && p.pad == 0 && p.kh == p.H && p.kw == p.W) { /* global average pooling: the mean of each plane */
         int64_t pixels = x[2] * x[3];
         return hpmlg_sum_run(d, p.y, p.x, hpmlg_broadcast_strides(p.planes, pixels, 1), 1 / (float)pixels, false);
     }
@@ -2643,7 +2716,8 @@ HPMLG_FN void hpmlg_op_avg_pool2d(HPMLG_OP_ARGUMENTS) { hpmlg_pool_pass(d, n, ba
 // >>gpu-random   Philox, dropout
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns words 4 block to 4 block + 3 of a stream of random numbers, the same as hpml_philox4x32's. */
+/* Returns the random words 4 block to 4 block + 3 of stream number `stream`; on the CPU hpml_philox4x32 returns the
+   same. */
 HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stream, unsigned long long block)
 {
     unsigned k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
@@ -2658,8 +2732,8 @@ HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stre
     return c;
 }
 
-/* Computes words first to first + 7 of a stream: two blocks, three where the first word is not the first of its
-   block. */
+/* Computes w = random words first to first + 7 of a stream. Philox makes blocks of 4 words: the 8 words are in two
+   blocks, or in three where `first` is no multiple of 4. */
 HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, unsigned long long stream,
                                       unsigned long long first)
 {
@@ -2670,8 +2744,9 @@ HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, un
     HPMLG_UNROLL for (int j = 0; j < 8; j++) w[j] = first & 1 ? all[j + 1] : all[j];
 }
 
-/* Computes y (+)= x scale where the random word of the element is at least `least`, else 0. Word i belongs to element
-   i, counted from the first sample of the global batch. each: elements of a sample. */
+/* Computes y (+)= x scale where the element's random word is at least `least`, else y (+)= 0; add: adds to y. Word i
+   belongs to element i, counted from the first sample of the global batch. index: the node's number; each: elements of
+   a sample. */
 static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_random_key *key, int index,
                                        unsigned least, float scale, int64_t each, int64_t n, bool add)
 {
@@ -2706,24 +2781,28 @@ HPMLG_FN void hpmlg_op_dropout(HPMLG_OP_ARGUMENTS)
 // >>gpu-embedding   rows of a table, and their gradient
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The gradient of the table is computed without float atomics: the positions of each token are listed and sorted, then
-   the gradients of each row of the table are added in order. Entries of the lists are assigned by integer atomics, in
-   any order, and sorted afterwards. A token of more than HPMLG_LONG positions, such as a blank, is long: its positions
-   are cut into pieces of HPMLG_LONG, which are summed one by one and then added in order. */
+/* The gradient of an embedding's table is computed without float atomics: the positions of each token in the batch are
+   listed and sorted, then the gradients at these positions are added in order to the token's row of the table. Entries
+   of the lists are assigned by integer atomics, in any order, and sorted afterwards. A token of more than HPMLG_LONG
+   positions, such as a blank, is long: its positions are cut into pieces of HPMLG_LONG positions, whose sums are
+   computed one by one and then added in order. */
 #define HPMLG_LONG 64
 typedef struct hpmlg_token_lists {
-    const int *token;              /* (tokens) */
+    const int *token;              /* (tokens): the token at each position */
     int64_t    tokens, vocabulary;
-    int64_t    most_pieces;        /* upper bound of the number of pieces */
-    int       *count, *used;       /* (vocabulary): positions of a token; (2): entries used of `order`, `piece` */
+    int64_t    most_pieces;        /* upper bound of the number of pieces of long tokens */
+    int       *count, *used;       /* (vocabulary): number of a token's positions; (2): entries used of `order`, of
+                                      `piece` */
     int       *start;              /* (vocabulary): offset of a token's positions in `order` */
     int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
-    int       *slot, *order;       /* (tokens): index of a position in its token, then sorted positions; unsorted */
+    int       *slot, *order;       /* (tokens) each. slot: number of a position among its token's, at last the sorted
+                                      positions; order: unsorted */
     int       *piece;              /* (most_pieces): the token that a piece belongs to */
-    float     *sums;               /* (most_pieces, width): the sum of each piece */
+    float     *sums;               /* (most_pieces, width): the sum of dy over each piece's positions */
 } hpmlg_token_lists;
 
-/* Computes y[i] = table[token[i]], a warp for each row; a token out of range gives a row of zeros and a note. */
+/* Computes y[i] = table[token[i]], a warp for each row i; a token out of range gives a row of zeros, and is reported to
+   the host through *note as an error of `node`. */
 static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg_token_lists b, int64_t width,
                                          hpmlg_note *note, int *taken, const hpml_node *node)
 {
@@ -2737,9 +2816,9 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg
     }
 }
 
-/* Builds the lists in four launches. Step 0 counts positions and gives each a slot in its token's list; in step 1 the
-   position with slot 0 reserves entries of `order` for its token; step 2 fills `order`; step 3 sorts each token's
-   positions into `slot`, which is not needed any more. */
+/* Builds the lists of each token's positions in four launches, a thread for each position. Step 0 counts the positions
+   of each token and numbers them (`slot`); in step 1 the position numbered 0 reserves entries of `order` for its token;
+   step 2 fills `order`; step 3 sorts each token's positions into `slot`, whose numbers are not needed any more. */
 static __global__ void hpmlg_k_token_lists(hpmlg_token_lists b, int step)
 {
     int64_t i = hpmlg_thread_index();
@@ -2758,12 +2837,12 @@ static __global__ void hpmlg_k_token_lists(hpmlg_token_lists b, int step)
     b.slot[b.start[t] + rank] = (int)i;
 }
 
-/* Returns the sum, for columns c to c + 7, of n rows of x: rows at[0], at[1], ..., or, where `at` is NULL, the
-   first n. */
+/* Returns the sum, for columns c to c + 7, of n rows of x (width columns): rows at[0] to at[n - 1] or, where `at` is
+   NULL, rows 0 to n - 1. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int64_t width, int64_t c)
 {
     hpmlg_vec8 sum = {}, e[4];
-    for (int k = 0; k < n; k += 4) { /* four loads are in flight */
+    for (int k = 0; k < n; k += 4) { /* 4 rows at a time, so that four loads are in flight */
         HPMLG_UNROLL for (int q = 0; q < 4; q++) {
             bool    in  = k + q < n;
             int64_t row = in && at ? at[k + q] : k + q;
@@ -2775,7 +2854,8 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int6
     return sum;
 }
 
-/* Sums each piece of a long token: a warp for 256 columns of a piece. */
+/* Computes the sum of dy over each piece (up to HPMLG_LONG positions) of each long token: a warp for 256 columns of a
+   piece. */
 static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_token_lists b, int64_t width)
 {
     int64_t     parts = (width + 255) / 256;
@@ -2788,7 +2868,8 @@ static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_token_list
     }
 }
 
-/* Computes row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
+/* Computes row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row; add: adds to
+   dw. */
 static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_token_lists b, int64_t width,
                                               bool add)
 {
@@ -2809,12 +2890,13 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
     }
 }
 
-/* Lays the arrays out in the node's scratch memory, if it is allocated. Returns their size in bytes. */
+/* Computes the sizes and, if the scratch memory of node n is allocated, the addresses of the token lists in it. Returns
+   the bytes that they need. */
 HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_token_lists *b)
 {
     b->tokens      = hpml_tensor_count(n->src[0]);
     b->vocabulary  = n->src[1]->shape[0];
-    b->most_pieces = 2 * b->tokens / HPMLG_LONG; /* a token of 65 positions has two pieces */
+    b->most_pieces = 2 * b->tokens / HPMLG_LONG; /* as a token of 65 positions has two pieces */
     int64_t sums  = b->most_pieces * n->src[1]->shape[1];
     size_t  bytes = (size_t)(sums + 3 * b->vocabulary + 2 + 2 * b->tokens + b->most_pieces) * sizeof(int);
     if (!n->scratch) return bytes;
