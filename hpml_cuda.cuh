@@ -2938,14 +2938,15 @@ HPMLG_FN void hpmlg_op_embedding(HPMLG_OP_ARGUMENTS)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* All products, convolutions included, are one sum, c[row, col] = sum over k of a[row, k] b[k, col]; they differ in the
-   addresses of their operands' elements. An operand has two axes: its lines (rows of a, columns of b) and k. An axis
-   splits an index into up to three, i = (q nu + u) nv + v, and has a distance for each of the three: in memory and, for
-   images, in height and width; an element outside of the image is 0. One kernel gathers the elements of any operands
-   (edges, any strides, mixed types; f32, tf32 or halves), another copies 16 bytes at a time from dense halves. A block
-   of 128 threads computes a tile of T x T. When there are too few tiles for the device, k is cut into splits, whose
-   sums are added in order. */
+   addresses of the elements of the operands a and b. An operand has two axes: its lines (rows of a, columns of b) and
+   k. An axis splits an index i into up to three, i = (q nu + u) nv + v, and has a distance for each of q, u and v: in
+   memory and, for images, in height and width; an element outside of the image is 0. One kernel gathers the elements of
+   any operands (edges, any strides, mixed types; f32, tf32 or halves), another copies 16 bytes at a time from dense
+   halves. A block of 128 threads computes a tile of T x T elements of c. When there are too few tiles to fill the
+   device, k is cut into splits, whose sums are added in order. */
 
-/* Division by `by` of numbers below 2^31 as a multiplication: mul = ceil(2^shift / by), shift = 31 + ceil(log2(by)). */
+/* Divides numbers below 2^31 by `by` as a multiplication: n / by = n mul >> shift, with mul = ceil(2^shift / by) and
+   shift = 31 + ceil(log2(by)). */
 typedef struct hpmlg_divisor { unsigned shift, mul, by, unused; } hpmlg_divisor;
 
 HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
@@ -2960,14 +2961,14 @@ HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
 HPMLG_DEVICE unsigned hpmlg_divide(unsigned n, hpmlg_divisor d) { return (unsigned)((uint64_t)n * d.mul >> d.shift); }
 
 typedef struct hpmlg_axis {
-    hpmlg_divisor block, row; /* nu nv; nv */
-    int64_t   q, u, v;        /* elements from one q, u, v to the next */
-    int16_t   h0, h, w0, w;   /* height h0 + u h, width w0 + v w */
+    hpmlg_divisor block, row; /* divisors: by nu nv; by nv */
+    int64_t   q, u, v;        /* distances in memory, in elements, from one q, u or v to the next */
+    int16_t   h0, h, w0, w;   /* for images: height h0 + u h, width w0 + v w */
 } hpmlg_axis;
 
-typedef struct __align__(16) hpmlg_coord { /* what one axis adds to an element's address */
-    int64_t at;   /* elements; below 0: beyond the end of the axis */
-    int     h, w; /* position in the image */
+typedef struct __align__(16) hpmlg_coord { /* what the index on one axis adds to an element's address */
+    int64_t at;   /* offset in elements; below 0: beyond the end of the axis */
+    int     h, w; /* height and width, to be added up over both axes */
 } hpmlg_coord;
 
 HPMLG_FN hpmlg_axis hpmlg_axis_3d(int64_t nu, int64_t nv, int64_t q, int64_t u, int64_t v)
@@ -2997,14 +2998,15 @@ HPMLG_DEVICE hpmlg_coord hpmlg_coord_of(const hpmlg_axis &x, int64_t i, int64_t 
 
 typedef struct hpmlg_operand {
     hpmlg_array x;
-    int64_t     batch;        /* elements to the next matrix */
+    int64_t     batch;        /* elements to the next matrix of the batch */
     hpmlg_axis  line, k;
-    int64_t     H, W;         /* size of the image; H 0: not an image */
+    int64_t     H, W;         /* size of the image; H 0: the operand is not an image */
     int64_t     along_k;      /* neighbours in k are closer in memory than neighbouring lines */
     int64_t     ld;           /* not 0: the elements are neighbours along one axis, and `ld` apart along the other */
 } hpmlg_operand;
 
-/* Returns the element at a line and a k; 0 outside. base: offset of the matrix in the batch. */
+/* Returns the operand's element at the coordinates `line` and `k`; 0 outside of the matrix or image. base: offset of
+   the matrix in the batch. */
 HPMLG_DEVICE float hpmlg_operand_get(const hpmlg_operand &o, int64_t base, hpmlg_coord line, hpmlg_coord k)
 {
     int64_t at = base + line.at + k.at;
@@ -3017,22 +3019,22 @@ HPMLG_DEVICE float hpmlg_operand_get(const hpmlg_operand &o, int64_t base, hpmlg
     return hpmlg_get(o.x, at);
 }
 
-/* c = act(alpha a b (+ c) + bias). What act is computed from is kept in z, if z is not NULL. back: instead
-   c = (alpha a b (+ c)) act'(z). */
+/* A batch of products c = act(alpha a b (+ c) + bias), c of (m, n). The input of act is saved in z, unless z.p is NULL.
+   If `back`, instead c = (alpha a b (+ c)) act'(z), where z is read. */
 typedef struct hpmlg_product {
     int64_t       m, n, k, batch;
     hpmlg_operand a, b;
     hpmlg_array   c, z;
     int64_t       ldc, c_batch;
-    hpmlg_axis    col;           /* of c */
+    hpmlg_axis    col;           /* axis of c's columns, where they are not neighbours */
     int64_t       flat, by_vec8; /* columns of c are neighbours; rows of c can be moved 8 elements at a time */
     int64_t       add;
     float         alpha, slope;
     const float  *bias;
-    int64_t       bias_row, bias_col, bias_batch; /* elements to the next */
+    int64_t       bias_row, bias_col, bias_batch; /* distances in `bias` from a row, column or matrix to the next */
     int64_t       act, back;
-    int64_t       half;          /* HPML_DTYPE_BF16 or _F16: the type in which halves are multiplied */
-    float        *part;          /* (splits, batch, m, n) sums of the splits; NULL: one split, which writes c */
+    int64_t       half;          /* HPML_DTYPE_BF16 or _F16: the type of operands in halves */
+    float        *part;          /* (splits, batch, m, n): sums of the splits; NULL: one split, which writes c */
     int64_t       splits, k_each;
     int64_t       tiles_m, tiles_n;
 } hpmlg_product;
@@ -3042,7 +3044,7 @@ HPMLG_DEVICE float hpmlg_add_bias(const hpmlg_product &g, int64_t batch, int64_t
     return g.bias ? v + g.bias[batch * g.bias_batch + row * g.bias_row + col * g.bias_col] : v;
 }
 
-/* Computes the epilogue of one sum and stores the result. */
+/* Scales the sum v for element (row, col) of matrix `batch` of c, computes its epilogue and stores the result in c. */
 HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, float v)
 {
     int64_t at = batch * g.c_batch + row * g.ldc + (g.flat ? col : hpmlg_coord_of(g.col, col, g.n).at);
@@ -3054,7 +3056,8 @@ HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int6
     hpmlg_put(g.c, at, v);
 }
 
-/* Does the same for eight neighbours of a row; col and the offset of the row are multiples of 8. */
+/* Does what hpmlg_store_result does for the 8 sums e of columns col to col + 7; col and the row's offset are multiples
+   of 8. */
 HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, hpmlg_vec8 e)
 {
     int64_t    at  = (batch * g.c_batch + row * g.ldc + col) / 8;
@@ -3108,8 +3111,8 @@ HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int
 
 typedef struct hpmlg_tile { int64_t batch, split, row, col, k0, k1; } hpmlg_tile;
 
-/* Returns the tile of this block. Blocks that run at the same time have tiles in 8 rows of tiles, so that they share
-   rows of a and columns of b in the cache. */
+/* Returns the tile that this block computes. Blocks that run at the same time have tiles in 8 rows of tiles, so that
+   they share rows of a and columns of b in the cache. */
 template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g)
 {
     unsigned   m = (unsigned)g.tiles_m, n = (unsigned)g.tiles_n;
@@ -3125,12 +3128,13 @@ template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g
     return t;
 }
 
-/* Returns the index of element (row, col) of a tile of sums in shared memory: neither writes nor reads have bank
-   conflicts. */
+/* Returns the index of element (row, col) of a tile (T, T) of sums in shared memory: scattered so that neither
+   hpmlg_store_tile's writes nor its reads have bank conflicts. */
 template <int T> HPMLG_DEVICE int hpmlg_sum_offset(int row, int col) { return row * T + (col ^ (row & 3) << 3); }
 
-/* Stores the sums of a tile, which the threads hold in the layout of the tensor cores (MMA) or of hpmlg_f32_step: they
-   go through shared memory, so that each thread gets 8 neighbours. Warp w has the quarter (w / 2, w % 2). */
+/* Stores the sums of tile t, which the threads have in their registers acc[] in the layout of the tensor cores (MMA) or
+   of hpmlg_f32_step: the sums pass through the shared memory `sums`, so that each thread gets 8 neighbours of a row.
+   Warp w has the quarter in row w / 2, column w % 2 of the tile. */
 template <int T, bool MMA>
 HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const float *acc, float *sums)
 {
@@ -3166,11 +3170,11 @@ HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const f
     }
 }
 
-/* How a tile of an operand lies in shared memory: halves as [line][32 k] or [32 k][line], with pieces of 16 bytes
+/* The order of an operand's tile in shared memory: halves as [line][32 k] or [32 k][line], with units of 16 bytes
    exchanged so that ldmatrix has no bank conflicts, or gathered as [line][16 k]. */
 enum hpmlg_layout { HPMLG_K_MAJOR, HPMLG_LINE_MAJOR, HPMLG_GATHERED };
 
-/* Returns the index of an element in the shared memory of its tile. */
+/* Returns the index of element (line, k) of an operand's tile in shared memory, for T lines in layout L. */
 template <int T, int L> HPMLG_DEVICE int hpmlg_tile_offset(int line, int k)
 {
     if (L == HPMLG_K_MAJOR) return line * 32 + ((k >> 3) ^ (line >> 1 & 3)) * 8 + (k & 7);
@@ -3178,7 +3182,8 @@ template <int T, int L> HPMLG_DEVICE int hpmlg_tile_offset(int line, int k)
     return line * 24 + k;
 }
 
-/* Loads lines `line` to line + 15 at k to k + 15 as hpmlg_mma_16816 needs them: one fragment of a, or two of b. */
+/* Loads lines `line` to line + 15 at k to k + 15 of the tile x into r as hpmlg_mma_16816 needs them: one fragment of
+   the left operand a or, if `b`, two of the right operand. */
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int line, int k, bool b)
 {
@@ -3188,7 +3193,8 @@ HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int lin
     else hpmlg_ldmatrix_x4(r, x + hpmlg_tile_offset<T, L>(l8 + in, k8));
 }
 
-/* Adds 16 k to the warp's quarter of a tile. */
+/* Adds the products of 16 k, from k on, of the tiles a and b in halves to acc, the warp's quarter of the tile of
+   sums. */
 template <int T, int LA, int LB, bool F16>
 HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const unsigned short *b, int k)
 {
@@ -3203,7 +3209,8 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
             hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
 }
 
-/* Starts the copy of a dense tile of halves, 32 k deep. x: its first element; lines, ks: how many of each exist. */
+/* Starts the copy of a dense tile of halves, T lines and 32 k, to shared memory. x: its first element in the operand;
+   lines, ks: how many lines and k the operand has from there on; the rest is filled with 0. */
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x, int64_t ld, int64_t lines, int64_t ks)
 {
@@ -3223,7 +3230,8 @@ HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x
 
 #define HPMLG_STAGES 4
 
-/* Starts the copies of both operands' tiles for step `step` into its stage. */
+/* Starts the copies of the tiles of both operands a and b for the 32 k of step `step` into one of the stages in
+   turn. */
 template <int T, int LA, int LB>
 HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t, int64_t step, unsigned short *tiles)
 {
@@ -3237,10 +3245,11 @@ HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t,
         hpmlg_dense_load<T, LA>(at, a, g.a.ld, g.m - t.row, t.k1 - k);
         hpmlg_dense_load<T, LB>(at + T * 32, b, g.b.ld, g.n - t.col, t.k1 - k);
     }
-    hpmlg_copy_commit(); /* a group for each step, also empty, because hpmlg_copy_wait counts groups */
+    hpmlg_copy_commit(); /* one group per step, if empty, because hpmlg_copy_wait counts groups */
 }
 
-/* Multiplies dense halves: four stages of 32 k, three in flight while one is multiplied. */
+/* Computes a product of dense halves on tensor cores, a tile a block: four stages of 32 k, of which three are being
+   copied while one is multiplied. */
 template <int T, int LA, int LB>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __grid_constant__ hpmlg_product g)
 {
@@ -3253,7 +3262,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __g
     HPMLG_ROLLED for (int64_t s = 0; s < steps; s++) {
         const unsigned short *a = tiles + s % HPMLG_STAGES * (2 * T * 32);
         hpmlg_copy_wait(HPMLG_STAGES - 2);
-        __syncthreads(); /* stage s has arrived for all threads, and none reads stage s - 1 any more */
+        __syncthreads(); /* stage s has arrived for all threads, and no thread reads stage s - 1 any more */
         hpmlg_dense_stage<T, LA, LB>(g, t, s + HPMLG_STAGES - 1, tiles);
         if (g.half == HPML_DTYPE_F16) {
             hpmlg_half_step<T, LA, LB, true>(acc, a, a + T * 32, 0);
@@ -3263,13 +3272,14 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __g
             hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 16);
         }
     }
-    hpmlg_store_tile<T, true>(g, t, acc, (float *)(void *)tiles); /* the groups after the last stage are empty */
+    hpmlg_store_tile<T, true>(g, t, acc, (float *)(void *)tiles); /* no copy writes to `tiles` any more */
 }
 
-/* The type in which the gathering kernel multiplies. */
+/* The type in which the kernel hpmlg_k_product_gather multiplies. */
 enum hpmlg_gather_type { HPMLG_IN_F32, HPMLG_IN_TF32, HPMLG_IN_HALF };
 
-/* Loads 16 k of an operand's tile into registers, element by element. lines, ks: coordinates of the tile's axes. */
+/* Loads 16 k of an operand's tile into registers v, element by element. base: offset of the matrix; lines, ks:
+   coordinates of the tile's lines and of the 16 k. */
 template <int T>
 HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t base, const hpmlg_coord *lines,
                                     const hpmlg_coord *ks)
@@ -3280,11 +3290,12 @@ HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t ba
     }
 }
 
-/* Returns v rounded to tf32. The device's NaN, 0x7fffffff, is kept: adding the half of the last place would make it
-   -0. */
+/* Returns v rounded to tf32 (for an instruction that cuts off 13 bits). The device's NaN, 0x7fffffff, is returned
+   unchanged, because adding half of the last place would make it -0. */
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
-/* Stores the same 16 k into shared memory: f32 as [k][line], tf32 as [line][k], halves as hpmlg_tile_offset says. */
+/* Stores the elements that hpmlg_gather_load loaded into shared memory: f32 as [k][line], tf32 as [line][k], halves (of
+   `type`) in the order of hpmlg_tile_offset. */
 template <int T, int KIND>
 HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k, int type)
 {
@@ -3297,7 +3308,8 @@ HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k
     }
 }
 
-/* Adds 16 k in f32: a thread has sixteen rows of eight columns (T 128), or eight of four. */
+/* Adds the products of 16 k in f32 to acc: a thread computes sixteen rows of eight columns (T = 128), or eight of four
+   (T = 64). */
 template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, const float *b)
 {
     int ty = (int)threadIdx.x / 16 * 4, tx = (int)threadIdx.x % 16 * 4;
@@ -3312,7 +3324,7 @@ template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, co
     }
 }
 
-/* Adds 16 k in tf32 to the warp's quarter of a tile. */
+/* Adds the products of 16 k of the tiles a and b in tf32 to acc, the warp's quarter of the tile of sums. */
 template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a, const unsigned *b)
 {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -3333,13 +3345,13 @@ template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a
 #define HPMLG_TILE_BYTES(T, KIND)                                                                                      \
     ((KIND) == HPMLG_IN_F32 ? 16 * ((T) + 4) * 4 : (KIND) == HPMLG_IN_TF32 ? (T) * 80 : (T) * 48)
 
-/* Multiplies any operands: 16 k at a time through registers, in two stages. */
+/* Computes a product of any operands, a tile a block: loads 16 k at a time through registers into one of two stages. */
 template <int T, int KIND>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __grid_constant__ hpmlg_product g)
 {
     enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
     HPMLG_SHARED(unsigned char, shared);
-    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* (a, b)(T); (stage)(a, b)(16) */
+    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* coordinates: (a, b)(T); (stage)(a, b)(16) */
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
@@ -3347,7 +3359,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
     for (int i = id; i < 2 * T; i += 128)
         lines[i] = i < T ? hpmlg_coord_of(g.a.line, t.row + i, g.m) : hpmlg_coord_of(g.b.line, t.col + i - T, g.n);
-    for (int s = -2; s < steps; s++) { /* find the coordinates of step s + 2, load step s + 1, multiply step s */
+    for (int s = -2; s < steps; s++) { /* finds the coordinates of step s + 2, loads step s + 1, multiplies step s */
         unsigned char *now = tiles + (s & 1) * 2 * BYTES, *next = tiles + (~s & 1) * 2 * BYTES;
         hpmlg_coord   *soon = ks + (~s & 1) * 32;
         bool           load = s >= -1 && s + 1 < steps;
@@ -3376,7 +3388,8 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     hpmlg_store_tile<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
 }
 
-/* Computes many products of few rows or columns (depthwise convolutions): each sum by one thread, or by a block. */
+/* Computes many products of few rows or columns (depthwise convolutions): each sum by one thread or, if `block`, by a
+   block. */
 static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_product g, bool block)
 {
     __shared__ float space[HPMLG_WARP];
@@ -3392,7 +3405,7 @@ static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_produc
     if (!block || threadIdx.x == 0) hpmlg_store_result(g, batch, row, col, sum);
 }
 
-/* Adds the splits in order. */
+/* Computes each element of c from the sums of its splits, which are added in order. */
 static __global__ void hpmlg_k_product_join(const __grid_constant__ hpmlg_product g)
 {
     int64_t size = g.batch * g.m * g.n;
@@ -3409,7 +3422,7 @@ static __global__ void hpmlg_k_product_join(const __grid_constant__ hpmlg_produc
 
 typedef void hpmlg_product_kernel(const hpmlg_product);
 
-/* [T 64, 128][a and b K-major; b line-major; both line-major; gathering in f32, tf32, halves] */
+/* Indices: [T is 64, 128][dense: a and b K-major; b line-major; both line-major; gathering in f32, tf32, halves] */
 static hpmlg_product_kernel *const hpmlg_product_kernels[2][6] = {
     { hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_K_MAJOR>,
       hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_LINE_MAJOR>,
@@ -3421,7 +3434,8 @@ static hpmlg_product_kernel *const hpmlg_product_kernels[2][6] = {
       hpmlg_k_product_gather<128, HPMLG_IN_TF32>, hpmlg_k_product_gather<128, HPMLG_IN_HALF> },
 };
 
-/* Bytes of shared memory: the four stages of dense operands. The sums of a tile and gathered operands need no more. */
+/* The bytes of shared memory of a product kernel with tiles of T x T: the four stages of dense operands. The sums of a
+   tile, and gathered operands, need no more. */
 #define HPMLG_PRODUCT_SHARED(T) ((size_t)(T) * 512)
 
 HPMLG_FN void hpmlg_product_open(hpmlg_device *d)
@@ -3435,7 +3449,8 @@ HPMLG_FN void hpmlg_product_open(hpmlg_device *d)
 
 HPMLG_FN bool hpmlg_is_half(hpmlg_array x) { return x.type == HPML_DTYPE_BF16 || x.type == HPML_DTYPE_F16; }
 
-/* Can the operand be copied 16 bytes at a time? */
+/* Returns true if the operand, of `lines` lines and k, can be copied 16 bytes at a time, so that the dense kernels can
+   be used. */
 HPMLG_FN bool hpmlg_is_dense(const hpmlg_operand *o, int64_t lines, int64_t k)
 {
     int64_t extent = o->along_k ? k : lines;
@@ -3443,7 +3458,7 @@ HPMLG_FN bool hpmlg_is_dense(const hpmlg_operand *o, int64_t lines, int64_t k)
            (uintptr_t)o->x.p % 16 == 0;
 }
 
-/* Sets the numbers of tiles and of splits, so that the device has enough blocks. */
+/* Sets the numbers of tiles (of T x T) and of splits of the product g, so that the device has enough blocks. */
 HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T)
 {
     int64_t tiles, limit, want;
@@ -3451,7 +3466,8 @@ HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T
     g->tiles_n = (g->n + T - 1) / T;
     tiles = g->tiles_m * g->tiles_n * g->batch;
     want  = (2 * d->sms + tiles - 1) / tiles;
-    limit = (int64_t)(d->d.workspace / sizeof(float)) / (g->batch * g->m * g->n); /* sums that fit in the workspace */
+    limit = (int64_t)(d->d.workspace / sizeof(float)) / (g->batch * g->m * g->n); /* splits whose sums fit in the
+                                                                                     workspace */
     if (limit > g->k / 256) limit = g->k / 256;
     if (want > limit) want = limit;
     if (want < 2 || tiles >= d->sms) want = 1;
@@ -3460,7 +3476,7 @@ HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T
     g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
 }
 
-/* Returns the column of hpmlg_product_kernels for these operands. */
+/* Returns the second index into hpmlg_product_kernels, for the layouts and types of the operands of g. */
 HPMLG_FN int hpmlg_product_variant(const hpmlg_device *d, const hpmlg_product *g)
 {
     bool dense = hpmlg_is_dense(&g->a, g->m, g->k) && hpmlg_is_dense(&g->b, g->n, g->k) && g->a.x.type == g->b.x.type;
@@ -3470,7 +3486,7 @@ HPMLG_FN int hpmlg_product_variant(const hpmlg_device *d, const hpmlg_product *g
     return 3 + (d->d.precision == HPML_CUDA_F32 ? HPMLG_IN_F32 : HPMLG_IN_TF32);
 }
 
-/* Runs a product by this header's kernels. */
+/* Runs the product g by this header's kernels. */
 HPMLG_FN void hpmlg_product_run(hpmlg_device *d, hpmlg_product *g)
 {
     int64_t limit = (int64_t)1 << 31, tiles = ((g->m + 127) / 128) * ((g->n + 127) / 128) * g->batch;
@@ -3494,28 +3510,29 @@ HPMLG_FN void hpmlg_product_run(hpmlg_device *d, hpmlg_product *g)
     if (g->splits > 1) HPMLG_RUN_ITEMS(d, hpmlg_k_product_join, g->batch * g->m * g->n, 256, *g);
 }
 
-/* A product of two matrices with rows of neighbours, which cuBLASLt can compute too: c (batch, m, n) = act(alpha a b
-   (+ c) + bias), or back: c = (alpha a b (+ c)) act'(z), where z is read. */
+/* A batch of products of row-major matrices, which cuBLASLt can compute too: c (batch, m, n) = act(alpha a b (+ c) +
+   bias) or, if `back`, c = (alpha a b (+ c)) act'(z), where z is read. */
 struct hpmlg_gemm : hpmlg_product {
-    float      *sums;      /* (m) for the sums of a's rows, if the product can compute them too; NULL: not wanted */
-    const void *bias_half; /* bias (n) in c's type, for cuBLASLt; NULL: no such copy */
+    float      *sums;      /* (m): gets the sums of the rows of a, if the product can compute them; NULL: not wanted */
+    const void *bias_half; /* (n): the bias in c's type, for cuBLASLt; NULL: none exists */
 };
 
-/* The parts of a product's epilogue that not every implementation has, and that its caller must run as a kernel of its
-   own where the product has not done them. */
+/* What a product has done of those parts of its epilogue that not every implementation has. The caller must run a part
+   as a kernel of its own where the product has not done it. */
 typedef struct hpmlg_epilogue {
     bool derivative; /* c has been multiplied by act'(z) */
     bool row_sums;   /* hpmlg_gemm.sums has been written */
 } hpmlg_epilogue;
 
-/* Returns the array from element `at` on. */
+/* Returns the array that begins at element `at` of x. */
 HPMLG_FN hpmlg_array hpmlg_array_at(hpmlg_array x, int64_t at)
 {
     x.p = (char *)x.p + at * (int64_t)hpml_dtype_size((hpml_dtype)x.type);
     return x;
 }
 
-/* Describes an operand by its axes. batch: elements to the next matrix. */
+/* Describes an operand x of a product by its axes, lines and k. batch: elements to the next matrix; along_k: neighbours
+   in k are closer. */
 HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
 {
     hpmlg_operand o = {};
@@ -3527,7 +3544,7 @@ HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis
     return o;
 }
 
-/* Describes an operand in images of (H, W). */
+/* Describes an operand whose elements are in images (H, W); the other arguments are hpmlg_operand_of's. */
 HPMLG_FN hpmlg_operand hpmlg_image_operand(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
                                            int64_t H, int64_t W)
 {
@@ -3537,8 +3554,8 @@ HPMLG_FN hpmlg_operand hpmlg_image_operand(hpmlg_array x, int64_t batch, hpmlg_a
     return o;
 }
 
-/* Describes a matrix whose rows are ld elements apart. along_k: k runs along its rows, else down its columns. batch:
-   elements to the next matrix. */
+/* Describes a matrix whose rows are ld elements apart, as an operand. along_k: k runs along the rows of the matrix,
+   else down its columns. batch: elements to the next matrix. */
 HPMLG_FN hpmlg_operand hpmlg_matrix(hpmlg_array x, int64_t ld, int64_t batch, bool along_k)
 {
     hpmlg_axis    one = hpmlg_axis_1d(1), far = hpmlg_axis_1d(ld);
@@ -3569,8 +3586,8 @@ HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_operand
 
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue *done);
 
-/* Runs the product by cuBLASLt or, where that refuses, by this header's kernels. Returns the optional parts of the
-   epilogue that the product has done. */
+/* Runs the product g by cuBLASLt or, where cuBLASLt refuses, by this header's kernels. Returns which optional parts of
+   the epilogue the product has done. */
 HPMLG_FN hpmlg_epilogue hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
 {
     hpmlg_epilogue done = {};
@@ -3581,7 +3598,7 @@ HPMLG_FN hpmlg_epilogue hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
     return done;
 }
 
-/* Writes a half copy again if its parameter has changed. */
+/* Converts a parameter to its half copy again if the parameter has changed. */
 HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w)
 {
     if (w->fresh) return;
@@ -3589,8 +3606,8 @@ HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w)
     w->fresh = hpmlg_ok(d);
 }
 
-/* Returns the half copy of a parameter, allocated when first needed (the first run of a pass is not recorded, so memory
-   can be allocated); NULL, and an error on the context, when there is no memory for it. */
+/* Returns the half copy of parameter t, allocated when first needed (the first run of a pass is not recorded, so memory
+   can be allocated); NULL, and an error on the context, when there is no memory. */
 HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t)
 {
     hpmlg_half_copy *w = d->half_copies;
@@ -3608,8 +3625,8 @@ HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t)
     return w->half;
 }
 
-/* Returns a tensor as an operand of products: the half copy of a parameter; an f32 input of a half model, narrowed into
-   `place` if that is not NULL; else the tensor itself. */
+/* Returns tensor t as an operand of products: for a parameter of a half model its half copy; for an f32 input of a half
+   model a narrowed copy in the memory `place`, unless `place` is NULL; else the tensor itself. */
 HPMLG_FN hpmlg_array hpmlg_product_input(hpmlg_device *d, const hpml_tensor *t, void *place)
 {
     hpmlg_array x = hpmlg_value(t);
@@ -3620,7 +3637,7 @@ HPMLG_FN hpmlg_array hpmlg_product_input(hpmlg_device *d, const hpml_tensor *t, 
     return hpmlg_array_of(place, d->act_dtype);
 }
 
-/* Returns the bytes that hpmlg_product_input needs at `place`. */
+/* Returns the bytes of memory that hpmlg_product_input needs at its argument `place` for tensor t; 0: none. */
 HPMLG_FN size_t hpmlg_narrowed_bytes(const hpmlg_device *d, const hpml_tensor *t)
 {
     bool narrow = d->act_dtype != HPML_DTYPE_F32 && t->dtype == HPML_DTYPE_F32 && !t->param;
@@ -3631,14 +3648,15 @@ HPMLG_FN size_t hpmlg_narrowed_bytes(const hpmlg_device *d, const hpml_tensor *t
 // >>gpu-cublas   matrix products by cuBLASLt
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Row-major matrices are transposed column-major ones: c = a b is c^T = b^T a^T, so the operands change places. The
+/* Row-major matrices are transposed column-major ones: c = a b is c^T = b^T a^T, so a and b change places. The
    library's answer for a shape (an algorithm, or a refusal) is kept as a plan. Bias, relu, gelu and gelu' are fused
    into the product's epilogue, and so are sums of a's rows; where the library has no such kernel, an activation follows
-   as a kernel of its own, and the rest is left to the caller (hpmlg_epilogue). In HPML_CUDA_F32 gelu and gelu' are not
-   fused, because the library's have only the 11 bits of the hardware's tanh. Its relu is max(z, 0), which turns a NaN
-   into 0: the update finds the NaN in the gradient of the layer's weights, where 0 is multiplied by the NaN in x. */
+   as a kernel of its own, and the other parts are left to the caller (hpmlg_epilogue). In HPML_CUDA_F32 gelu and gelu'
+   are not fused, because cuBLASLt computes them with only the 11 bits of the hardware's tanh. The relu of cuBLASLt is
+   max(z, 0), which turns a NaN into 0: the update finds the NaN in the gradient of the layer's weights, where 0 is
+   multiplied by the NaN in x. */
 
-/* Appends v to a list of at most 16 different numbers. */
+/* Appends v to a list of at most 16 different numbers, unless v is in the list or the list is full. */
 HPMLG_FN void hpmlg_list_add(int list[16], int *count, int v)
 {
     int i = 0;
@@ -3659,7 +3677,7 @@ HPMLG_FN hpml_status hpmlg_blas_check(hpmlg_device *d, cublasStatus_t s, const c
                       "; hpml_cuda_desc.own_kernels does without cuBLASLt");
 }
 
-/* Does the library refuse, so that own kernels run? */
+/* Returns true if the status says that cuBLASLt refuses a product, so that this header's kernels run instead. */
 HPMLG_FN bool hpmlg_blas_refused(cublasStatus_t s)
 {
     return s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_INVALID_VALUE || s == CUBLAS_STATUS_ARCH_MISMATCH;
@@ -3672,9 +3690,9 @@ typedef struct hpmlg_blas_key {
 
 typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
-    uint64_t               used;         /* hpmlg_device.clock at the last use */
-    bool                   set, usable;  /* the library has been asked; it has not refused */
-    int                    id;           /* of the algorithm, in cuBLASLt */
+    uint64_t               used;         /* hpmlg_device.clock at the last use; 0: free */
+    bool                   set, usable;  /* cuBLASLt has been asked; it did not refuse */
+    int                    id;           /* number of the algorithm in cuBLASLt */
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t   algo;
@@ -3737,7 +3755,8 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
     return s;
 }
 
-/* Sets the addresses of bias and z, which are not part of the key. */
+/* Sets the addresses of bias and z in a plan's descriptor, because they are not part of the plan's key; NULL: not
+   used. */
 HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
@@ -3746,7 +3765,7 @@ HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *
     return s;
 }
 
-/* Asks cuBLASLt for an algorithm and keeps the answer in *p, a refusal too. */
+/* Asks cuBLASLt for an algorithm and keeps the answer in *p, a refusal too. bias, z: as in hpmlg_blas_set_pointers. */
 HPMLG_FN void hpmlg_blas_choose(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasLtMatmulPreference_t       want = NULL;
@@ -3779,7 +3798,7 @@ HPMLG_FN void hpmlg_blas_choose(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_pl
     if (!hpmlg_blas_refused(s)) hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
 }
 
-/* Lists cuBLASLt's ids of the algorithms that products use; returns how many there are. */
+/* Lists cuBLASLt's numbers of the algorithms that products use, each number once; returns how many there are. */
 HPMLG_FN int hpmlg_blas_algorithms(const hpmlg_device *d, int list[16])
 {
     const hpmlg_blas *blas = (const hpmlg_blas *)d->blas;
@@ -3789,8 +3808,8 @@ HPMLG_FN int hpmlg_blas_algorithms(const hpmlg_device *d, int list[16])
     return count;
 }
 
-/* Describes the product for cuBLASLt. Returns false if cuBLASLt must not be asked. line: the vector of bias or bias
-   sums, which must be aligned to 16 bytes, because cuBLASLt has no preference for the alignment of vectors. */
+/* Describes the product g in *k for cuBLASLt. Returns false if cuBLASLt must not be asked. line: the vector of bias or
+   of bias sums, which must be aligned to 16 bytes, because cuBLASLt has no preference for the alignment of vectors. */
 HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const void *line)
 {
     memset(k, 0, sizeof *k);
@@ -3815,12 +3834,13 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const vo
     k->add    = g->add;
     uintptr_t addresses = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p | (uintptr_t)line |
                           (uintptr_t)g->z.p;
-    for (k->align = 256; addresses % (uintptr_t)k->align; k->align /= 2) {} /* bytes, of all arrays */
+    for (k->align = 256; addresses % (uintptr_t)k->align; k->align /= 2) {} /* the bytes to which all arrays are
+                                                                               aligned */
     return (k->batch == 1 || !g->bias) && (uintptr_t)line % 16 == 0;
 }
 
-/* Returns the epilogue to fuse into the product. full: with activation, derivative or sums, as far as cuBLASLt has
-   them; else only with the bias. cuBLASLt's B is our a, so BGRADB sums the rows of a. */
+/* Returns the epilogue for cuBLASLt to fuse into the product g. full: with activation, derivative or sums, as far as
+   cuBLASLt has them; else only with the bias. The right operand B of cuBLASLt is g->a, so BGRADB sums the rows of a. */
 HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpmlg_gemm *g, bool full)
 {
     bool bias = g->bias != NULL, z = g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0;
@@ -3835,7 +3855,7 @@ HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpm
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-/* Counts the epilogue that was fused into a product, or that cuBLASLt refused. */
+/* Counts the epilogue e, which was fused into a product or, if `refused`, which cuBLASLt refused. */
 HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refused)
 {
     long long *n = d->work.epilogues[refused];
@@ -3848,8 +3868,8 @@ HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refus
     }
 }
 
-/* Runs the product by cuBLASLt: first with the full epilogue, if there is one, then with the bias alone and the
-   activation as a kernel after the product. Returns false if both are refused. */
+/* Runs the product g by cuBLASLt: first with the full epilogue, if there is one, then with the bias alone and the
+   activation as a kernel after the product. *done: the optional parts done. Returns false if cuBLASLt refuses. */
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue *done)
 {
     hpmlg_blas    *blas = (hpmlg_blas *)d->blas;
@@ -3907,13 +3927,14 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 // >>gpu-matmul   matmul and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Forward, y = act(x w^T + bias) is one product. Backward, dz = dy act'(z) overwrites dy, which no later op reads, and
-   the sums of dz's columns are the gradient of the bias; one kernel does both. Either is fused into a product where
-   possible: the column sums into dw = dz^T x, whose left operand they belong to, and act'(z) of a layer into the dx of
-   the linear layer after it, which writes this layer's dy (hpmlg_op_notes.activation_grad_done). */
+/* The linear layer. Forward, y = act(z), z = x w^T + bias, is one product. Backward, dz = dy act'(z) overwrites dy,
+   which no later op reads, and the sums of dz's columns are the gradient of the bias; one kernel computes dz and the
+   sums. Each of these is fused into a product where possible: the column sums into dw = dz^T x, whose left operand is
+   dz^T, and act'(z) of a layer into the dx of the next linear layer, which writes this layer's dy
+   (hpmlg_op_notes.activation_grad_done). */
 
-/* Computes in one kernel: dy *= act'(v), if there is an activation; db, if not NULL, (+)= the sums of dy over the
-   dimensions that are broadcast in w. */
+/* Computes in one kernel dy *= act'(v), if `act` is not 0, and db (+)= the sums of dy over those dimensions of w whose
+   stride 0 is 0 (broadcast), if db is not NULL. */
 HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
                                   hpmlg_strides w, float *db, bool add)
 {
@@ -3930,10 +3951,11 @@ HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v
 
 typedef struct hpmlg_dims {
     int64_t batch, m, n, k;
-    bool    shared; /* all products of the batch have the same b */
+    bool    shared; /* all products of the batch have the same right operand b */
 } hpmlg_dims;
 
-/* Returns the sizes of the products. Those with a shared b and an a that is not transposed are one tall product. */
+/* Returns the sizes of a matmul op's products. A batch with one shared b and an a that is not transposed is one tall
+   product. */
 HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 {
     const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
@@ -3951,7 +3973,7 @@ HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
     return d;
 }
 
-/* Computes c (m, n) (+)= a b; transposed: c is (n, m), the transpose of that. */
+/* Computes `batch` products c (m, n) (+)= a b; transposed: stores the transpose of the product, c (n, m), instead. */
 HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_operand a,
                                     hpmlg_operand b, hpmlg_array c, bool add, bool transposed)
 {
@@ -3960,11 +3982,13 @@ HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, i
     hpmlg_gemm_run(d, &g);
 }
 
-/* Returns the operand op(A) (m, k) or, second, op(B) (k, n); transposed: of its transpose. */
+/* Returns the matmul op's left operand op(A) (m, k), stored in x, or if `second` op(B) (k, n); transposed: the
+   transpose of op(A) or op(B). */
 HPMLG_FN hpmlg_operand hpmlg_matmul_operand(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second,
                                             bool transposed)
 {
-    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* as its transpose */
+    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* x is stored as the transpose of the
+                                                                                  operand */
     int64_t rows = second ? s->k : s->m, cols = second ? s->n : s->k;
     int64_t batch = second && s->shared ? 0 : rows * cols;
     return hpmlg_matrix(x, stored ? rows : cols, batch, (stored != transposed) == second);
@@ -3979,19 +4003,20 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
     if (!back)
         return hpmlg_batched_product(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_operand(n, &s, a, false, false),
                                      hpmlg_matmul_operand(n, &s, b, true, false), hpmlg_value(n->out), false, false);
-    if (ta->raw_grad) /* dA (m, k) = dC op(B)^T, as A is stored */
+    if (ta->raw_grad) /* dA (m, k) = dC op(B)^T, or its transpose, as A is stored */
         hpmlg_batched_product(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true),
                               hpmlg_matmul_operand(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
                               n->attr.matmul.trans_a);
     for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
-        bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
+        bool        add = n->accumulate[1] || i > 0 || ta == tb; /* the gradient of a shared b is summed over the batch,
+                                                                    in order */
         hpmlg_array ai = hpmlg_array_at(a, i * s.m * s.k), ci = hpmlg_array_at(dc, i * mn);
         hpmlg_batched_product(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_operand(n, &s, ai, false, true),
                               hpmlg_matrix(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
     }
 }
 
-/* Returns the array that act' is computed from: z if it is saved, else y. */
+/* Returns the array from which the derivative of linear layer n's activation is computed: z if it is saved, else y. */
 HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
 {
     return n->saved ? hpmlg_array_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
@@ -4012,16 +4037,17 @@ HPMLG_FN void hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
     hpmlg_gemm_run(d, &g);
 }
 
-/* Returns the linear layer m before n whose act'(z) the dx of n can include; NULL: none. n must be recorded right after
-   m: then n is the first reader of m's result, and so the last one to add to its gradient. */
+/* Returns m, the linear layer before n, if the product for n's dx can include the multiplication by m's act'(z); NULL:
+   none. n must be recorded right after m: then n is the first reader of m's result, and so the last to add to its
+   gradient. */
 HPMLG_FN const hpml_node *hpmlg_linear_before(const hpml_node *n)
 {
     const hpml_node *m = n->src[0]->node;
     return m && m->op == HPML_OP_LINEAR && m->attr.act.act && m->index + 1 == n->index ? m : NULL;
 }
 
-/* Computes dz = dy act'(z), db = the column sums of dz, dw = dz^T x. The sums are fused into the product for dw if dy
-   needs no act' first, or has it already. */
+/* Computes a linear layer's dz = dy act'(z), db = the column sums of dz, and dw = dz^T x. The sums are fused into the
+   product for dw if `act` is HPML_ACT_NONE: the layer has no activation, or dy is multiplied by act'(z) already. */
 HPMLG_FN void hpmlg_linear_dw(hpmlg_device *d, hpml_node *n, hpml_act act)
 {
     hpml_tensor  *x = n->src[0], *w = n->src[1], *bias = n->src[2];
@@ -4049,7 +4075,7 @@ HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     hpml_tensor     *x = n->src[0], *w = n->src[1];
     const hpml_node *before = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    bool             act_done = d->op_notes.activation_grad_done == n; /* by the dx of the layer after this one */
+    bool             act_done = d->op_notes.activation_grad_done == n; /* by the dx of the next layer */
     d->op_notes.activation_grad_done = NULL;
     hpmlg_linear_dw(d, n, act_done ? HPML_ACT_NONE : n->attr.act.act);
     if (!x->raw_grad) return;
@@ -4126,8 +4152,8 @@ HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
 }
 
 /* The pixels of x along one axis that have one remainder modulo the stride: `count` pixels, first, first + stride, ...
-   They are reached by `taps` of the kernel's taps: tap, tap + step, ...; these connect the first pixel to pixels at,
-   at - back, ... of y, and each next pixel to pixels one further. */
+   The kernel's taps that reach them are `taps` taps: tap, tap + step, ... These taps connect the first pixel to pixels
+   at, at - back, ... of y, and each next pixel of x to pixels of y one further. */
 typedef struct hpmlg_residue { int first, count, tap, step, taps, at, back; } hpmlg_residue;
 
 HPMLG_FN hpmlg_residue hpmlg_residue_of(const hpmlg_conv *c, int i, int first, int64_t size)
@@ -4142,7 +4168,8 @@ HPMLG_FN hpmlg_residue hpmlg_residue_of(const hpmlg_conv *c, int i, int first, i
     return r;
 }
 
-/* Computes dx (+)= the gradient of a convolution by its input, one product for each remainder. */
+/* Computes dx (+)= the gradient of a convolution by its input, one product for each remainder of the stride (see
+   >>gpu-conv). */
 HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array w, hpmlg_array dx,
                             bool add)
 {
@@ -4177,10 +4204,10 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
     }
 }
 
-/* Computes y (images, C, P) = act(y + bias), in place. */
+/* Computes y (images, C, P) = act(y + bias), in place; bias (C) or NULL; n: elements of y. */
 static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
-    bool one = P % 8 == 0; /* the eight pixels of a vec8 are of one plane */
+    bool one = P % 8 == 0; /* the eight pixels of a vec8 are in one plane */
     HPMLG_FOR_EACH_VEC8(at, n) {
         hpmlg_vec8 e = hpmlg_get_range(y, at, 0, n, 0);
         float      b = bias && one ? bias[at / P % C] : 0;
@@ -4190,12 +4217,13 @@ static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int ac
     }
 }
 
-/* Runs one pass of a convolution by cuDNN; false: cuDNN refuses. */
+/* Runs one pass of convolution n by cuDNN: y, dx or dw; add: adds to the result. Returns false if cuDNN refuses. */
 typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN_PASSES } hpmlg_dnn_pass;
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add);
 
-/* Runs one pass, by cuDNN or by this header's kernels. */
+/* Runs one pass of convolution n, which computes y, dx (into x) or dw (into w), by cuDNN or by this header's kernels;
+   add: adds to the result. */
 HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                              hpmlg_array y, bool add)
 {
@@ -4203,7 +4231,7 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     hpmlg_product j = {};
     int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
     hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);     /* of y */
-    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* tap (0, 0) of each pixel, in x */
+    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* of x: tap (0, 0) of each pixel */
     hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* offsets from tap (0, 0) */
     if (!hpmlg_ok(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
     d->work.convolutions[1]++;
@@ -4248,7 +4276,7 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
 HPMLG_FN void hpmlg_op_conv2d(HPMLG_OP_ARGUMENTS)
 {
     hpml_tensor  *x = n->src[0], *w = n->src[1], *y = n->out;
-    hpmlg_strides planes = {}; /* the bias has a number for each channel */
+    hpmlg_strides planes = {}; /* strides of the bias: one number per channel */
     if (!back)
         return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_product_input(d, x, n->scratch),
                               hpmlg_product_input(d, w, NULL), hpmlg_value(y), false);
@@ -4270,13 +4298,13 @@ HPMLG_FN void hpmlg_op_conv2d(HPMLG_OP_ARGUMENTS)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Each convolution and batch size has a plan: its descriptors and, for each pass, the algorithm that cuDNN's heuristics
-   put first among those that are deterministic and fit the workspace, which grows for the algorithm unless the pass is
-   being recorded. Where there is no such algorithm, this header's kernels run. HPML_CUDA_F32 excludes Winograd and FFT,
-   whose sums are not products of the f32 operands. In a half model cuDNN computes the gradient of the weights in
-   halves, which are then added to the f32 gradient. */
+   put first among the algorithms that are deterministic and fit in the workspace, which is grown for the algorithm
+   unless the pass is being recorded. Where there is no such algorithm, this header's kernels run. HPML_CUDA_F32
+   excludes Winograd and FFT, because they do not sum products of the f32 operands. In a half model cuDNN computes the
+   gradient of the weights in halves, which are then added to the f32 gradient. */
 
-/* Grows the workspace to `bytes` bytes. Returns false: over the limit, while recording, or out of memory. Recorded
-   passes are destroyed, and recorded again when they next run, because they contain the old address. */
+/* Grows the libraries' workspace to `bytes` bytes. Returns false: over the limit, while recording, or out of memory.
+   Recorded passes are destroyed, and recorded again when they next run, because they contain the old address. */
 HPMLG_FN bool hpmlg_workspace_grow(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->workspace_bytes) return true;
@@ -4306,8 +4334,8 @@ HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const cha
                       "; hpml_cuda_desc.own_kernels does without cuDNN");
 }
 
-/* Does the library refuse, so that own kernels run? Since version 9 the last three digits of a status are the
-   reason. */
+/* Returns true if the status says that cuDNN refuses, so that this header's kernels run instead. Since cuDNN 9 the last
+   three digits of a status are the reason. */
 HPMLG_FN bool hpmlg_dnn_refused(cudnnStatus_t s)
 {
     int family = CUDNN_MAJOR < 9 ? (int)s : (int)s / 1000 * 1000;
@@ -4327,11 +4355,11 @@ typedef struct hpmlg_dnn_plan {
     cudnnConvolutionDescriptor_t conv;
     cudnnActivationDescriptor_t  act;
     int                          algo[HPMLG_DNN_PASSES];
-    cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* of the algorithm */
-    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* the library has been asked for an
-                                                                                       algorithm; it has not refused */
-    bool                         set, refused;           /* described to the library; which refused the description */
-    bool                         unfused;                /* the library has refused bias and activation in one launch */
+    cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algo[] */
+    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* cuDNN has been asked for an
+                                                                                       algorithm; it has given one */
+    bool                         set, refused;           /* described to cuDNN; which refused the description */
+    bool                         unfused;                /* cuDNN has refused bias and activation in one launch */
 } hpmlg_dnn_plan;
 
 #define HPMLG_DNN_PLANS 128
@@ -4384,13 +4412,14 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
     return s;
 }
 
-/* Is algorithm `a` of a pass neither Winograd's nor an FFT? */
+/* Is true if algorithm `a` of a cuDNN pass is neither Winograd's nor an FFT. */
 #define HPMLG_DNN_EXACT(pass, a)                                                                                       \
     ((int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_FFT && (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_FFT_TILING &&      \
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD &&                                                           \
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD_NONFUSED)
 
-/* Takes the first algorithm that is deterministic, fits the workspace and, in f32, uses f32 products. */
+/* Chooses the first algorithm for pass `pass` of plan p that is deterministic, fits in the workspace and, in f32,
+   multiplies f32 numbers. */
 #define HPMLG_DNN_CHOOSE(Kind, KIND, Pass, ...)                                                                        \
     do {                                                                                                               \
         cudnnConvolution##Kind##AlgoPerf_t found[8];                                                                   \
@@ -4435,7 +4464,7 @@ HPMLG_FN hpmlg_dnn_plan *hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, cons
 }
 
 /* Computes y = conv(x, w) or, where cuDNN can, act(conv(x, w) + bias) in one launch, which only one of its algorithms
-   has; *whole tells the caller which. */
+   supports. Sets *whole to true if bias and activation, where the layer has them, are done. */
 HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n,
                                          hpmlg_array x, hpmlg_array w, hpmlg_array y, bool *whole)
 {
@@ -4457,7 +4486,8 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
                                    d->workspace_bytes, &zero, p->y, y.p);
 }
 
-/* Opens cuDNN with the first convolution, because that takes a while. Returns NULL on failure. */
+/* Returns the device's cuDNN state, opened at the first convolution because opening takes long. NULL, with an error:
+   failed. */
 HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
 {
     hpmlg_dnn *dnn = (hpmlg_dnn *)d->dnn;
@@ -4470,7 +4500,8 @@ HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
     return NULL;
 }
 
-/* Runs a pass by cuDNN; false: cuDNN refuses. After a refusal the pass runs by own kernels in all later steps too. */
+/* Runs a pass of convolution n by cuDNN. Returns false if cuDNN refuses; this header's kernels then run the pass, also
+   in all later steps. */
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add)
 {
