@@ -480,8 +480,7 @@ HPMLG_DEVICE int64_t hpmlg_thread_count(void) { return (int64_t)gridDim.x * bloc
 #define HPMLG_FOR_EACH_WARP(i, n)                                                                                      \
     for (int64_t i = hpmlg_thread_index() / HPMLG_WARP; i < (n); i += hpmlg_thread_count() / HPMLG_WARP)
 
-/* Returns a / b for a, b >= 0; uses the 32-bit division, which is several times faster, where a and b fit in 32
-   bits. */
+/* Returns a / b, by the 32-bit division, which is several times faster, where a and b fit in 32 unsigned bits. */
 HPMLG_DEVICE int64_t hpmlg_quotient(int64_t a, int64_t b)
 {
     return (((uint64_t)a | (uint64_t)b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
@@ -772,7 +771,7 @@ typedef struct hpmlg_device {
     hpmlg_work_counts work, work_before;         /* counts of launches now; at the start of the recording */
     long long         pass_counts[4];            /* numbers of passes, indexed by enum hpmlg_pass_kind */
     long long         waits;                     /* times that the host has waited for the device */
-    hpml_node        *planned;                   /* the node that hpmlg_norm_plan's caller planned last */
+    hpml_node        *planned;                   /* the node that hpmlg_plan planned last */
     /* times */
     hpmlg_span        spans[HPMLG_SPANS];
     int               span_count;
@@ -780,7 +779,7 @@ typedef struct hpmlg_device {
     double            span_clock_time;
     /* memory that ops share */
     hpmlg_half_copy  *half_copies;
-    unsigned long long *counts;                  /* on the device: correct predictions, labels of the last
+    unsigned long long *counts;                  /* on the device: correct predictions, valid labels of the last
                                                     cross-entropy */
     void             *scratch;                   /* HPMLG_SCRATCH bytes of the device for partial sums */
     void             *workspace;                 /* device memory for libraries and for split products */
@@ -1705,7 +1704,7 @@ static __global__ void __launch_bounds__(HPMLG_REDUCE_THREADS, plain ? 5 : 3) hp
     __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
     int     lane = (int)threadIdx.x % f.tx, ty = HPMLG_REDUCE_THREADS / f.tx;
     int64_t k = (int64_t)blockIdx.x * ty + threadIdx.x / (unsigned)f.tx, to = (int64_t)blockIdx.y * f.kept.count + k;
-    int64_t vecs = (f.last_dim + 14) / 8; /* number of vec8s that a row touches, wherever it begins */
+    int64_t vecs = (f.last_dim + 14) / 8; /* most vec8s that a row touches, wherever it begins */
     int64_t base = k < f.kept.count ? hpmlg_strides_at(f.kept, 0, k) : 0;
     float   sum = 0;
     for (int64_t q = (int64_t)blockIdx.y * f.tx + lane; q < f.summed.count * vecs && k < f.kept.count;
@@ -4538,7 +4537,8 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     return true;
 }
 
-/* Lists cuDNN's ids of the algorithms that this pass of convolutions uses; returns how many there are. */
+/* Lists cuDNN's numbers of the algorithms that pass `pass` (an hpmlg_dnn_pass) of all convolutions uses; returns how
+   many. */
 HPMLG_FN int hpmlg_dnn_algorithms(const hpmlg_device *d, int pass, int list[16])
 {
     const hpmlg_dnn *dnn = (const hpmlg_dnn *)d->dnn;
@@ -4564,9 +4564,10 @@ HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
 // >>gpu-attention   multi-head attention without storing the (T, T) matrix
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per sample and head: S = scale Q K^T, P = softmax(S), O = P V, in one pass over blocks of keys (FlashAttention-2, Dao
-   2023). Online softmax: a query keeps the maximum and the sum of the scores of all blocks up to now; when a block
-   brings a larger maximum, sum and output are rescaled. For one query, in scalar code:
+/* Attention: per sample and head, S = scale Q K^T, P = softmax(S), O = P V, in one pass over blocks of keys
+   (FlashAttention-2, Dao 2023). Softmax is computed online: for each query the maximum and the sum of exp(score -
+   maximum) over the blocks up to now are kept; when a block brings a larger maximum, the sum and the output are
+   rescaled. For one query, in scalar code:
 
        float most = -INFINITY, sum = 0, o[D] = { 0 };
        for (block = 0; block < T; block += K) {                  loaded while the previous block is computed
@@ -4606,23 +4607,23 @@ HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
    lie in different banks. They are loaded by asynchronous copies one block ahead; rows that are not aligned, or of
    another type, are loaded element by element. */
 
-#define HPMLG_ATTN_MOST 256 /* columns of a head */
+#define HPMLG_ATTN_MOST 256 /* columns of a head that the kernels accept */
 #define HPMLG_ATTN_LD(columns) ((columns) + 8) /* floats from row to row, so that 8 rows lie in different banks */
 
 enum hpmlg_attn_part { HPMLG_ATTN_Q, HPMLG_ATTN_K, HPMLG_ATTN_V, HPMLG_ATTN_O };
 
 typedef struct hpmlg_attn {
-    hpmlg_array qkv, o;         /* (B, T, 3C), (B, T, C); backward: o is the gradient of O */
-    hpmlg_array out;            /* forward: O, backward: the gradient of qkv */
-    float      *lse, *delta;    /* (B, heads, T) */
-    int64_t     pairs;          /* of a sample and a head: B heads */
+    hpmlg_array qkv, o;         /* (B, T, 3C), (B, T, C); backward: o is the gradient of the output O */
+    hpmlg_array out;            /* forward: the output O; backward: the gradient of qkv */
+    float      *lse, *delta;    /* (B, heads, T): log of the sum, base 2; rowsum(dO O) */
+    int64_t     pairs;          /* number of pairs of a sample and a head: B heads */
     int         T, heads, D;
     float       scale;
     bool        causal, add;
     bool        is_aligned, is_aligned_o; /* qkv, o can be copied 16 bytes at a time without conversion */
 } hpmlg_attn;
 
-template <int type> struct hpmlg_element { /* t: the type of an element in shared memory */
+template <int type> struct hpmlg_element { /* hpmlg_element<type>::t is the type of an element in shared memory */
     typedef typename std::conditional<type == HPML_DTYPE_F32, float, unsigned short>::type t;
 };
 
@@ -4632,7 +4633,7 @@ HPMLG_DEVICE void hpmlg_element_put(unsigned short *to, float v, int type)
     *to = (unsigned short)hpmlg_narrow(v, 0, type);
 }
 
-/* Returns 2^x; 0 below 2^-126. */
+/* Returns 2^x; 0 if this is below 2^-126 (on the GPU). */
 HPMLG_DEVICE float hpmlg_exp2(float x)
 {
 #ifdef HPML_CUDA_ON_CPU
@@ -4644,28 +4645,31 @@ HPMLG_DEVICE float hpmlg_exp2(float x)
 #endif
 }
 
-/* Returns the address of the piece of 16 bytes number `chunk` in a row of a tile. */
+/* Returns the address of the unit of 16 bytes number `chunk` in row `row` of a tile with DP columns in shared memory,
+   where units are exchanged to avoid bank conflicts. */
 template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, int chunk)
 {
     int swap = DP * sizeof(E) % 128 == 0 ? row & 7 : row >> 1 & 3;
     return tile + row * DP + (chunk ^ swap) * (int)(16 / sizeof(E));
 }
 
-/* Returns the offset of row `row` of Q, K, V or O (part) of pair bh. */
+/* Returns the offset of row `row` of Q, K, V or O (part: an hpmlg_attn_part) of pair bh of a sample and a head. */
 HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
 {
     int64_t C = (int64_t)p.heads * p.D, b = bh / p.heads, at = (b * p.T + row) * C, in = (bh - b * p.heads) * p.D;
     return part == HPMLG_ATTN_O ? at + in : 3 * at + part * C + in;
 }
 
-/* Loads `rows` rows from `row` on into a tile, by a block of `threads`; rows beyond T and columns beyond D are zero. */
+/* Loads `rows` rows from `row` on of Q, K, V or dO (part) of pair bh into a tile in shared memory, by a block of
+   `threads` threads; rows beyond T and columns beyond D become zero. Aligned rows are only being copied: see
+   hpmlg_copy_wait. */
 template <int type, int DP, int threads, int rows>
 HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<type>::t *tile, int64_t bh, int part,
                                   int row)
 {
     typedef typename hpmlg_element<type>::t E;
     const int   each = (int)(16 / sizeof(E)), chunks = DP / each, span = chunks < threads ? chunks : threads;
-    const int   step = threads / span; /* rows at a time */
+    const int   step = threads / span; /* rows that the block loads at a time */
     bool        is_o = part == HPMLG_ATTN_O, is_aligned = is_o ? p.is_aligned_o : p.is_aligned;
     hpmlg_array a  = is_o ? p.o : p.qkv;
     int         r  = (int)threadIdx.x / span;
@@ -4684,7 +4688,8 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     }
 }
 
-/* Computes d (16 M, 8 N) = a b^T over DP columns. a: this warp's rows of a tile; b: all 8 N rows of another tile. */
+/* Computes d (16 M, 8 N) = a b^T over DP columns, by one warp. a: the warp's 16 M rows of a tile; b: all 8 N rows of
+   another tile. */
 template <int type, int DP, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const unsigned short *a, const unsigned short *b)
 {
@@ -4728,8 +4733,8 @@ HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const float *a, const f
     }
 }
 
-/* Computes d (16 M, 8 NO) += s (16 M, 8 N) b. s: fragments that hpmlg_attn_scores computed; b: 8 N rows of a tile, from
-   column `column` on. */
+/* Computes d (16 M, 8 NO) += s (16 M, 8 N) b by one warp. s: fragments from hpmlg_attn_scores; b: 8 N rows of a tile, 8
+   NO columns from `column` on. */
 template <int type, int DP, int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M][N][4], const unsigned short *b,
                                         int column)
@@ -4754,7 +4759,7 @@ template <int type, int DP, int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M][N][4], const float *b, int column)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, t = lane % 4;
-    HPMLG_ROLLED for (int from = 0; from < 4; from++) /* the thread of this row's four whose elements of s are used */
+    HPMLG_ROLLED for (int from = 0; from < 4; from++) /* s is used from one of the row's four threads after the other */
         HPMLG_UNROLL for (int k = 0; k < 2 * N; k++) {
             float x[M][2];
             HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
@@ -4770,14 +4775,14 @@ HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M
         }
 }
 
-/* Stores out (+)= scale[row] d, in rows from `row` and columns from `column` on, through `space`, shared memory of this
-   warp, so that each thread writes vec8s. */
+/* Stores out (+)= scale[row] d in rows from `row` and columns from `column` on of Q, K, V or O (part), through `space`,
+   shared memory of this warp, so that each thread writes vec8s. */
 template <int M, int NO>
 HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, int row, int column,
                                    const float (&d)[M][NO][4], const float (&scale)[M][2], float *space)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, g = lane / 4, t = lane % 4;
-    __syncwarp(); /* space may still be read */
+    __syncwarp(); /* wait, because threads may still read `space` */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
         HPMLG_UNROLL for (int j = 0; j < NO; j++) {
             float *to = space + (8 * i + g) * HPMLG_ATTN_LD(8 * NO) + 8 * j + 2 * t, k = scale[i / 2][i % 2];
@@ -4792,8 +4797,9 @@ HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, in
     }
 }
 
-/* Returns the first row of this block's tile and its pair. The longest tiles come first: with a causal mask the last
-   queries read most keys, and the first keys are read by most queries. */
+/* Returns the first row of the tile of `rows` rows that this block computes, and sets *bh to its pair of sample and
+   head. The longest tiles are computed first: with a causal mask the last queries read most keys (last_first), and the
+   first keys are read by most queries. */
 HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first, int64_t *bh)
 {
     int64_t tile = blockIdx.x / p.pairs;
@@ -4801,8 +4807,9 @@ HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first,
     return (int)(last_first ? (p.T + rows - 1) / rows - 1 - tile : tile) * rows;
 }
 
-/* Turns s, the scores of 16 M rows with the keys from `key` on, into P without its divisor. edge: some keys are hidden.
-   Updates the rows' maxima `most` and sums `sum` (over this thread's columns), in base 2, and rescales o. */
+/* Turns s, the scores of 16 M queries from `row` on with the keys from `key` on, into exp2(score - maximum): softmax
+   without its divisor. edge: some of the keys are hidden. Updates the rows' maxima `most` and sums `sum` (over this
+   thread's columns), in base 2, and rescales the output o. */
 template <int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], float (&most)[M][2], float (&sum)[M][2],
                                      float (&o)[M][NO][4], int row, int key, bool edge)
@@ -4838,13 +4845,14 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
             HPMLG_UNROLL for (int e = 0; e < 4; e++) o[m][j][e] *= shrink[m][e / 2];
 }
 
-/* Computes attention forward. One block: 16 M W queries of one head, and keys 8 N at a time. */
+/* Computes attention forward: see >>gpu-attention. A block computes 16 M W queries of one head, and reads 8 N keys at a
+   time. */
 template <int type, int DP, int M, int W, int N>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
-    HPMLG_SHARED(E, q);      /* (R, DP) */
+    HPMLG_SHARED(E, q);      /* (R, DP): the block's queries */
     E      *kv = q + R * DP; /* two stages of keys (K, DP) and values (K, DP) */
     int64_t bh;
     int     first = hpmlg_attn_tile(p, R, true, &bh), row = first + (int)threadIdx.x / HPMLG_WARP * 16 * M, stage = 0;
@@ -4856,7 +4864,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         HPMLG_UNROLL for (int j = 0; j < DP / 8; j++) o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0;
     }
     hpmlg_attn_load<type, DP, threads, R>(p, q, bh, HPMLG_ATTN_Q, first);
-    for (int key = -K; key < end; key += K, stage ^= 1) { /* loads the next block and computes this one */
+    for (int key = -K; key < end; key += K, stage ^= 1) { /* loads the next keys, computes these */
         E *now = kv + stage * 2 * K * DP, *next = kv + (stage ^ 1) * 2 * K * DP;
         hpmlg_copy_wait(0);
         __syncthreads();
@@ -4878,7 +4886,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = most[i / 2][i % 2] + log2f(v);
         v = 1 / v;
     }
-    __syncthreads(); /* the memory of the tiles is free for the result */
+    __syncthreads(); /* wait: the result overwrites the tiles */
     hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
 }
 
@@ -4886,16 +4894,16 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
 // >>gpu-attention-back   the gradient of attention
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* With P from the kept lse:
+/* The gradient of attention, with the probabilities P computed from the saved lse, the log of each query's sum:
 
        delta = rowsum(dO O),  dP = dO V^T,  dS = P (dP - delta),  dQ = scale dS K,  dK = scale dS^T Q,  dV = P^T dO.
 
-   One kernel has two roles. In both a block holds two tiles of its own rows in shared memory, and streams over blocks
-   of the other side: for dK and dV its own rows are keys (K and V; Q and dO stream by), for dQ queries (Q and dO; K and
-   V stream by). S and dP are computed twice, but every sum stays in the registers of one thread and is added in order,
-   so that the bits are the same each time. */
+   One kernel template has two roles. In both a block keeps two tiles of its own rows in shared memory, and reads blocks
+   of the other side's rows one after the other: for dK and dV its own rows are keys (tiles of K and V; tiles of Q and
+   dO are read), for dQ queries (tiles of Q and dO; tiles of K and V are read). S and dP are computed twice, but every
+   sum stays in the registers of one thread and is added in order, so that the bits are the same each time. */
 
-/* Computes delta = rowsum(dO O): 8 threads for each row of a head. */
+/* Computes delta = rowsum(dO O) for the gradient of attention: 8 threads for each row of a head. p.o is dO. */
 static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
 {
     int64_t rows = p.pairs * p.T;
@@ -4914,8 +4922,9 @@ static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
     }
 }
 
-/* Phase 3 of hpmlg_k_attn_back. s: scores of rows with a block of columns, becomes P; dp: dP, becomes dS. lse and delta
-   of the queries are line[c] and line[8 N + c] of column c (KEYS), else of_row. edge: some keys are hidden. */
+/* Turns scores into their gradients in hpmlg_k_attn_back. s: the scores of rows from `row` with columns from `column`,
+   becomes P; dp: dP, becomes dS. If KEYS, rows are keys and columns queries, and the lse and delta of column c are
+   line[c] and line[8 N + c]; else those of the row's query are in of_row. edge: some keys are hidden. */
 template <bool KEYS, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
                                      const float (&of_row)[M][2][2], const float *line, int row, int column, bool edge)
@@ -4935,16 +4944,16 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
     }
 }
 
-/* Computes the gradients. One block: 16 M W keys of one head, their dK and dV (KEYS), or as many queries and their dQ;
-   DA columns of these from blockIdx.y DA on. own, stream: the two tiles of this block's rows, and two stages of two
-   tiles of the others. */
+/* Computes the gradients of attention. A block computes dK and dV of 16 M W keys of one head (KEYS), or dQ of as many
+   queries, in DA columns, from blockIdx.y DA on. In shared memory, `own` has two tiles of this block's rows, and
+   `stream` two stages of two tiles of the other side's rows. */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
-    HPMLG_SHARED(E, own);                              /* keys and values, or queries and dO: two of (R, DP) */
-    E      *stream = own + 2 * R * DP;                 /* the others: two stages of two (K, DP) */
+    HPMLG_SHARED(E, own);                              /* (R, DP) twice: keys and values, or queries and dO */
+    E      *stream = own + 2 * R * DP;                 /* two stages of two (K, DP): the other side */
     float  *lines = (float *)(stream + 4 * K * DP);    /* two stages of lse and delta of the queries in stream */
     int64_t bh;
     int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
@@ -4952,7 +4961,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T;
     float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
     float   scale[M][2], one[M][2];
-    /* 1. Prepare: lse and delta of own queries in registers; sums are 0; load own tiles. */
+    /* 1. Prepare: load lse and delta of the block's queries into registers; set sums to 0; start to load the own
+       tiles. */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         int r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
         of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[bh * p.T + r] : INFINITY;
@@ -4970,7 +4980,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     for (int c = begin - K; c < end; c += K, stage ^= 1) {
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
-        /* 2. Wait for this block's tiles, and start loading those of the next block (with lse and delta of queries). */
+        /* 2. Wait for the streamed tiles, and start to load those of the next block (KEYS: with its queries' lse and
+           delta). */
         hpmlg_copy_wait(0);
         __syncthreads();
         if (c + K < end) {
@@ -4978,30 +4989,31 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
             hpmlg_attn_load<type, DP, threads, K>(p, next + K * DP, bh, KEYS ? HPMLG_ATTN_O : HPMLG_ATTN_V, c + K);
             hpmlg_copy_commit();
             for (int i = (int)threadIdx.x; KEYS && i < K; i += threads) {
-                bool in = c + K + i < p.T; /* rows beyond the end get weight 0 */
+                bool in = c + K + i < p.T; /* queries beyond the end get P = 0 */
                 next_line[i]     = in ? p.lse[bh * p.T + c + K + i] : INFINITY;
                 next_line[K + i] = in ? p.delta[bh * p.T + c + K + i] : 0;
             }
         }
-        /* 3. S and dP from own and streamed tiles, then P and dS; blocks that the causal mask hides are left out. */
+        /* 3. Compute S and dP from own and streamed tiles, then P and dS; skip blocks that the causal mask hides. */
         if (c < begin || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, own + at * DP, now);
         hpmlg_attn_scores<type, DP, M, N>(dp, own + (R + at) * DP, now + K * DP);
         hpmlg_attn_dscores<KEYS>(p, s, dp, of_row, line, row, c, KEYS ? p.causal && c < row + 16 * M - 1
                                  : c + K > p.T || (p.causal && c + K > row + 1));
-        /* 4. Accumulate: KEYS: dV += P^T dO, dK += dS^T Q; else dQ += dS K. */
+        /* 4. Accumulate. KEYS: dV += P^T dO and dK += dS^T Q; else dQ += dS K. */
         if constexpr (KEYS) hpmlg_attn_accumulate<type, DP>(d1, s, now + K * DP, column);
         hpmlg_attn_accumulate<type, DP>(d0, dp, now, column);
     }
-    /* 5. Store the sums through the memory of own tiles. */
+    /* 5. Store the sums through the shared memory of the own tiles. */
     float *space = (float *)own + at * HPMLG_ATTN_LD(DA);
     __syncthreads();
     hpmlg_attn_store(p, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, row, column, d0, scale, space);
     if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, one, space);
 }
 
-/* Launches a kernel with more shared memory than kernels have by default: in passes that are not recorded it is asked
-   for. */
+/* Launches an attention kernel: a block for `rows` rows, in `parts` groups of columns, with `shared` bytes of shared
+   memory. If these exceed the 48 KiB that kernels have by default, they are requested, in passes that are not
+   recorded. */
 HPMLG_FN void hpmlg_attn_launch(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
                                 unsigned parts, int threads, size_t shared)
 {
@@ -5015,8 +5027,8 @@ HPMLG_FN void hpmlg_attn_launch(hpmlg_device *d, void (*kernel)(hpmlg_attn), con
     HPMLG_RUN(d, kernel, dim3((unsigned)blocks, parts), (unsigned)threads, shared, *p);
 }
 
-/* Launches the kernels of heads of up to DP columns. The sizes are such that results stay in registers, and that two
-   blocks, or at least one, fit in the shared memory of a multiprocessor (99 KiB on the smallest GPUs). */
+/* Launches the attention kernels for heads of up to DP columns. The tile sizes are such that results stay in registers,
+   and that two blocks, or at least one, fit in a multiprocessor's shared memory (99 KiB on the smallest GPUs). */
 template <int type, int DP> HPMLG_FN void hpmlg_attn_run(hpmlg_device *d, const hpmlg_attn *p, bool backward)
 {
     const bool   f32 = type == HPML_DTYPE_F32, large = DP > 128;
@@ -5076,18 +5088,20 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
 // >>gpu-lstm   long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* As on the CPU: one product for the contribution of x to the gates of all steps, then step by step the recurrent
-   product and the cell. Backward, the kept gates are overwritten by da, the gradients of their sums; the gradients of
-   the weights are then one product each over all steps, that of w_h with the h of the step before. Half models multiply
-   half copies of da. */
+/* The LSTM, computed as on the CPU: one product computes the contribution of x to the gates of all steps, then the
+   recurrent product and the cell are computed step by step. Backward, the saved gates are overwritten by da, the
+   gradients of the gates' sums; the gradients of the weights are then one product each over all steps, that of w_h with
+   the h of the previous step. Half models multiply half copies of da. */
 
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
     float      *gates, *cells, *dh, *dc;  /* (B, T, 4H), (B, T, H), (B, H), (B, H) */
-    hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H) */
+    hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h of step t -
+                                             1 */
 } hpmlg_lstm;
 
-/* Lays the arrays out in the node's saved and scratch memory; returns the bytes of scratch memory. */
+/* Computes the sizes and the addresses of the LSTM's arrays in node n's saved and scratch memory; returns the bytes of
+   scratch memory that they need. */
 HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpmlg_lstm *l)
 {
     const hpml_tensor *x = n->src[0];
@@ -5118,7 +5132,8 @@ HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpm
 
 HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
-/* Computes one element of h and c at step t, from the sums of its gates i, f, g, o. */
+/* Computes one element of h and of the cell at step t of an LSTM, from the sums of its gates i, f, g, o, which are
+   replaced by the gates; a thread for each of the B H elements. */
 static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 {
     int64_t at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
@@ -5135,7 +5150,8 @@ static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
     hpmlg_put(l.h, row * l.H + j, out * tanhf(cell));
 }
 
-/* Computes the same backward: the gates become da; dc is passed on to the step before. */
+/* Computes the gradients of one LSTM element at step t: replaces its gates by da, the gradients of their sums, and dc
+   by the gradient of the cell of step t - 1. Writes h of step t - 1 to l.before. */
 static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
 {
     int64_t      at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
@@ -5187,7 +5203,7 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     hpmlg_array half_w_h = hpmlg_product_input(d, w_h, NULL);
     for (int64_t t = l.T - 1; t >= 0; t--) {
         HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
-        if (t == 0) break; /* dh_{t-1} = da_t W_h */
+        if (t == 0) break; /* the product is dh of step t - 1 = da_t W_h */
         g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_matrix(hpmlg_array_at(l.da, t * 4 * H), l.T * 4 * H, 0, true),
                           hpmlg_matrix(half_w_h, H, 0, false), hpmlg_array_of(l.dh, HPML_DTYPE_F32), H, false);
         hpmlg_gemm_run(d, &g);
@@ -5228,34 +5244,34 @@ HPMLG_FN void hpmlg_op_lstm(HPMLG_OP_ARGUMENTS)
 /* Cross-entropy as in hpml.h: with d_i = x_i - max, sum = sum of exp(d_i), label l, smoothing s and V classes, loss =
    log(sum) - (1 - s) d_l - s mean(d), dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V. A group of threads reads a row
    once: each thread keeps a maximum and the sum of exp(x - maximum), which is rescaled when the maximum grows.
-   Probabilities are not stored; max, 1 / sum and loss of each row are kept, and 1 / (number of valid rows). The same
-   kernel counts hits. */
+   Probabilities are not stored; max, 1 / sum and loss of each row are saved, and 1 / (number of valid rows). The kernel
+   also counts hits, the rows whose largest element is the label's. */
 typedef struct hpmlg_cross_entropy {
     hpmlg_array         x, dx;    /* (rows, V) */
     const int          *labels;   /* (rows) */
     float              *max, *inverse_sum, *loss; /* (rows): maximum, 1 / sum, loss of each row */
     float              *inverse;  /* (1): 1 / (number of valid rows) */
-    const float        *dloss;    /* (1) */
+    const float        *dloss;    /* (1): the derivative by the loss */
     int64_t             rows, V, blocks;
     float               smoothing;
     int                 ignore;   /* this label is not valid, and not an error */
-    int                 tx;       /* threads of a group */
+    int                 tx;       /* number of threads that share a row */
     bool                add;
     hpmlg_note         *note;
     int                *taken;
-    unsigned long long *counts;   /* (2): hits, valid rows */
+    unsigned long long *counts;   /* (2): hits (correct predictions), valid rows */
 } hpmlg_cross_entropy;
 
-#define HPMLG_LOWEST (-3.402823466e38f) /* not -infinity, with which a row may begin: inf - inf is NaN */
+#define HPMLG_LOWEST (-3.402823466e38f) /* the maximum's first value; with -infinity, x - maximum may be NaN */
 
 HPMLG_DEVICE bool hpmlg_label_is_valid(int label, int ignore, int64_t classes)
 {
     return label != ignore && label >= 0 && label < classes;
 }
 
-/* Computes maximum, 1 / sum and loss of each row, and counts hits. A row is a hit unless it is beaten: by an element
-   before the label's that is as large, or one after it that is larger. A NaN at the label, or at the front of the row,
-   where it is never exceeded, beats the row too. node NULL: only counts hits. */
+/* Computes maximum, 1 / sum and loss of each row, and counts hits: a valid row is a hit unless it is beaten by an
+   element before the label's that is as large, or by one after the label's that is larger. A NaN at the label, or at
+   the front of the row, where nothing exceeds it, beats the row too. node NULL: only counts hits. */
 static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
@@ -5283,13 +5299,14 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_n
     beaten = hpmlg_group_reduce(beaten, space, p.tx, true);
     if (p.smoothing > 0) distances = hpmlg_group_reduce(distances, space, p.tx, false);
     if (lane != 0 || row >= p.rows) return;
-    if (valid) atomicAdd(&p.counts[1], 1ull); /* integers, whose sum does not depend on the order */
+    if (valid) atomicAdd(&p.counts[1], 1ull); /* adding integers does not depend on the order */
     if (valid && beaten == 0) atomicAdd(&p.counts[0], 1ull);
     if (!node) return;
     p.max[row]         = most;
     p.inverse_sum[row] = 1 / s;
     p.loss[row]        = 0;
-    if (valid) p.loss[row] = logf(s) - (mine - most) - p.smoothing * distances / (float)p.V; /* sum of x - x_l */
+    if (valid) p.loss[row] = logf(s) - (mine - most) - p.smoothing * distances / (float)p.V; /* distances: sum of x -
+                                                                                                x_l */
     else if (label != p.ignore) hpmlg_report_index(p.note, p.taken, row, label, node);
 }
 
@@ -5365,7 +5382,8 @@ HPMLG_FN void hpmlg_op_cross_entropy(HPMLG_OP_ARGUMENTS)
     HPMLG_RUN(d, hpmlg_k_sum_finish, 1, 1024, 0, f);
 }
 
-/* The backend's function that counts hits: those that the loss of the same arrays has counted, else by the kernel. */
+/* Implements the backend's function that counts hits (correct predictions) and valid rows: copies the counts of the
+   last cross-entropy if it had the same arrays, else counts by the kernel. */
 HPMLG_FN hpml_status hpmlg_count_hits(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                                       int64_t rows, int64_t classes, int64_t counts[2])
 {
@@ -5392,7 +5410,8 @@ HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t
     return d < -delta ? -delta : d;
 }
 
-/* Computes dx (+)= f'(x - t) dloss / n, dt (+)= the opposite; p NULL: not wanted. */
+/* Computes the gradients of a loss (what): dx (+)= f'(x - t) dloss / n, dt (+)= -f'(x - t) dloss / n; dx.p, dt.p NULL:
+   not wanted. */
 static __global__ void hpmlg_k_loss_back(hpmlg_array dx, hpmlg_array dt, hpmlg_array x, hpmlg_array t, int what,
                                          float delta, const float *dloss, int64_t n, bool add_x, bool add_t)
 {
@@ -5436,23 +5455,23 @@ HPMLG_FN void hpmlg_op_huber(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); 
 // >>gpu-update   optimizers: one launch for all parameters
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The parameters of a model, some of a few numbers and some of millions, are cut into chunks; a block finds the
-   parameter of its chunk in a table that is uploaded in each step. LARS and LAMB need the norms of whole parameters:
-   each chunk's sums of squares are written to memory, and one block for each parameter adds them in order. As on the
-   CPU, a weight that would not be finite keeps its value, moments that are not finite become 0, and both cases are
-   reported (hpml_update.found_nonfinite). */
+/* The parameters of a model, some of a few numbers and some of millions, are cut into chunks of HPMLG_CHUNK elements;
+   the block that updates a chunk finds its parameter in a table that is uploaded in each step. LARS and LAMB need the
+   norms of whole parameters: each chunk's sums of squares are written to memory, and one block for each parameter adds
+   the sums in order. As on the CPU, a weight that would not be finite keeps its value, moments that are not finite
+   become 0, and both cases are reported (hpml_update.found_nonfinite). */
 
-#define HPMLG_CHUNK ((int64_t)4096) /* elements: two vec8s for each thread of a block */
+#define HPMLG_CHUNK ((int64_t)4096) /* elements of a chunk: two vec8s per thread of a block */
 
-typedef struct hpmlg_param_step {         /* one row of the table */
+typedef struct hpmlg_param_step {         /* one row of the table: a parameter's update */
     hpml_update u;
-    float       correction1, correction2; /* 1 - beta^step */
-    void       *half;                     /* (n) the half copy of w; NULL: none */
-    int64_t     chunk, chunks;            /* index of its first chunk; their number */
+    float       correction1, correction2; /* 1 - beta^step, of beta1 and beta2 */
+    void       *half;                     /* (n): the half copy of w, updated too; NULL: none */
+    int64_t     chunk, chunks;            /* index of its first chunk; number of chunks */
     int         param;                    /* its index in the context; -1: unknown */
 } hpmlg_param_step;
 
-typedef struct hpmlg_nonfinite_sink { /* memory for reports of non-finite gradients and parameters */
+typedef struct hpmlg_nonfinite_sink { /* where kernels report non-finite gradients and parameters */
     unsigned long long *first_nonfinite;
     hpmlg_note         *note;
 } hpmlg_nonfinite_sink;
@@ -5465,7 +5484,8 @@ HPMLG_DEVICE void hpmlg_nonfinite_report(const hpmlg_nonfinite_sink &f, const hp
     f.note->nonfinite = 1;
 }
 
-/* Returns the parameter that a chunk belongs to, by bisection: the last one whose first chunk is not after it. */
+/* Returns the parameter that chunk number `chunk` belongs to, by bisection: the last whose first chunk is not after
+   it. */
 HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_step *steps, int count, int64_t chunk)
 {
     int low = 0, high = count;
@@ -5477,21 +5497,22 @@ HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_ste
     return &steps[low];
 }
 
-/* Returns the factor of gradients: the caller's, and clipping by the global norm. */
+/* Returns the factor to multiply gradients with: grad_scale, reduced if the global norm exceeds u.clip. */
 HPMLG_DEVICE float hpmlg_gradient_scale(const hpml_update &u)
 {
     float norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
     return norm > u.clip ? u.grad_scale * (u.clip / norm) : u.grad_scale;
 }
 
-/* Updates and returns the moving average of g. */
+/* Updates and returns the moving average *state of g, with decay beta. */
 HPMLG_DEVICE float hpmlg_moment(float *state, float g, float beta)
 {
     *state = fmaf(1 - beta, g, beta * *state);
     return *state;
 }
 
-/* Returns the new w of one element, for LAMB its direction; hpml.h, vupdate, has the formulas. */
+/* Returns the new weight of one element (for LAMB its direction of update) from weight w, gradient g and moments *m,
+   *v, which it updates; c1, c2: 1 - beta^step. hpml.h, vupdate, has the formulas. */
 HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v)
 {
     float step = 0;
@@ -5526,9 +5547,9 @@ HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, fl
     return fmaf(-u->lr, step, w);
 }
 
-/* Does the same for a gradient that may not be finite: LAMB takes it as 0; a weight that would not be finite keeps
-   its value, and states that are not finite become 0. Sets *gradient or *step if the gradient or the step was not
-   finite. */
+/* Does what hpmlg_update_one does for a gradient that may not be finite: LAMB takes such a gradient as 0; a weight that
+   would not be finite keeps its value; moments that are not finite become 0. Sets *gradient or *step to true if the
+   gradient or the step was not finite. */
 HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v,
                                         bool *gradient, bool *step)
 {
@@ -5544,8 +5565,9 @@ HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2
     return isfinite(y) || lamb ? y : w;
 }
 
-/* Computes the step of every chunk. LARS and LAMB take two passes: the first writes the sums of squares of w and of g
-   or, for LAMB, of the direction, which overwrites g; the second finds the ratio of the layer in the learning rate. */
+/* Updates the weights of every chunk. LARS and LAMB take two passes: the first writes each chunk's sums of squares of w
+   and of g to `part` or, for LAMB, of w and the direction, which overwrites g; the second updates by the learning rate
+   that hpmlg_k_update_rates has multiplied by the layer's ratio. */
 static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, int64_t chunks, double2 *part,
                                       int half_type, int pass, hpmlg_nonfinite_sink finder)
 {
@@ -5562,7 +5584,7 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
         hpmlg_array v = { u.state[1], HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
-        bool        gradient = false, step = false; /* was one not finite? */
+        bool        gradient = false, step = false; /* a gradient, a step of this thread was not finite */
         if (norms_only || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
             hpmlg_vec8 x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
@@ -5594,8 +5616,9 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
     }
 }
 
-/* Multiplies the learning rate by the layer's ratio, one block for each parameter. LARS: trust |w| / (|g| + decay |w|),
-   1 without trust, and the rate is moved into the momentum; LAMB: |w| / |direction|. */
+/* Multiplies the learning rate by the layer's ratio of norms, one block for each parameter, from the chunks' sums in
+   `part`. LARS: trust |w| / (|g| + decay |w|), 1 without trust, and the rate is moved into the gradient's factor and
+   the decay, so that momentum contains it; LAMB: |w| / |direction|. */
 static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const double2 *part)
 {
     __shared__ double all[2][256];
@@ -5626,8 +5649,8 @@ static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const doubl
     s->u.lr = 1;
 }
 
-/* Returns the part of a half copy that belongs to w (n), all of a parameter or a part of it: the step writes it too.
-   Other half copies that overlap w become stale. */
+/* Returns the address in a half copy of w (n), a parameter or a part of one, so that the update writes the half copy
+   too; NULL: there is none. Half copies that only partly overlap w become stale. */
 HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
     for (hpmlg_half_copy *h = d->half_copies; h; h = h->next) {
@@ -5639,7 +5662,8 @@ HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
     return NULL;
 }
 
-/* Returns the index of the parameter that w lies in, in most cases the one after `before`; -1: none. */
+/* Returns the index of the parameter that contains w, searching from the one after `before`, in most cases the right
+   one; -1: none. */
 HPMLG_FN int hpmlg_param_number(const hpml_ctx *ctx, const float *w, int before)
 {
     int count = hpml_param_count(ctx);
@@ -5664,17 +5688,18 @@ HPMLG_FN hpmlg_param_step hpmlg_param_step_of(hpmlg_device *d, const hpml_update
     return s;
 }
 
-/* Allocates memory for the table and the sums on the device; grows with the first step of a larger model. */
+/* Allocates device memory for an optimizer's table and sums (`bytes`); it grows with the first step of a larger
+   model. */
 HPMLG_FN hpml_status hpmlg_update_reserve(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->updates_bytes) return HPML_OK;
-    hpmlg_free(d, d->updates, d->updates_bytes); /* waits until the previous step no longer uses it */
+    hpmlg_free(d, d->updates, d->updates_bytes); /* waits until the previous step has read the table */
     d->updates      = hpmlg_alloc_own(d, bytes, "the table of parameters");
     d->updates_bytes = d->updates ? bytes : 0;
     return hpml_ctx_status(d->ctx);
 }
 
-/* The backend's `update`: steps all parameters. */
+/* Implements the backend's `update`: updates `count` parameters in one or two launches. */
 HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
     hpmlg_device    *d = hpmlg_device_of(ctx);
@@ -5715,22 +5740,22 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
 // >>gpu-codec   gradients packed on the device
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The bytes and residuals of hpml.h's codecs, bit for bit; sections api-codec and onebit there define them. The sums of
-   ONEBIT are taken as on the CPU: element i of a chunk of 1,024 goes to lane i % 16, lanes are added pairwise, chunks
-   in order in double. Half a warp has a chunk, with a register in each lane for every 16 elements; rows of up to 16
-   chunks are read once. A row that contains a NaN or an infinity is marked while it is packed, and then overwritten by
-   zeros. */
+/* The same bytes and residuals as hpml.h's codecs, bit for bit; sections api-codec and onebit there define the formats.
+   The sums of ONEBIT are taken as on the CPU: element i of a chunk of 1,024 is added by lane i % 16, lanes are added
+   pairwise, and chunks in order in double. Half a warp reads a chunk, with a register in each lane for every 16
+   elements; rows of up to 16 chunks are read once. A row that contains a NaN or an infinity is marked while it is
+   packed, and then overwritten by zeros. */
 
-#define HPMLG_PACK_ROWS    ((int64_t)262136) /* at a time: their marks fit in the scratch memory */
+#define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows packed by one launch: their marks fit in the scratch memory */
 #define HPMLG_ONEBIT_CHUNK 1024
-#define HPMLG_ONEBIT_TURNS (HPMLG_ONEBIT_CHUNK / 16) /* elements of a lane */
+#define HPMLG_ONEBIT_TURNS (HPMLG_ONEBIT_CHUNK / 16) /* elements of a chunk that one lane reads */
 
-typedef struct hpmlg_pack { /* rows of one call */
+typedef struct hpmlg_pack { /* the rows that one launch packs */
     unsigned char *packed;
-    float         *e;         /* (rows, cols) the residual; NULL: no feedback */
-    const float   *g;         /* (rows, cols) */
+    float         *e;         /* (rows, cols): the residual; NULL: no feedback */
+    const float   *g;         /* (rows, cols): the gradient */
     int64_t        rows, cols, row_size; /* row_size: bytes of a packed row */
-    int           *nonfinite; /* (1 + rows): is any row not finite, and is this row */
+    int           *nonfinite; /* (1 + rows) marks: [0] if any row is not finite, [1 + row] if that row is */
     float          threshold;
 } hpmlg_pack;
 
@@ -5740,12 +5765,13 @@ HPMLG_DEVICE void hpmlg_mark_nonfinite(const hpmlg_pack *p, int64_t row)
     p->nonfinite[0] = 1;
 }
 
-typedef struct hpmlg_chunk { /* of one chunk, or row: [0] of negative elements, [1] of the others */
+typedef struct hpmlg_chunk { /* sums and extremes of a chunk: [0] of negative elements, [1] of the others */
     float sum[2], least[2], most[2];
     int   ones;
 } hpmlg_chunk;
 
-/* Reads a chunk by half a warp: n numbers from g and e. v: this lane's elements; bits: words 2 lane and 2 lane + 1. */
+/* Reads a chunk of n numbers, v = g + e (e NULL: g), by half a warp, and returns its sums and extremes. v: gets this
+   lane's elements; bits: gets words 2 lane and 2 lane + 1 of the chunk's signs; turns: elements of a lane. */
 HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned bits[2], const float *g,
                                            const float *e, int n, int turns)
 {
@@ -5781,7 +5807,8 @@ HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned
     return s;
 }
 
-/* Returns the level of a side: its mean, within its least and greatest element; 0 if it is empty. */
+/* Returns the level that ONEBIT sends for the negative or the other elements of a row: their mean, limited to [least,
+   most]; 0 if there are none. */
 HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, float most)
 {
     float mean = count ? (float)(sum / (double)count) : 0;
@@ -5790,7 +5817,7 @@ HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, fl
     return mean;
 }
 
-/* Returns the address of a packed row, a sequence of words: low level, high level, bits. */
+/* Returns the address of a packed ONEBIT row, a sequence of 32-bit words: low level, high level, bits. */
 HPMLG_DEVICE float *hpmlg_onebit_row(const hpmlg_pack *p, int64_t row)
 {
     return (float *)(void *)(p->packed + row * p->row_size);
@@ -5804,9 +5831,9 @@ HPMLG_DEVICE void hpmlg_onebit_bits(const hpmlg_pack *p, int64_t row, int64_t ch
         if (at + k < count) words[at + k] = bits[k];
 }
 
-/* Packs rows. each: chunks that a block has at a time. A block packs 16 / each rows at a time; a row of more than
-   16,384 columns (longer) is the work of one block, 16 chunks at a time, and v is kept in e until the levels are known:
-   few such rows leave most of the device idle. */
+/* Packs rows with ONEBIT. A block packs 16 / each rows at a time, of `each` chunks. longer: a row has more than 16
+   chunks (16,384 columns); one block packs the row, 16 chunks at a time, and v = g + e is kept in e until the levels
+   are known: few such rows leave most of the device idle. */
 template <bool longer>
 static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int64_t chunks, int each)
 {
@@ -5819,7 +5846,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
         bool    mine = slot < slots && row < p.rows;
         double  sum[2] = { 0, 0 };
         float   least[2] = { INFINITY, INFINITY }, most[2] = { -INFINITY, -INFINITY };
-        auto    count = [&]() { /* elements of this team's chunk */
+        auto    count = [&]() { /* returns the number of elements of this team's chunk */
             int64_t rest = mine ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
             if (rest > HPMLG_ONEBIT_CHUNK) rest = HPMLG_ONEBIT_CHUNK;
             return (int)(rest < 0 ? 0 : rest);
@@ -5847,7 +5874,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             HPMLG_UNROLL for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
                 if (longer && p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
         }
-        /* 2. The levels of the row, and its mark if a sum is not finite. */
+        /* 2. Compute and write the levels of the row, and mark the row if a sum is not finite. */
         float low  = hpmlg_onebit_level(sum[0], p.cols - ones, least[0], most[0]);
         float high = hpmlg_onebit_level(sum[1], ones, least[1], most[1]);
         if (mine && lane == 0 && team % each == 0) {
@@ -5855,7 +5882,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             hpmlg_onebit_row(&p, row)[1] = high;
             if (!(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_mark_nonfinite(&p, row);
         }
-        /* 3. The new residual: v less the level that is sent for it. */
+        /* 3. Compute the new residual: v minus the level that is sent for v. */
         for (int64_t c0 = 0; p.e && c0 < (longer ? chunks : 1); c0 += each) {
             chunk = c0 + team % each;
             int    n = count();
@@ -5870,15 +5897,15 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
     }
 }
 
-/* Returns the value of a TWOBIT code: 0 for codes 0 and 1, -threshold for 2, threshold for 3. */
+/* Returns the value of a 2-bit TWOBIT code: 0 for codes 0 and 1, -threshold for 2, threshold for 3. */
 HPMLG_DEVICE float hpmlg_twobit_value(const hpmlg_pack &p, unsigned code)
 {
     if (code < 2) return 0;
     return code == 3 ? p.threshold : -p.threshold;
 }
 
-/* Packs rows. TWOBIT (two): 8 elements of a row are 16 bits, and rows end with whole words; else BF16, whose rows
-   follow each other without padding, as if they were one. */
+/* Packs rows with TWOBIT if `two`: 8 elements of a row are 16 bits, and rows end with whole 32-bit words; else with
+   BF16, whose rows follow each other without padding, as if all were one row. */
 template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pack(hpmlg_pack p)
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
@@ -5909,7 +5936,7 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
     }
 }
 
-/* Overwrites marked rows, packed and residual, by zeros: a block for each row. */
+/* Overwrites the rows marked as not finite, packed bytes and residual, by zeros: a block for each row. */
 static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
 {
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -5919,7 +5946,7 @@ static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
     }
 }
 
-/* Finds the codec of hpml.h; the GPU has no kernels for the user's own codecs. */
+/* Sets *kind to the kind of the codec of p; an error if it is the user's own, because the GPU has no kernel for it. */
 HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int *kind)
 {
     for (*kind = HPML_CODEC_NONE; *kind < HPML_CODEC_COUNT; ++*kind)
@@ -5928,7 +5955,7 @@ HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int 
                          "of hpml_codec_kind, or a context without this backend", p->codec->name ? p->codec->name : "");
 }
 
-/* Returns the struct of `rows` rows from `row` on, without gradient and residual. */
+/* Returns the arguments for packing `rows` rows from `row` on, without gradient and residual. */
 HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int64_t row, int64_t rows)
 {
     hpmlg_pack some = {};
@@ -5940,7 +5967,7 @@ HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int
     return some;
 }
 
-/* Packs some rows with a lossy codec. */
+/* Packs the rows of p with a lossy codec, and marks and wipes rows that are not finite. */
 HPMLG_FN void hpmlg_pack_run(hpmlg_device *d, int kind, hpmlg_pack p)
 {
     int64_t n = p.rows * p.cols, chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK;
@@ -5954,7 +5981,8 @@ HPMLG_FN void hpmlg_pack_run(hpmlg_device *d, int kind, hpmlg_pack p)
     HPMLG_RUN_ITEMS(d, hpmlg_k_pack_wipe, p.rows, 1, p);
 }
 
-/* The backend's `encode`: packs gradients. Waits for the device, to return whether a gradient was not finite. */
+/* Implements the backend's `encode`: packs `rows` rows of gradients. Waits for the device, to return HPML_ERR_NONFINITE
+   if a gradient was not finite. */
 HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                                   const float *grad, int64_t rows)
 {
@@ -5979,7 +6007,7 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     return status == HPML_OK && any ? HPML_ERR_NONFINITE : hpml_ctx_status(d->ctx);
 }
 
-/* Unpacks TWOBIT or ONEBIT, 8 elements of a row at a time: 16 bits or 8. */
+/* Unpacks TWOBIT (two) or ONEBIT to out or, if `add`, adds to out: 8 elements of a row at a time, from 16 bits or 8. */
 template <bool two>
 static __global__ void __launch_bounds__(256, 6) hpmlg_k_unpack(hpmlg_pack p, hpmlg_array out, bool add)
 {
@@ -5995,7 +6023,7 @@ static __global__ void __launch_bounds__(256, 6) hpmlg_k_unpack(hpmlg_pack p, hp
     }
 }
 
-/* The backend's `decode`: unpacks gradients. */
+/* Implements the backend's `decode`: unpacks `rows` rows of gradients to out, or adds them to out if `add`. */
 HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                                   int64_t rows, bool add)
 {
@@ -6024,10 +6052,11 @@ HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, 
 // >>gpu-nccl   NCCL: loading, meeting of ranks, deadlines
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* NCCL's kernels run on a stream of their own: begin makes it wait for the device's stream, end records an event on it,
-   and wait makes the device's stream wait for this event. Communicators are non-blocking: a call may still be in
-   progress when it returns; then its state is polled until it is done, has failed, or the deadline has passed. nccl.h
-   is used for types only, the functions are loaded at run time. */
+/* NCCL's kernels run on a stream of their own: hpml_nccl_link_begin makes this stream wait for the device's stream,
+   hpml_nccl_link_end records an event on it, and hpml_nccl_link_wait makes the device's stream wait for the event.
+   Communicators are non-blocking: a call may still be in progress when it returns; then its state is polled until the
+   call is done, has failed, or the deadline has passed. nccl.h is used for types only; the functions are loaded at run
+   time. */
 
 #define HPMLG_NCCL_CALLS(X)                                                                                            \
     X(GetUniqueId) X(CommInitRankConfig) X(CommGetAsyncError) X(CommAbort) X(CommDestroy) X(AllReduce) X(Send) X(Recv) \
@@ -6039,45 +6068,47 @@ typedef struct hpmlg_nccl_calls {
 #undef HPMLG_X
 } hpmlg_nccl_calls;
 
-typedef struct hpmlg_rank_identity { /* what ranks exchange before NCCL exists */
+typedef struct hpmlg_rank_identity { /* the data that ranks exchange before NCCL exists */
     char         host[64];
     cudaUUID_t   gpu;
-    int          device;             /* as the host counts GPUs */
-    ncclUniqueId id;                 /* all ranks use that of rank 0 */
+    int          device;             /* index of the GPU on its host */
+    ncclUniqueId id;                 /* NCCL's id; all ranks use that of rank 0 */
 } hpmlg_rank_identity;
 
-typedef struct hpmlg_staging {       /* at the beginning of an allocation of pinned memory */
-    cudaEvent_t           arrived;   /* the last download to this memory is complete */
+typedef struct hpmlg_staging {       /* header of each allocation of pinned memory for gradients between nodes */
+    cudaEvent_t           arrived;   /* event: the last download to this memory is complete */
     struct hpmlg_staging *next;
-    float                 padding[12]; /* to the size of a cache line */
+    float                 padding[12]; /* fills up a cache line of 64 bytes */
 } hpmlg_staging;
 
 struct hpml_nccl {
     hpml_ctx         *ctx;
     hpmlg_device     *d;
     hpml_nccl_desc    desc;
-    hpml_nccl_meeting meeting;       /* allgather NULL: by files */
+    hpml_nccl_meeting meeting;       /* how ranks meet; allgather NULL: by files */
     hpmlg_nccl_calls  call;
-    ncclComm_t        comm;          /* NULL: not yet, or aborted */
+    ncclComm_t        comm;          /* NULL: not made yet, or aborted */
     cudaStream_t      stream;
-    cudaEvent_t       before, after; /* the device's work before begin; NCCL's up to the last end */
+    cudaEvent_t       before, after; /* the device's work before begin; NCCL's work up to the last end */
     hpmlg_staging    *stages;
     bool              given_up;      /* atomic: the communicator was aborted */
-    bool              open;          /* between begin and end */
-    bool              in_flight;     /* work may be running that `after` follows */
-    bool              closing;       /* hpmlg_nccl_destroy runs */
-    bool              is_timed;      /* a span was begun with `open` */
-    char              operation[96]; /* for error texts */
+    bool              open;          /* a group of calls was begun and not ended */
+    bool              in_flight;     /* work that the event `after` follows may be running */
+    bool              closing;       /* hpmlg_nccl_destroy is running */
+    bool              is_timed;      /* a span of time was begun with the group */
+    char              operation[96]; /* name of the current operation, for error texts */
 };
 
-/* Sleeps 50 us between two polls, but not in the first millisecond of a wait, which most operations do not exceed. */
+/* Sleeps 50 us between two polls of a wait that began at time `since` (seconds), but not in its first millisecond,
+   because most operations take less. */
 HPMLG_FN void hpmlg_poll_pause(double since)
 {
     struct timespec t = { 0, 50000 };
     if (hpml_now() - since > 1e-3) nanosleep(&t, NULL);
 }
 
-/* Aborts the communicator, so that its kernels end, which wait for ranks that do not answer; reports the error. */
+/* Aborts the NCCL communicator, so that its kernels, which wait for ranks that do not answer, end; gives the context
+   the error `status` with the text `why`, and returns its status. */
 HPMLG_FN hpml_status hpmlg_nccl_fail(hpml_nccl *n, hpml_status status, const char *why)
 {
     char        text[400];
@@ -6098,7 +6129,8 @@ HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
     return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r));
 }
 
-/* Waits for the end of a call that returned r, and for the work before the event; event NULL: only for the call. */
+/* Waits, up to the deadline, until the NCCL call that returned r is done, and then for the work before `event`; event
+   NULL: only for the call. */
 HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t event)
 {
     char text[96];
@@ -6114,7 +6146,8 @@ HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t e
     return hpmlg_nccl_fail(n, HPML_ERR_TIMEOUT, text);
 }
 
-/* Finds NCCL's functions in the program itself, else loads the library. */
+/* Finds NCCL's functions in the program itself, else loads the library; an error if it is missing or older than
+   2.14. */
 HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
 {
     const char *name = n->desc.library ? n->desc.library : "libnccl.so.2";
@@ -6140,9 +6173,9 @@ HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
                          : "rank %d: %s is not NCCL", (int)n->meeting.rank_in_errors, name, major, minor, v % 100);
 }
 
-/* Writes this rank's file, or reads that of another rank: the rank's random number for this meeting with the
-   numbers that it has read of the others (numbers), then its identity (identity, of `bytes`). A file appears whole,
-   by rename. */
+/* Writes the file of rank `rank` if `write`, else reads it. It contains the rank's random number for this meeting among
+   the numbers that it has read of the other ranks (numbers), then its identity (identity, `bytes` bytes). A file
+   appears whole, because it is written under another name and renamed. Returns true on success. */
 HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *numbers, char *identity, size_t bytes, bool write)
 {
     char   name[1024], part[1032];
@@ -6156,13 +6189,13 @@ HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *numbers, c
     return fclose(f) == 0 && good && (!write || rename(part, name) == 0);
 }
 
-/* Exchanges identities by files, as meeting.allgather does by other means. This rank draws a number, and writes its
-   file again whenever it has read a new number of another rank. A file that contains this rank's number was written in
-   this meeting; files that a killed run has left do not contain it. */
+/* Exchanges the ranks' identities (`bytes` bytes each, in all[]) by files, as meeting.allgather does by other means.
+   This rank draws a random number, and writes its file again whenever it has read a new number of another rank. A file
+   that contains this rank's number was written in this meeting; files that a killed run has left do not contain it. */
 HPMLG_FN hpml_status hpmlg_nccl_meet_by_files(hpml_nccl *n, char *all, size_t bytes)
 {
     int             me = n->desc.rank, ranks = n->desc.ranks, missing = -1;
-    bool            is_written = false; /* this rank's file has all the numbers that were read */
+    bool            is_written = false; /* this rank's file has all numbers that were read */
     double          start = hpml_now();
     struct timespec t;
     uint64_t       *mine = (uint64_t *)hpml_ctx_alloc(n->ctx, 2 * sizeof *mine * (size_t)ranks, NULL);
@@ -6192,7 +6225,8 @@ HPMLG_FN hpml_status hpmlg_nccl_meet_by_files(hpml_nccl *n, char *all, size_t by
     return hpml_ctx_status(n->ctx);
 }
 
-/* Gives every rank all identities. A rank that has failed takes part too, so that the others get an error. */
+/* Exchanges identities (host, GPU, NCCL id), so that all[] has those of all ranks. A rank that has failed takes part
+   too, because the other ranks then get an error. */
 HPMLG_FN hpml_status hpmlg_nccl_exchange_identities(hpml_nccl *n, hpmlg_rank_identity *all)
 {
     hpmlg_rank_identity *mine = &all[n->desc.rank];
@@ -6209,7 +6243,7 @@ HPMLG_FN hpml_status hpmlg_nccl_exchange_identities(hpml_nccl *n, hpmlg_rank_ide
     return status != HPML_OK ? status : met;
 }
 
-/* Checks that no two ranks are on one GPU, because NCCL finds that late and does not name the ranks. */
+/* Checks that no two ranks use the same GPU, because NCCL finds this late and does not name the ranks. */
 HPMLG_FN hpml_status hpmlg_nccl_check_gpus(hpml_nccl *n, const hpmlg_rank_identity *all)
 {
     for (int b = 1; b < n->desc.ranks; b++)
@@ -6221,7 +6255,7 @@ HPMLG_FN hpml_status hpmlg_nccl_check_gpus(hpml_nccl *n, const hpmlg_rank_identi
     return HPML_OK;
 }
 
-/* Exchanges identities and makes the NCCL communicator. */
+/* Exchanges identities with the other ranks and makes the NCCL communicator. */
 HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
 {
     hpmlg_rank_identity *all = (hpmlg_rank_identity *)hpml_ctx_alloc(n->ctx, sizeof *all * (size_t)n->desc.ranks, NULL);
@@ -6241,11 +6275,11 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
     hpml_ctx_release(n->ctx, all);
     if (n->meeting.allgather) return status;
     snprintf(name, sizeof name, "%s.%d", n->desc.file, (int)n->desc.rank);
-    remove(name); /* all ranks have read it, or will not come any more */
+    remove(name); /* all ranks have read the file, or will not come any more */
     return status;
 }
 
-/* Destructor of hpml_nccl: also called when its context is freed. */
+/* Destroys a hpml_nccl: the destructor of its memory, which is also called when its context is freed. */
 HPMLG_FN void hpmlg_nccl_destroy(void *object)
 {
     hpml_nccl *n = (hpml_nccl *)object;
@@ -6293,7 +6327,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (n->desc.timeout == 0) n->desc.timeout = 60;
     if (meeting) n->meeting = *meeting;
     else n->meeting.rank_in_errors = n->desc.rank;
-    n->meeting.destroyed = NULL; /* not if this function fails */
+    n->meeting.destroyed = NULL; /* not called if this function fails */
     n->desc.meeting      = NULL;
     if (hpmlg_nccl_open(n) != HPML_OK) {
         hpml_ctx_release(ctx, n);
@@ -6312,7 +6346,7 @@ HPML_API void hpml_nccl_link_free(void *nccl)
 {
     hpml_nccl *n = (hpml_nccl *)nccl;
     if (n->closing) return;
-    n->meeting.destroyed = NULL; /* the communicator, which calls this, has cleared its link */
+    n->meeting.destroyed = NULL; /* the communicator, which calls this function, has cleared its link */
     hpml_nccl_free(n);
 }
 
@@ -6320,7 +6354,7 @@ HPML_API void hpml_nccl_link_free(void *nccl)
 // >>gpu-link   collectives on device memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns an error if the communicator cannot be used; else makes its device current. */
+/* Makes the device current and returns HPML_OK, or returns an error if the NCCL communicator cannot be used. */
 HPMLG_FN hpml_status hpmlg_nccl_ready(hpml_nccl *n)
 {
     if (!n) return HPML_ERR_ARGUMENT;
@@ -6345,12 +6379,13 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
     n->open     = true;
-    n->is_timed = n->d->span_count > 0; /* if ops are timed */
+    n->is_timed = n->d->span_count > 0; /* the span is timed if ops are */
     if (n->is_timed) hpmlg_span_mark(n->d, n->stream, NULL, NULL, 0);
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
 
-/* Returns the status of a call inside of a group, which is only queued until the group ends. */
+/* Returns the status of an NCCL call that returned r inside of a group: it is only queued until the group ends, so "in
+   progress" is no error. */
 HPMLG_FN hpml_status hpmlg_nccl_queued(hpml_nccl *n, ncclResult_t r)
 {
     return r == ncclInProgress ? HPML_OK : hpmlg_nccl_result(n, r);
@@ -6402,7 +6437,7 @@ HPML_API hpml_status hpml_nccl_link_wait(void *nccl)
     return hpmlg_check(n->d, cudaStreamWaitEvent(n->d->stream, n->after, 0), "a stream for NCCL");
 }
 
-/* Waits on the host for all collectives, with the deadline; called before a wait for the device, which has no
+/* Waits on the host, up to the deadline, for all collectives; called before a wait for the device, which has no
    deadline. */
 HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 {
@@ -6412,7 +6447,7 @@ HPML_API hpml_status hpml_nccl_link_check(void *nccl)
     return status;
 }
 
-/* Computes x = x * times / by, rounded as on the CPU: two operations, not one by times / by. */
+/* Computes x = x * times / by, rounded as on the CPU: two operations, not one multiplication by times / by. */
 static __global__ void hpmlg_k_scale(float *x, int64_t n, float times, float by)
 {
     HPMLG_FOR_EACH(i, n)
@@ -6443,8 +6478,9 @@ HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
     return hpmlg_check(n->d, e, "host memory for gradients between nodes") == HPML_OK ? (float *)(s + 1) : NULL;
 }
 
-/* Reduces every rank's share to this rank or, back, broadcasts the shares. Shares differ in size, for which NCCL has no
-   reduce-scatter, so each share is one call; the calls of a group run as one. */
+/* Reduces (sums) part r of x, elements at[r] to at[r + 1] - 1, to rank r, which copies its part to the host memory
+   `stage`; or, if `back`, copies `stage` to this rank's part and broadcasts all parts. Parts differ in size, for which
+   NCCL has no reduce-scatter, so each part is one call; the calls of a group run as one. */
 HPML_API hpml_status hpml_nccl_link_share(void *nccl, float *x, const int64_t *at, float *stage, bool back)
 {
     HPMLG_NCCL_ENTER(n, nccl);
@@ -6470,7 +6506,8 @@ HPML_API hpml_status hpml_nccl_link_share(void *nccl, float *x, const int64_t *a
     return hpmlg_check(n->d, e, "copying a share to the host");
 }
 
-/* Waits until a share has arrived on the host. Any thread may call it; no error on the context. */
+/* Waits until hpml_nccl_link_share's copy to the host memory `stage` is complete, up to the timeout. Any thread may
+   call this function, because it gives the context no error. */
 HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage)
 {
     hpml_nccl     *n = (hpml_nccl *)nccl;
@@ -6487,7 +6524,7 @@ HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage)
 
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean)
 {
-    hpml_nccl_link_check(n); /* the previous call, so that the host is at most one call ahead of the device */
+    hpml_nccl_link_check(n); /* waits for the previous call, so that the host is at most one call ahead */
     hpml_nccl_link_begin(n);
     hpml_nccl_link_allreduce(n, x, count, mean);
     hpml_nccl_link_end(n);
@@ -6499,7 +6536,8 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (!ctx) return NULL;
     hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "nccl: this program was built without NCCL; compile the file that has "
                   "hpml_cuda.cuh's body with -DHPML_USE_NCCL");
-    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so that others get an error */
+    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so that other ranks get an
+                                                                                          error */
     return NULL;
 }
 
@@ -6532,7 +6570,7 @@ HPML_API hpml_status hpml_nccl_link_landed(void *, float *) { return HPML_ERR_UN
 // >>gpu-text   what has run where, as a line of text
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef struct hpmlg_line { /* a text that grows; used: its length, which may exceed size */
+typedef struct hpmlg_line { /* a text that grows in a buffer; used: its length, which may exceed size */
     char  *text;
     size_t size, used;
 } hpmlg_line;
@@ -6601,7 +6639,8 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
 // >>gpu-backend   opening and closing; the table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The backend's `plan`: sets the sizes of a node's saved and scratch memory where they differ from the CPU's. */
+/* Implements the backend's `plan`: sets the sizes of a node's saved and scratch memory where they differ from the
+   CPU's. */
 HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
 {
     hpmlg_device     *d      = (hpmlg_device *)device;
@@ -6623,7 +6662,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         if (n->saved_bytes) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);
         n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]);
         break;
-    case HPML_OP_CONV2D: /* halves of the input, and of the weights' gradient */
+    case HPML_OP_CONV2D: /* scratch: halves of the input, and of the weights' gradient */
         n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]);
         if (d->act_dtype != HPML_DTYPE_F32) n->scratch_bytes += (size_t)hpml_tensor_count(n->src[1]) * 2;
         break;
@@ -6632,7 +6671,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     }
 }
 
-/* Makes the device current, or explains why the machine cannot be used. */
+/* Makes the device current and reads its properties; an error says why the device cannot be used. */
 HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
 {
     int            count = 0;
@@ -6656,8 +6695,8 @@ HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
     return HPML_OK;
 }
 
-/* Allocates streams, events and the device's own memory, pinned and on the device. The latter is zeroed when the stream
-   has been waited for. */
+/* Allocates streams, events and the backend's own memory, pinned and on the device. The device memory is zero only when
+   the stream has been waited for. */
 HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
 {
     const char    *what = "memory for the device's own use";
@@ -6708,7 +6747,7 @@ HPMLG_FN void hpmlg_close(void *device)
     if (d->stream) cudaStreamDestroy(d->stream);
 }
 
-/* Launched at opening, so that an unusable device is reported there. */
+/* Writes 0 to *taken; launched at opening, so that a device that cannot run kernels is reported there. */
 static __global__ void hpmlg_k_first(int *taken) { *taken = 0; }
 
 HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
@@ -6738,7 +6777,7 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     return hpml_ctx_status(ctx);
 }
 
-/* Runs one pass of an op: an entry of the table of ops. */
+/* Runs one pass of an op, forward or backward, for the table of ops; returns the context's status. */
 template <void (*op)(hpmlg_device *, const hpml_run *, hpml_node *, bool), bool back>
 static hpml_status hpmlg_run_op(const hpml_run *run, hpml_node *n)
 {
