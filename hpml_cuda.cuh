@@ -407,10 +407,9 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
     type *name = (type *)hpmlg_dynamic
 
 /* Multiplies on tensor cores, by one warp: d (16, 8) += a (16, 16) b (16, 8), a and b in halves (f16, else bf16), d in
-   f32. The arguments are one lane's registers in the layout of PTX: with g = lane / 4 and t = lane % 4, a[0] to a[3]
+   f32. The arguments are one lane's registers, as PTX defines them: with g = lane / 4, t = lane % 4, a[0] to a[3]
    contain rows g, g + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 (two neighbouring halves each); b[0], b[1] rows 2t
-   and 2t + 8 (two halves each, one below the other) of column g; d[0] to d[3] rows g, g, g + 8, g + 8 at columns 2t, 2t
-   + 1, 2t, 2t + 1. */
+   and 2t + 8 (two halves each, downward) of column g; d rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. */
 static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16)
 {
 #define HPMLG_MMA(type)                                                                                                \
@@ -536,8 +535,8 @@ HPMLG_DEVICE void hpmlg_put(hpmlg_array a, int64_t i, float v)
     else ((__half *)a.p)[i] = __float2half_rn(v);
 }
 
-/* Returns as floats the two halves of type `type` that the 32-bit word w contains: .x from its low 16 bits, .y from the
-   high 16. */
+/* Returns as floats the two halves in the 32-bit word w: .x from its low 16 bits, .y from the high. type: the
+   halves'. */
 HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
 {
     unsigned short low = (unsigned short)w, high = (unsigned short)(w >> 16);
@@ -618,8 +617,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_get_range(hpmlg_array a, int64_t at, int64_t from,
     return e;
 }
 
-/* Writes e to elements at to at + 7 of the array `a`, or, if `add`, adds e to them; elements outside [from, to) are not
-   touched. */
+/* Writes e to elements at to at + 7 of array `a` or, if `add`, adds e; elements outside [from, to) are not touched. */
 HPMLG_DEVICE void hpmlg_put_range(hpmlg_array a, int64_t at, int64_t from, int64_t to, hpmlg_vec8 e, bool add)
 {
     if (add) {
@@ -663,8 +661,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_param_get8(const float *p, int64_t cols, int64_t c
 typedef struct hpmlg_note {
     long long        index;
     int              value;
-    int              nonfinite; /* 1: a NaN or infinity; hpmlg_device.first_nonfinite names step and parameter; else
-                                   0 */
+    int              nonfinite; /* 1: first_nonfinite (of hpmlg_device) names step and parameter; else 0 */
     const hpml_node *node;      /* the op whose input number `index` is `value`, out of range; NULL: none */
 } hpmlg_note;
 
@@ -688,8 +685,7 @@ typedef struct hpmlg_random_key {
 #define HPMLG_SLOT_BYTES ((size_t)4 << 20)
 #endif
 
-typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, and a device buffer of the same size for
-                               large uploads */
+typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, and a device buffer of its size */
     unsigned char *host, *device;
     cudaEvent_t    arrived;  /* event: the last large upload from `host` has arrived in `device` */
     cudaEvent_t    reusable; /* event: the device has read all of `host`; it may be overwritten */
@@ -697,17 +693,14 @@ typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, an
 
 #define HPMLG_PASSES  64                   /* passes that are kept recorded in a device's cache */
 #define HPMLG_SCRATCH ((size_t)1 << 20)    /* bytes of hpmlg_device.scratch */
-#define HPMLG_RESULT  ((size_t)4096)       /* bytes of hpmlg_device.result; larger downloads go to the caller's
-                                              memory */
+#define HPMLG_RESULT  ((size_t)4096)       /* bytes; larger downloads go to the caller's memory */
 
 /* Side results of an op that a later op uses. They are saved with a recorded pass, because a replay runs no op's host
    code: it restores them instead. */
 typedef struct hpmlg_op_notes {
-    const void      *y, *labels;           /* arguments of the last cross-entropy, which counted its correct
-                                              predictions */
+    const void      *y, *labels;           /* arguments of the last cross-entropy, which counted its hits */
     const hpml_node *activation_grad_done; /* the linear layer whose dy the next layer has already multiplied by
-                                              act'(z), in the epilogue of the product that computed the next layer's
-                                              dx */
+                                              act'(z), in the epilogue of the product for its own dx */
 } hpmlg_op_notes;
 
 typedef struct hpmlg_pass {
@@ -779,8 +772,7 @@ typedef struct hpmlg_device {
     double            span_clock_time;
     /* memory that ops share */
     hpmlg_half_copy  *half_copies;
-    unsigned long long *counts;                  /* on the device: correct predictions, valid labels of the last
-                                                    cross-entropy */
+    unsigned long long *counts;                  /* on the device: hits and valid labels of cross-entropy */
     void             *scratch;                   /* HPMLG_SCRATCH bytes of the device for partial sums */
     void             *workspace;                 /* device memory for libraries and for split products */
     size_t            workspace_bytes;           /* bytes of `workspace`: at least d.workspace */
@@ -791,9 +783,8 @@ typedef struct hpmlg_device {
     void             *blas, *dnn;                /* cuBLASLt, cuDNN with their plans by shape; NULL: not in use */
 } hpmlg_device;
 
-/* Sets the context's error to one of CUDA or of its libraries and returns its status: HPML_ERR_MEMORY if `memory`, else
-   HPML_ERR_CUDA. what: the call's purpose; error, more: its text and name; cure: a remedy for the user, "" if there is
-   none. */
+/* Sets the context's error to one of CUDA or its libraries and returns its status, HPML_ERR_MEMORY if `memory`. what:
+   the call's purpose; error, more: the error's text and name; cure: a remedy for the user, "" if there is none. */
 HPMLG_FN hpml_status hpmlg_fail(hpmlg_device *d, bool memory, const char *what, const char *error, const char *more,
                                 const char *cure)
 {
@@ -814,8 +805,7 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     return hpmlg_fail(d, e == cudaErrorMemoryAllocation, what, cudaGetErrorString(e), cudaGetErrorName(e), cure);
 }
 
-/* Makes a library call and stores its status in s, but only if s is 0: all calls before succeeded (0 is success in
-   CUDA, cuBLASLt, cuDNN and NCCL). */
+/* Makes a library call and stores its status in s, if s is 0, which means that all earlier calls succeeded. */
 #define HPMLG_TRY(s, ...)                                                                                              \
     if ((int)(s) == 0) s = __VA_ARGS__
 
@@ -869,8 +859,7 @@ HPMLG_FN hpmlg_array hpmlg_value_or_grad(const hpml_tensor *t, bool grad)
     return grad ? hpmlg_grad(t) : hpmlg_value(t);
 }
 
-/* Return the array that an op of one operand reads (forward x = src[0], backward dy) or writes (forward y = out,
-   backward dx). */
+/* Return the array that an op of one operand reads (forward x, backward dy) or writes (forward y, backward dx). */
 HPMLG_FN hpmlg_array hpmlg_op_input(const hpml_node *n, bool back)
 {
     return hpmlg_value_or_grad(back ? n->out : n->src[0], back);
@@ -881,8 +870,7 @@ HPMLG_FN hpmlg_array hpmlg_op_output(const hpml_node *n, bool back)
     return hpmlg_value_or_grad(back ? n->src[0] : n->out, back);
 }
 
-/* Returns true if the op's output is added to its array: backward, where the gradient of src[0] has other terms
-   already. */
+/* Returns true if the op's output is added to its array: a gradient to which another op has added terms. */
 HPMLG_FN bool hpmlg_op_adds(const hpml_node *n, bool back) { return back && n->accumulate[0]; }
 
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
@@ -896,8 +884,7 @@ HPMLG_FN unsigned hpmlg_grid_blocks(const hpmlg_device *d, int64_t n, int64_t ea
     return (unsigned)(blocks < 1 ? 1 : blocks);
 }
 
-/* Implements the backend's `alloc`: returns `bytes` of device memory, set to 0; NULL: out of memory, which the caller
-   reports. */
+/* Implements the backend's `alloc`: returns device memory, set to 0; NULL: out of memory, which the caller reports. */
 HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
 {
     hpmlg_device     *d = hpmlg_make_current(device);
@@ -916,8 +903,7 @@ HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
     return b->p;
 }
 
-/* Allocates device memory, set to 0, for the backend's own use. Returns NULL, with an error on the context that names
-   `what`, when there is none. */
+/* Allocates device memory, set to 0, for the backend itself. Returns NULL, and gives an error, if there is none. */
 HPMLG_FN void *hpmlg_alloc_own(hpmlg_device *d, size_t bytes, const char *what)
 {
     void *p = hpmlg_alloc(d, bytes);
@@ -925,8 +911,7 @@ HPMLG_FN void *hpmlg_alloc_own(hpmlg_device *d, size_t bytes, const char *what)
     return p;
 }
 
-/* Implements the backend's `free` of memory p from hpmlg_alloc; waits for the device, which may still use the
-   memory. */
+/* Implements the backend's `free` of memory from hpmlg_alloc; waits for the device, which may still use the memory. */
 HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
 {
     hpmlg_device      *d = hpmlg_make_current(device);
@@ -941,9 +926,8 @@ HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
     hpml_ctx_release(d->ctx, b);
 }
 
-/* Returns the entry of the cache `all` that has this key; if there is none, returns the least recently used entry,
-   destroyed, cleared and given this key. The entries' type P has the members `key` and `used` and a function
-   hpmlg_destroy. */
+/* Returns the entry of the cache `all` that has this key; else the least recently used entry, destroyed, cleared and
+   given this key. The entries' type P has the members `key` and `used` and a function hpmlg_destroy. */
 template <class P, class K, int N> HPMLG_FN P *hpmlg_cache_find(hpmlg_device *d, P (&all)[N], const K &key)
 {
     P *oldest = &all[0];
@@ -1033,8 +1017,7 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
     return hpmlg_check(d, e, "upload");
 }
 
-/* Marks as stale the half copy of each parameter that overlaps with `bytes` bytes at dst, because these bytes
-   change. */
+/* Marks as stale the half copies of parameters that overlap `bytes` bytes at dst, because these bytes change. */
 HPMLG_FN void hpmlg_half_copies_expire(hpmlg_device *d, const void *dst, size_t bytes)
 {
     const char *from = (const char *)dst, *to = from + bytes;
@@ -1042,8 +1025,7 @@ HPMLG_FN void hpmlg_half_copies_expire(hpmlg_device *d, const void *dst, size_t 
         if ((const char *)w->w < to && from < (const char *)(w->w + w->n)) w->fresh = false;
 }
 
-/* Implements the backend's `write`: uploads `bytes` bytes from `host` to device memory dst without waiting for the
-   device. */
+/* Implements the backend's `write`: uploads bytes to device memory dst, without waiting for the device. */
 HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size_t bytes)
 {
     hpmlg_device *d      = hpmlg_make_current(device);
@@ -1074,8 +1056,7 @@ HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
    the middle of the host's times before and after. The error is at most half of the time between these; the comparison
    is repeated if they are more than 100 us apart, because the host was interrupted. */
 
-/* Adds each timed span that is over to the trace, and its duration to its counter of seconds; keeps spans that are not
-   over. */
+/* Adds each timed span that is over to the trace, and its duration to its counter of seconds; keeps the other spans. */
 HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
 {
     int   unfinished = 0;
@@ -1112,8 +1093,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
 HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
 {
     hpmlg_span *l    = &d->spans[d->span_count];
-    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last of the `spans` is used for a span that is not
-                                                            kept */
+    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last is for a span that is not kept */
     if (!name) {
         if (full) cudaStreamSynchronize(d->stream);
         if (full || !d->span_clock) {
@@ -1190,8 +1170,7 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
                          (int)n.node->attr.cross_entropy.ignore);
 }
 
-/* Implements the backend's `read`: downloads `bytes` bytes from device memory src to `host`, after waiting for the
-   device. */
+/* Implements the backend's `read`: downloads bytes from device memory src, after waiting for the device. */
 HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_t bytes)
 {
     hpmlg_device *d     = hpmlg_make_current(device);
@@ -1221,9 +1200,8 @@ HPMLG_DEVICE void hpmlg_report_index(hpmlg_note *note, int *taken, long long ind
 /* A pass launches hundreds of small kernels, the same kernels on the same memory in each step. The first run goes op by
    op, because libraries allocate their memory in it. In the second run the launches are captured as a CUDA graph, and
    in later runs the pass is one launch of this graph. The number of the step, which keys dropout, changes from step to
-   step, so kernels read the key from device memory. While a pass is captured its ops do not run. Therefore, if
-   capturing fails for any reason, the pass still runs op by op, in this step and later, and an error that an op caused
-   occurs again. */
+   step, so kernels read the key from memory. While a pass is captured its ops do not run. Therefore, if capturing fails
+   for any reason, the pass still runs op by op, now and later, and an error that an op caused occurs again. */
 
 /* Uploads the key of the random numbers of this run's step, if it differs from the key on the device. Does nothing
    while a pass is recorded, because hpmlg_begin has uploaded the key already. */
@@ -1378,8 +1356,7 @@ HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
     return x;
 }
 
-/* Returns the derivative of the activation number `act`. v: the activation's input x if hpmlg_act_needs_x(act), else
-   its output y. */
+/* Returns the derivative of activation `act`. v: its input x if hpmlg_act_needs_x(act), else its output y. */
 HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
 {
     const float x = v, y = v;
@@ -1389,8 +1366,7 @@ HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
     return 1;
 }
 
-/* Return what hpmlg_act and hpmlg_act_derivative return, but are called, not inlined: for kernels that need their
-   registers for something else. */
+/* Return what hpmlg_act and hpmlg_act_derivative return, not inlined, for kernels that need their registers. */
 static __device__ __attribute__((noinline)) float hpmlg_act_called(int act, float slope, float x)
 {
     return hpmlg_act(act, slope, x);
@@ -1534,11 +1510,9 @@ typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or
     hpmlg_strides w;             /* over the result's shape; w.stride[s]: of src[s] */
     bool          same_shape[2]; /* src[s] has every element of the result, in order: it is not broadcast */
     hpmlg_array   out, src[2];   /* out: the result or, backward, its gradient; src: the operands */
-    hpmlg_array   grad[2];       /* backward: the gradients of src that hpmlg_k_binary_back writes; p NULL: not that
-                                    one */
+    hpmlg_array   grad[2];       /* backward: gradients of src to write; p NULL: not that one */
     bool          add[2];
-    int           act;           /* not 0: an activation; `out` is first multiplied by act'(src[0]), in place; op is
-                                    ADD */
+    int           act;           /* not 0: first out *= act'(src[0]), in place; op is ADD */
     float         slope;
 } hpmlg_binary;
 
@@ -1590,8 +1564,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int6
     return d;
 }
 
-/* Computes the gradients of those operands of an add, sub, mul or div that are not broadcast; src[0] and src[1] may be
-   the same tensor. */
+/* Computes the gradients of those operands of an op that are not broadcast; both may be the same tensor. */
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
     const int64_t n = b.w.count;
@@ -1770,24 +1743,21 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
     f.tx = hpmlg_power_of_two(keeps_last ? vecs : f.summed.count * vecs, keeps_last ? 32 : HPMLG_REDUCE_THREADS);
     int     ty     = HPMLG_REDUCE_THREADS / f.tx;
     int64_t blocks = keeps_last ? f.kept.count * ((vecs + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
-    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx); /* the largest number
-                                                                                                     of splits that
-                                                                                                     saves time */
+    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx); /* the most that save
+                                                                                                     time */
     int64_t splits = (int64_t)d->sms * 8 / blocks;
-    int64_t fit    = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept; /* number of splits whose sums fit in the scratch
-                                                                         memory */
+    int64_t fit    = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept; /* splits whose sums fit in the scratch memory */
     if (splits > useful) splits = useful;
     if (splits > fit) splits = fit;
-    if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the input is partial sums in `scratch`, which a further
-                                                              split would overwrite */
+    if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the input, partial sums, is in scratch: reduce it at
+                                                              once */
     else {
         f.out   = hpmlg_array_of(d->scratch, HPML_DTYPE_F32);
         f.scale = 1;
         f.add   = false;
     }
     dim3 grid((unsigned)blocks, (unsigned)splits);
-    bool plain = b->op == HPML_OP_ADD && !b->act; /* the terms are the array's elements: fewer registers, more loads in
-                                                     flight */
+    bool plain = b->op == HPML_OP_ADD && !b->act; /* no derivatives: fewer registers, more loads in flight */
     if (keeps_last)
         HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_columns, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
     else HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_rows, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
@@ -1815,8 +1785,7 @@ HPMLG_FN void hpmlg_op_sum(HPMLG_OP_ARGUMENTS)
     else hpmlg_sum_run(d, to, from, w, scale, false);
 }
 
-/* The terms that are summed over all elements of two arrays x and t: x^2 (t is not used), or a loss of x and target
-   t. */
+/* The terms that are summed over all elements: squares of x, or losses of x and the target t. */
 enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
 
 /* Returns the term of one element x and target t. BCE: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows.
@@ -1834,8 +1803,7 @@ HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
     }
 }
 
-/* Computes part[b] = the sum of the terms of the elements that block b of the grid loops over, for n elements of x and
-   t (t.p NULL: none). */
+/* Computes part[b] = the sum of the terms of n elements of x and t (t.p NULL: none) that block b loops over. */
 static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array t, int what, float delta, int64_t n)
 {
     __shared__ float space[256 / HPMLG_WARP];
@@ -1913,16 +1881,14 @@ HPMLG_FN void hpmlg_op_reshape(HPMLG_OP_ARGUMENTS)
     if (to.p && to.p != from.p) hpmlg_copy_run(d, to, from, hpml_tensor_count(n->out), hpmlg_op_adds(n, back));
 }
 
-/* Permutes: to (+)= from, in tiles of 64 x 64 that pass through shared memory, so that neighbouring threads access
-   neighbouring elements of both arrays: `from` along its last dimension, which is dimension p of `to`, and `to` along
-   the last dimension of `to`. */
+/* Permutes: to (+)= from, in tiles of 64 x 64 through shared memory, so that both arrays are accessed along rows:
+   `from` along its last dimension, which is dimension p of `to`, and `to` along the last dimension of `to`. */
 #define HPMLG_TRANSPOSE_TILE 64
 typedef struct hpmlg_transpose {
     hpmlg_array   from, to;
     hpmlg_strides w;                 /* over all dimensions but these two, with the strides of from and to */
     int64_t       p, last;           /* sizes of dimension p and of the last dimension of `to` */
-    int64_t       from_last, to_p;   /* strides: in `from` of the last dimension of `to`, in `to` of p; p in `from` and
-                                        the last in `to` have stride 1 */
+    int64_t       from_last, to_p;   /* strides: in `from` of `last`, in `to` of p; the other two are 1 */
     int64_t       p_tiles, last_tiles;
     bool          add;
 } hpmlg_transpose;
@@ -2066,8 +2032,7 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
     return hpmlg_grid_blocks(d, rows, cols <= HPMLG_WARP_ROW ? 4 : 1);
 }
 
-/* Launches kernel<TEAM, G> on rows of `cols` columns: TEAM threads to a row, G vec8s to a thread, as suits the
-   length. */
+/* Launches kernel<TEAM, G> on rows of `cols` columns: TEAM threads to a row, G vec8s to a thread. */
 #define HPMLG_RUN_ROWS(d, kernel, blocks, cols, shared, ...)                                                           \
     ((cols) <= 256              ? HPMLG_RUN(d, (kernel<32, 1>), blocks, 128, shared, __VA_ARGS__)                      \
      : (cols) <= 768            ? HPMLG_RUN(d, (kernel<32, 3>), blocks, 128, shared, __VA_ARGS__)                      \
@@ -2084,8 +2049,7 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
     for (int64_t tile = 8 * (int64_t)(threadIdx.x % TEAM), end = cols + tile; tile < end; tile += 8 * TEAM * G)        \
         HPMLG_UNROLL for (int64_t k = 0, c = tile; k < G; k++, c += 8 * TEAM)
 
-/* Computes y = softmax(x), or its logarithm if `log`, of each row of a matrix (rows, cols). TEAM threads share a row, G
-   vec8s each. */
+/* Computes y = softmax(x), or its logarithm if `log`, of each row of x (rows, cols), TEAM threads to a row. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log)
 {
@@ -2297,7 +2261,7 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int blocks = (int)hpmlg_row_blocks(d, rows, cols);
-    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* blocks that run at once: registers allow 3 or 4 per
+    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* blocks at once: registers allow 3 or 4 a
                                                                   multiprocessor */
     return blocks < limit ? blocks : limit;
 }
@@ -2412,15 +2376,13 @@ HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int6
 
 template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
 {
-    typedef typename std::conditional<back, double, float>::type T; /* the type in which a thread joins the numbers that
-                                                                       it reads */
+    typedef typename std::conditional<back, double, float>::type T; /* in which a thread joins its numbers */
     __shared__ hpmlg_moments<double> all[256];
     int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
     int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8);
     float   mean = back && c < s.C ? s.saved[c].x : 0;
-    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_offset(s, c, 0)) : 0; /* the channel's first
-                                                                                                     number */
+    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_offset(s, c, 0)) : 0; /* the first number */
     hpmlg_moments<T> mine = { 0, 0, 0 };
     for (int64_t u = units * blockIdx.y / s.splits + threadIdx.x / s.width; u < to; u += step) {
         hpmlg_vec8 e, f, z;
@@ -2519,8 +2481,7 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
     s.N     = s.B * s.P;
     s.width = s.P == 1 ? 32 : 1;
     int64_t   blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
-    int64_t   of_block = 8 * (256 / s.width), useful = (s.N + of_block - 1) / of_block; /* so that a thread reads 8
-                                                                                           numbers at least */
+    int64_t   of_block = 8 * (256 / s.width), useful = (s.N + of_block - 1) / of_block; /* 8 numbers a thread */
     uintptr_t addresses = (uintptr_t)src[0]->raw | (uintptr_t)n->out->raw | (uintptr_t)n->out->raw_grad;
     s.splits = splits < useful ? splits : useful;
     if (s.splits > HPMLG_BN_SPLITS) s.splits = HPMLG_BN_SPLITS;
@@ -2629,8 +2590,7 @@ HPMLG_DEVICE int64_t hpmlg_plane_position(int64_t i, int h, int w, int *row, int
     return plane;
 }
 
-/* Computes [*from, *to), the part of pooling window number o, along one dimension of `size` pixels, inside the
-   image. */
+/* Computes [*from, *to), the part of pooling window number o, along one dimension, inside the image's `size` pixels. */
 HPMLG_DEVICE void hpmlg_window(int o, int stride, int pad, int kernel, int size, int *from, int *to)
 {
     int first = o * stride - pad, end = first + kernel;
@@ -2715,8 +2675,7 @@ HPMLG_FN void hpmlg_op_avg_pool2d(HPMLG_OP_ARGUMENTS) { hpmlg_pool_pass(d, n, ba
 // >>gpu-random   Philox, dropout
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the random words 4 block to 4 block + 3 of stream number `stream`; on the CPU hpml_philox4x32 returns the
-   same. */
+/* Returns random words 4 block to 4 block + 3 of stream number `stream`, the same as hpml_philox4x32 on the CPU. */
 HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stream, unsigned long long block)
 {
     unsigned k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
@@ -2743,9 +2702,8 @@ HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, un
     HPMLG_UNROLL for (int j = 0; j < 8; j++) w[j] = first & 1 ? all[j + 1] : all[j];
 }
 
-/* Computes y (+)= x scale where the element's random word is at least `least`, else y (+)= 0; add: adds to y. Word i
-   belongs to element i, counted from the first sample of the global batch. index: the node's number; each: elements of
-   a sample. */
+/* Computes y (+)= x scale where the element's random word is at least `least`, else 0. Word i belongs to element i,
+   counted from the first sample of the global batch. index: the node's number; each: elements of a sample. */
 static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_random_key *key, int index,
                                        unsigned least, float scale, int64_t each, int64_t n, bool add)
 {
@@ -2790,12 +2748,10 @@ typedef struct hpmlg_token_lists {
     const int *token;              /* (tokens): the token at each position */
     int64_t    tokens, vocabulary;
     int64_t    most_pieces;        /* upper bound of the number of pieces of long tokens */
-    int       *count, *used;       /* (vocabulary): number of a token's positions; (2): entries used of `order`, of
-                                      `piece` */
+    int       *count, *used;       /* (vocabulary): positions of a token; (2): used entries of `order`, `piece` */
     int       *start;              /* (vocabulary): offset of a token's positions in `order` */
     int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
-    int       *slot, *order;       /* (tokens) each. slot: number of a position among its token's, at last the sorted
-                                      positions; order: unsorted */
+    int       *slot, *order;       /* (tokens): position's number in its token, at last sorted; unsorted */
     int       *piece;              /* (most_pieces): the token that a piece belongs to */
     float     *sums;               /* (most_pieces, width): the sum of dy over each piece's positions */
 } hpmlg_token_lists;
@@ -2853,8 +2809,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int6
     return sum;
 }
 
-/* Computes the sum of dy over each piece (up to HPMLG_LONG positions) of each long token: a warp for 256 columns of a
-   piece. */
+/* Sums dy over each piece (up to HPMLG_LONG positions) of each long token: a warp for 256 columns of a piece. */
 static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_token_lists b, int64_t width)
 {
     int64_t     parts = (width + 255) / 256;
@@ -2867,8 +2822,7 @@ static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_token_list
     }
 }
 
-/* Computes row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row; add: adds to
-   dw. */
+/* Computes row t of dw (+)= the sum of dy over the positions of token t, a warp for 256 columns of a row. */
 static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_token_lists b, int64_t width,
                                               bool add)
 {
@@ -2889,8 +2843,7 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
     }
 }
 
-/* Computes the sizes and, if the scratch memory of node n is allocated, the addresses of the token lists in it. Returns
-   the bytes that they need. */
+/* Places the token lists in node n's scratch memory, if it is allocated. Returns the bytes that they need. */
 HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_token_lists *b)
 {
     b->tokens      = hpml_tensor_count(n->src[0]);
@@ -2944,8 +2897,7 @@ HPMLG_FN void hpmlg_op_embedding(HPMLG_OP_ARGUMENTS)
    halves. A block of 128 threads computes a tile of T x T elements of c. When there are too few tiles to fill the
    device, k is cut into splits, whose sums are added in order. */
 
-/* Divides numbers below 2^31 by `by` as a multiplication: n / by = n mul >> shift, with mul = ceil(2^shift / by) and
-   shift = 31 + ceil(log2(by)). */
+/* Divides n < 2^31 by `by`: n mul >> shift, with mul = ceil(2^shift / by) and shift = 31 + ceil(log2(by)). */
 typedef struct hpmlg_divisor { unsigned shift, mul, by, unused; } hpmlg_divisor;
 
 HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
@@ -3004,8 +2956,7 @@ typedef struct hpmlg_operand {
     int64_t     ld;           /* not 0: the elements are neighbours along one axis, and `ld` apart along the other */
 } hpmlg_operand;
 
-/* Returns the operand's element at the coordinates `line` and `k`; 0 outside of the matrix or image. base: offset of
-   the matrix in the batch. */
+/* Returns the operand's element at the coordinates `line` and `k`; 0 outside. base: offset of the batch's matrix. */
 HPMLG_DEVICE float hpmlg_operand_get(const hpmlg_operand &o, int64_t base, hpmlg_coord line, hpmlg_coord k)
 {
     int64_t at = base + line.at + k.at;
@@ -3055,8 +3006,8 @@ HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int6
     hpmlg_put(g.c, at, v);
 }
 
-/* Does what hpmlg_store_result does for the 8 sums e of columns col to col + 7; col and the row's offset are multiples
-   of 8. */
+/* Stores 8 results as hpmlg_store_result stores one: columns col to col + 7; col and the row's offset are multiples of
+   8. */
 HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, hpmlg_vec8 e)
 {
     int64_t    at  = (batch * g.c_batch + row * g.ldc + col) / 8;
@@ -3192,8 +3143,7 @@ HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int lin
     else hpmlg_ldmatrix_x4(r, x + hpmlg_tile_offset<T, L>(l8 + in, k8));
 }
 
-/* Adds the products of 16 k, from k on, of the tiles a and b in halves to acc, the warp's quarter of the tile of
-   sums. */
+/* Adds the products of 16 k, from k on, of the half tiles a and b to acc, the warp's quarter of the tile of sums. */
 template <int T, int LA, int LB, bool F16>
 HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const unsigned short *b, int k)
 {
@@ -3229,8 +3179,7 @@ HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x
 
 #define HPMLG_STAGES 4
 
-/* Starts the copies of the tiles of both operands a and b for the 32 k of step `step` into one of the stages in
-   turn. */
+/* Starts the copies of both operands' tiles, the 32 k of step `step`, into one of the four stages in turn. */
 template <int T, int LA, int LB>
 HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t, int64_t step, unsigned short *tiles)
 {
@@ -3247,8 +3196,7 @@ HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t,
     hpmlg_copy_commit(); /* one group per step, if empty, because hpmlg_copy_wait counts groups */
 }
 
-/* Computes a product of dense halves on tensor cores, a tile a block: four stages of 32 k, of which three are being
-   copied while one is multiplied. */
+/* Computes a tile of a product of dense halves: four stages of 32 k, three being copied while one is multiplied. */
 template <int T, int LA, int LB>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __grid_constant__ hpmlg_product g)
 {
@@ -3307,8 +3255,7 @@ HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k
     }
 }
 
-/* Adds the products of 16 k in f32 to acc: a thread computes sixteen rows of eight columns (T = 128), or eight of four
-   (T = 64). */
+/* Adds the products of 16 k in f32 to acc: a thread has sixteen rows of eight columns (T = 128), or eight of four. */
 template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, const float *b)
 {
     int ty = (int)threadIdx.x / 16 * 4, tx = (int)threadIdx.x % 16 * 4;
@@ -3387,7 +3334,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     hpmlg_store_tile<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
 }
 
-/* Computes many products of few rows or columns (depthwise convolutions): each sum by one thread or, if `block`, by a
+/* Computes many products of few rows or columns (depthwise convolutions), each sum by a thread or (block) by a
    block. */
 static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_product g, bool block)
 {
@@ -3448,8 +3395,7 @@ HPMLG_FN void hpmlg_product_open(hpmlg_device *d)
 
 HPMLG_FN bool hpmlg_is_half(hpmlg_array x) { return x.type == HPML_DTYPE_BF16 || x.type == HPML_DTYPE_F16; }
 
-/* Returns true if the operand, of `lines` lines and k, can be copied 16 bytes at a time, so that the dense kernels can
-   be used. */
+/* Returns true if the operand can be copied 16 bytes at a time, so that the dense kernels can be used. */
 HPMLG_FN bool hpmlg_is_dense(const hpmlg_operand *o, int64_t lines, int64_t k)
 {
     int64_t extent = o->along_k ? k : lines;
@@ -3465,8 +3411,7 @@ HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T
     g->tiles_n = (g->n + T - 1) / T;
     tiles = g->tiles_m * g->tiles_n * g->batch;
     want  = (2 * d->sms + tiles - 1) / tiles;
-    limit = (int64_t)(d->d.workspace / sizeof(float)) / (g->batch * g->m * g->n); /* splits whose sums fit in the
-                                                                                     workspace */
+    limit = (int64_t)(d->d.workspace / sizeof(float)) / (g->batch * g->m * g->n); /* whose sums fit in the workspace */
     if (limit > g->k / 256) limit = g->k / 256;
     if (want > limit) want = limit;
     if (want < 2 || tiles >= d->sms) want = 1;
@@ -3530,8 +3475,7 @@ HPMLG_FN hpmlg_array hpmlg_array_at(hpmlg_array x, int64_t at)
     return x;
 }
 
-/* Describes an operand x of a product by its axes, lines and k. batch: elements to the next matrix; along_k: neighbours
-   in k are closer. */
+/* Describes a product's operand by its axes. batch: elements to the next matrix; along_k: neighbours in k are close. */
 HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
 {
     hpmlg_operand o = {};
@@ -3650,10 +3594,9 @@ HPMLG_FN size_t hpmlg_narrowed_bytes(const hpmlg_device *d, const hpml_tensor *t
 /* Row-major matrices are transposed column-major ones: c = a b is c^T = b^T a^T, so a and b change places. The
    library's answer for a shape (an algorithm, or a refusal) is kept as a plan. Bias, relu, gelu and gelu' are fused
    into the product's epilogue, and so are sums of a's rows; where the library has no such kernel, an activation follows
-   as a kernel of its own, and the other parts are left to the caller (hpmlg_epilogue). In HPML_CUDA_F32 gelu and gelu'
-   are not fused, because cuBLASLt computes them with only the 11 bits of the hardware's tanh. The relu of cuBLASLt is
-   max(z, 0), which turns a NaN into 0: the update finds the NaN in the gradient of the layer's weights, where 0 is
-   multiplied by the NaN in x. */
+   as a kernel of its own, and the rest is left to the caller (hpmlg_epilogue). In HPML_CUDA_F32 gelu and gelu' are not
+   fused, because cuBLASLt uses the hardware's tanh of 11 bits. The relu of cuBLASLt is max(z, 0), which turns a NaN
+   into 0: the update finds the NaN in the gradient of the layer's weights, where 0 is multiplied by the NaN in x. */
 
 /* Appends v to a list of at most 16 different numbers, unless v is in the list or the list is full. */
 HPMLG_FN void hpmlg_list_add(int list[16], int *count, int v)
@@ -3754,8 +3697,7 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
     return s;
 }
 
-/* Sets the addresses of bias and z in a plan's descriptor, because they are not part of the plan's key; NULL: not
-   used. */
+/* Sets the addresses of bias and z (NULL: none) in a plan's descriptor; they are not part of the plan's key. */
 HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
@@ -3833,8 +3775,7 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const vo
     k->add    = g->add;
     uintptr_t addresses = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p | (uintptr_t)line |
                           (uintptr_t)g->z.p;
-    for (k->align = 256; addresses % (uintptr_t)k->align; k->align /= 2) {} /* the bytes to which all arrays are
-                                                                               aligned */
+    for (k->align = 256; addresses % (uintptr_t)k->align; k->align /= 2) {} /* bytes to which all arrays are aligned */
     return (k->batch == 1 || !g->bias) && (uintptr_t)line % 16 == 0;
 }
 
@@ -3953,8 +3894,7 @@ typedef struct hpmlg_dims {
     bool    shared; /* all products of the batch have the same right operand b */
 } hpmlg_dims;
 
-/* Returns the sizes of a matmul op's products. A batch with one shared b and an a that is not transposed is one tall
-   product. */
+/* Returns the sizes of a matmul's products. A batch with one shared b and an a not transposed is one tall product. */
 HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 {
     const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
@@ -3981,13 +3921,11 @@ HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, i
     hpmlg_gemm_run(d, &g);
 }
 
-/* Returns the matmul op's left operand op(A) (m, k), stored in x, or if `second` op(B) (k, n); transposed: the
-   transpose of op(A) or op(B). */
+/* Returns the operand op(A) (m, k), from x, or if `second` op(B) (k, n); transposed: its transpose. */
 HPMLG_FN hpmlg_operand hpmlg_matmul_operand(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second,
                                             bool transposed)
 {
-    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* x is stored as the transpose of the
-                                                                                  operand */
+    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* x is the operand's transpose */
     int64_t rows = second ? s->k : s->m, cols = second ? s->n : s->k;
     int64_t batch = second && s->shared ? 0 : rows * cols;
     return hpmlg_matrix(x, stored ? rows : cols, batch, (stored != transposed) == second);
@@ -4007,8 +3945,7 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
                               hpmlg_matmul_operand(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
                               n->attr.matmul.trans_a);
     for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
-        bool        add = n->accumulate[1] || i > 0 || ta == tb; /* the gradient of a shared b is summed over the batch,
-                                                                    in order */
+        bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b's gradient is summed over the batch */
         hpmlg_array ai = hpmlg_array_at(a, i * s.m * s.k), ci = hpmlg_array_at(dc, i * mn);
         hpmlg_batched_product(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_operand(n, &s, ai, false, true),
                               hpmlg_matrix(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
@@ -4037,8 +3974,7 @@ HPMLG_FN void hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
 }
 
 /* Returns m, the linear layer before n, if the product for n's dx can include the multiplication by m's act'(z); NULL:
-   none. n must be recorded right after m: then n is the first reader of m's result, and so the last to add to its
-   gradient. */
+   none. n must be recorded right after m: then n is the first reader of m's result, and adds to its gradient last. */
 HPMLG_FN const hpml_node *hpmlg_linear_before(const hpml_node *n)
 {
     const hpml_node *m = n->src[0]->node;
@@ -4167,8 +4103,7 @@ HPMLG_FN hpmlg_residue hpmlg_residue_of(const hpmlg_conv *c, int i, int first, i
     return r;
 }
 
-/* Computes dx (+)= the gradient of a convolution by its input, one product for each remainder of the stride (see
-   >>gpu-conv). */
+/* Computes dx (+)= the gradient of a convolution by its input, one product for each remainder of the stride. */
 HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array w, hpmlg_array dx,
                             bool add)
 {
@@ -4221,8 +4156,7 @@ typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add);
 
-/* Runs one pass of convolution n, which computes y, dx (into x) or dw (into w), by cuDNN or by this header's kernels;
-   add: adds to the result. */
+/* Runs one pass of convolution n, which computes y, dx (in x) or dw (in w), by cuDNN or by this header's kernels. */
 HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                              hpmlg_array y, bool add)
 {
@@ -4417,8 +4351,7 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD &&                                                           \
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD_NONFUSED)
 
-/* Chooses the first algorithm for pass `pass` of plan p that is deterministic, fits in the workspace and, in f32,
-   multiplies f32 numbers. */
+/* Chooses the first algorithm that is deterministic, fits in the workspace and, in f32, multiplies f32 numbers. */
 #define HPMLG_DNN_CHOOSE(Kind, KIND, Pass, ...)                                                                        \
     do {                                                                                                               \
         cudnnConvolution##Kind##AlgoPerf_t found[8];                                                                   \
@@ -4485,8 +4418,7 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
                                    d->workspace_bytes, &zero, p->y, y.p);
 }
 
-/* Returns the device's cuDNN state, opened at the first convolution because opening takes long. NULL, with an error:
-   failed. */
+/* Returns the device's cuDNN state, opened at the first convolution because that takes long; NULL: an error. */
 HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
 {
     hpmlg_dnn *dnn = (hpmlg_dnn *)d->dnn;
@@ -4499,8 +4431,7 @@ HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
     return NULL;
 }
 
-/* Runs a pass of convolution n by cuDNN. Returns false if cuDNN refuses; this header's kernels then run the pass, also
-   in all later steps. */
+/* Runs a pass of convolution n by cuDNN; false: cuDNN refuses, so that the pass runs by own kernels in all steps. */
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add)
 {
@@ -4508,7 +4439,7 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     bool        narrow = pass == HPMLG_DNN_DW && d->act_dtype != HPML_DTYPE_F32, whole = true;
     void       *dw = narrow ? (char *)n->scratch + hpmlg_narrowed_bytes(d, n->src[0]) : w.p;
     int64_t     count = hpml_tensor_count(n->out);
-    uintptr_t       addresses = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a micro-batch begins anywhere */
+    uintptr_t       addresses = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a micro-batch may begin anywhere */
     if (d->d.own_kernels || x.type != (int)d->act_dtype || y.type != (int)d->act_dtype || addresses % 16) return false;
     hpmlg_dnn      *dnn = hpmlg_dnn_open(d);
     hpmlg_dnn_plan *p   = dnn ? hpmlg_dnn_plan_of(d, dnn, n, pass) : NULL;
@@ -4537,8 +4468,7 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     return true;
 }
 
-/* Lists cuDNN's numbers of the algorithms that pass `pass` (an hpmlg_dnn_pass) of all convolutions uses; returns how
-   many. */
+/* Lists cuDNN's numbers of the algorithms that pass `pass` of the convolutions uses; returns how many there are. */
 HPMLG_FN int hpmlg_dnn_algorithms(const hpmlg_device *d, int pass, int list[16])
 {
     const hpmlg_dnn *dnn = (const hpmlg_dnn *)d->dnn;
@@ -4660,9 +4590,8 @@ HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part
     return part == HPMLG_ATTN_O ? at + in : 3 * at + part * C + in;
 }
 
-/* Loads `rows` rows from `row` on of Q, K, V or dO (part) of pair bh into a tile in shared memory, by a block of
-   `threads` threads; rows beyond T and columns beyond D become zero. Aligned rows are only being copied: see
-   hpmlg_copy_wait. */
+/* Loads `rows` rows of Q, K, V or dO (part) of pair bh, from `row` on, into a tile, by a block of `threads` threads;
+   rows beyond T and columns beyond D are zero. Aligned rows arrive with hpmlg_copy_wait. */
 template <int type, int DP, int threads, int rows>
 HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<type>::t *tile, int64_t bh, int part,
                                   int row)
@@ -4688,8 +4617,7 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     }
 }
 
-/* Computes d (16 M, 8 N) = a b^T over DP columns, by one warp. a: the warp's 16 M rows of a tile; b: all 8 N rows of
-   another tile. */
+/* Computes d (16 M, 8 N) = a b^T over DP columns. a: this warp's 16 M rows of a tile; b: 8 N rows of another tile. */
 template <int type, int DP, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const unsigned short *a, const unsigned short *b)
 {
@@ -4845,8 +4773,8 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
             HPMLG_UNROLL for (int e = 0; e < 4; e++) o[m][j][e] *= shrink[m][e / 2];
 }
 
-/* Computes attention forward: see >>gpu-attention. A block computes 16 M W queries of one head, and reads 8 N keys at a
-   time. */
+/* Computes attention forward (see >>gpu-attention): a block computes 16 M W queries of a head, from 8 N keys at
+   once. */
 template <int type, int DP, int M, int W, int N>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
 {
@@ -4961,8 +4889,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T;
     float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
     float   scale[M][2], one[M][2];
-    /* 1. Prepare: load lse and delta of the block's queries into registers; set sums to 0; start to load the own
-       tiles. */
+    /* 1. Prepare: load lse and delta of the block's queries into registers; clear sums; start loading own tiles. */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         int r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
         of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[bh * p.T + r] : INFINITY;
@@ -4980,8 +4907,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     for (int c = begin - K; c < end; c += K, stage ^= 1) {
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
-        /* 2. Wait for the streamed tiles, and start to load those of the next block (KEYS: with its queries' lse and
-           delta). */
+        /* 2. Wait for the streamed tiles, and start loading those of the next block (KEYS: with lse and delta). */
         hpmlg_copy_wait(0);
         __syncthreads();
         if (c + K < end) {
@@ -5011,9 +4937,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, one, space);
 }
 
-/* Launches an attention kernel: a block for `rows` rows, in `parts` groups of columns, with `shared` bytes of shared
-   memory. If these exceed the 48 KiB that kernels have by default, they are requested, in passes that are not
-   recorded. */
+/* Launches an attention kernel, a block for `rows` rows, `parts` times, with `shared` bytes of shared memory. Passes
+   that are not recorded request more than the 48 KiB that kernels have by default. */
 HPMLG_FN void hpmlg_attn_launch(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
                                 unsigned parts, int threads, size_t shared)
 {
@@ -5096,12 +5021,10 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
     float      *gates, *cells, *dh, *dc;  /* (B, T, 4H), (B, T, H), (B, H), (B, H) */
-    hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h of step t -
-                                             1 */
+    hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
 } hpmlg_lstm;
 
-/* Computes the sizes and the addresses of the LSTM's arrays in node n's saved and scratch memory; returns the bytes of
-   scratch memory that they need. */
+/* Places an LSTM's arrays in node n's saved and scratch memory; returns the bytes of scratch memory that they need. */
 HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpmlg_lstm *l)
 {
     const hpml_tensor *x = n->src[0];
@@ -5305,8 +5228,7 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_n
     p.max[row]         = most;
     p.inverse_sum[row] = 1 / s;
     p.loss[row]        = 0;
-    if (valid) p.loss[row] = logf(s) - (mine - most) - p.smoothing * distances / (float)p.V; /* distances: sum of x -
-                                                                                                x_l */
+    if (valid) p.loss[row] = logf(s) - (mine - most) - p.smoothing * distances / (float)p.V; /* the sum of x - x_l */
     else if (label != p.ignore) hpmlg_report_index(p.note, p.taken, row, label, node);
 }
 
@@ -5410,8 +5332,7 @@ HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t
     return d < -delta ? -delta : d;
 }
 
-/* Computes the gradients of a loss (what): dx (+)= f'(x - t) dloss / n, dt (+)= -f'(x - t) dloss / n; dx.p, dt.p NULL:
-   not wanted. */
+/* Computes a loss's gradients dx (+)= f'(x - t) dloss / n and dt (+)= the negative; dx.p, dt.p NULL: not wanted. */
 static __global__ void hpmlg_k_loss_back(hpmlg_array dx, hpmlg_array dt, hpmlg_array x, hpmlg_array t, int what,
                                          float delta, const float *dloss, int64_t n, bool add_x, bool add_t)
 {
@@ -5484,8 +5405,7 @@ HPMLG_DEVICE void hpmlg_nonfinite_report(const hpmlg_nonfinite_sink &f, const hp
     f.note->nonfinite = 1;
 }
 
-/* Returns the parameter that chunk number `chunk` belongs to, by bisection: the last whose first chunk is not after
-   it. */
+/* Returns the parameter that a chunk belongs to, by bisection: the last parameter whose first chunk is not after it. */
 HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_step *steps, int count, int64_t chunk)
 {
     int low = 0, high = count;
@@ -5662,8 +5582,7 @@ HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
     return NULL;
 }
 
-/* Returns the index of the parameter that contains w, searching from the one after `before`, in most cases the right
-   one; -1: none. */
+/* Returns the index of the parameter that contains w, trying the one after `before` first; -1: none. */
 HPMLG_FN int hpmlg_param_number(const hpml_ctx *ctx, const float *w, int before)
 {
     int count = hpml_param_count(ctx);
@@ -5688,8 +5607,7 @@ HPMLG_FN hpmlg_param_step hpmlg_param_step_of(hpmlg_device *d, const hpml_update
     return s;
 }
 
-/* Allocates device memory for an optimizer's table and sums (`bytes`); it grows with the first step of a larger
-   model. */
+/* Allocates device memory for an optimizer's table and sums; it grows with the first step of a larger model. */
 HPMLG_FN hpml_status hpmlg_update_reserve(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->updates_bytes) return HPML_OK;
@@ -5807,8 +5725,8 @@ HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned
     return s;
 }
 
-/* Returns the level that ONEBIT sends for the negative or the other elements of a row: their mean, limited to [least,
-   most]; 0 if there are none. */
+/* Returns the level sent for a row's negative or other elements: their mean, within [least, most]; 0: there are
+   none. */
 HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, float most)
 {
     float mean = count ? (float)(sum / (double)count) : 0;
@@ -5981,8 +5899,7 @@ HPMLG_FN void hpmlg_pack_run(hpmlg_device *d, int kind, hpmlg_pack p)
     HPMLG_RUN_ITEMS(d, hpmlg_k_pack_wipe, p.rows, 1, p);
 }
 
-/* Implements the backend's `encode`: packs `rows` rows of gradients. Waits for the device, to return HPML_ERR_NONFINITE
-   if a gradient was not finite. */
+/* Implements the backend's `encode`: packs gradients. Waits for the device, to report gradients that are not finite. */
 HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                                   const float *grad, int64_t rows)
 {
@@ -6054,9 +5971,8 @@ HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, 
 
 /* NCCL's kernels run on a stream of their own: hpml_nccl_link_begin makes this stream wait for the device's stream,
    hpml_nccl_link_end records an event on it, and hpml_nccl_link_wait makes the device's stream wait for the event.
-   Communicators are non-blocking: a call may still be in progress when it returns; then its state is polled until the
-   call is done, has failed, or the deadline has passed. nccl.h is used for types only; the functions are loaded at run
-   time. */
+   Communicators are non-blocking: a call may still be in progress when it returns; then its state is polled until it is
+   done, has failed, or the deadline has passed. nccl.h is used for types only; functions are loaded at run time. */
 
 #define HPMLG_NCCL_CALLS(X)                                                                                            \
     X(GetUniqueId) X(CommInitRankConfig) X(CommGetAsyncError) X(CommAbort) X(CommDestroy) X(AllReduce) X(Send) X(Recv) \
@@ -6099,8 +6015,7 @@ struct hpml_nccl {
     char              operation[96]; /* name of the current operation, for error texts */
 };
 
-/* Sleeps 50 us between two polls of a wait that began at time `since` (seconds), but not in its first millisecond,
-   because most operations take less. */
+/* Sleeps 50 us between two polls of a wait that began at time `since`, unless within 1 ms, which most do not exceed. */
 HPMLG_FN void hpmlg_poll_pause(double since)
 {
     struct timespec t = { 0, 50000 };
@@ -6129,8 +6044,7 @@ HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
     return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r));
 }
 
-/* Waits, up to the deadline, until the NCCL call that returned r is done, and then for the work before `event`; event
-   NULL: only for the call. */
+/* Waits for the end of the NCCL call that returned r and, unless NULL, for the event, at most until the deadline. */
 HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t event)
 {
     char text[96];
@@ -6146,8 +6060,7 @@ HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t e
     return hpmlg_nccl_fail(n, HPML_ERR_TIMEOUT, text);
 }
 
-/* Finds NCCL's functions in the program itself, else loads the library; an error if it is missing or older than
-   2.14. */
+/* Finds NCCL's functions in the program itself, else loads the library; an error if it is older than 2.14. */
 HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
 {
     const char *name = n->desc.library ? n->desc.library : "libnccl.so.2";
@@ -6384,8 +6297,7 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
 
-/* Returns the status of an NCCL call that returned r inside of a group: it is only queued until the group ends, so "in
-   progress" is no error. */
+/* Returns the status of an NCCL call inside of a group, which is only queued until the group ends. */
 HPMLG_FN hpml_status hpmlg_nccl_queued(hpml_nccl *n, ncclResult_t r)
 {
     return r == ncclInProgress ? HPML_OK : hpmlg_nccl_result(n, r);
@@ -6639,8 +6551,7 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
 // >>gpu-backend   opening and closing; the table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Implements the backend's `plan`: sets the sizes of a node's saved and scratch memory where they differ from the
-   CPU's. */
+/* Implements the backend's `plan`: sets the sizes of a node's saved and scratch memory where the CPU's differ. */
 HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
 {
     hpmlg_device     *d      = (hpmlg_device *)device;
