@@ -535,8 +535,7 @@ HPMLG_DEVICE void hpmlg_put(hpmlg_array a, int64_t i, float v)
     else ((__half *)a.p)[i] = __float2half_rn(v);
 }
 
-/* Returns as floats the two halves in the 32-bit word w: .x from its low 16 bits, .y from the high. type: the
-   halves'. */
+/* Returns as floats the two halves of w, of type `type`: .x from the low 16 bits of w, .y from the high 16 bits. */
 HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
 {
     unsigned short low = (unsigned short)w, high = (unsigned short)(w >> 16);
@@ -743,7 +742,7 @@ typedef struct hpmlg_device {
     int               sms;            /* number of multiprocessors */
     cudaStream_t      stream, copies; /* streams: `stream` runs ops, `copies` large uploads */
     uint64_t          clock;          /* counts the uses of cache entries, to find the oldest */
-    /* uploads, downloads, notes */
+    /* state of uploads, downloads and messages of kernels */
     hpmlg_slot        slots[HPMLG_SLOTS];
     int               slot;                      /* index in `slots` of the one that is being filled */
     size_t            slot_used;                 /* bytes filled in slots[slot] */
@@ -753,9 +752,9 @@ typedef struct hpmlg_device {
     int              *note_taken;                /* on the device: 1 once a kernel has written *note */
     unsigned long long *first_nonfinite;         /* on the device: a number that hpmlg_nonfinite_pack made; 0: none */
     hpmlg_random_key *random_key;                /* on the device: the key of dropout's random numbers */
-    hpmlg_random_key  random_key_host;           /* the value of *random_key on the device, */
-    bool              random_key_known;          /* if this is true */
-    /* passes */
+    hpmlg_random_key  random_key_host;           /* the key that was last uploaded to *random_key */
+    bool              random_key_known;          /* random_key_host is valid */
+    /* state of passes (>>gpu-pass) */
     hpmlg_pass        passes[HPMLG_PASSES];
     hpmlg_pass       *running;                   /* the pass that is now run op by op; NULL: none */
     hpmlg_pass       *recording;                 /* the pass that is now captured; NULL: none */
@@ -765,12 +764,12 @@ typedef struct hpmlg_device {
     long long         pass_counts[4];            /* numbers of passes, indexed by enum hpmlg_pass_kind */
     long long         waits;                     /* times that the host has waited for the device */
     hpml_node        *planned;                   /* the node that hpmlg_plan planned last */
-    /* times */
+    /* state of timing (>>gpu-sync) */
     hpmlg_span        spans[HPMLG_SPANS];
     int               span_count;
-    cudaEvent_t       span_clock;                /* an event that occurred at span_clock_time */
+    cudaEvent_t       span_clock;                /* an event that occurred at host time span_clock_time */
     double            span_clock_time;
-    /* memory that ops share */
+    /* memory on the device that ops share */
     hpmlg_half_copy  *half_copies;
     unsigned long long *counts;                  /* on the device: hits and valid labels of cross-entropy */
     void             *scratch;                   /* HPMLG_SCRATCH bytes of the device for partial sums */
@@ -1743,14 +1742,12 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
     f.tx = hpmlg_power_of_two(keeps_last ? vecs : f.summed.count * vecs, keeps_last ? 32 : HPMLG_REDUCE_THREADS);
     int     ty     = HPMLG_REDUCE_THREADS / f.tx;
     int64_t blocks = keeps_last ? f.kept.count * ((vecs + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
-    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx); /* the most that save
-                                                                                                     time */
+    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx); /* useful splits */
     int64_t splits = (int64_t)d->sms * 8 / blocks;
     int64_t fit    = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept; /* splits whose sums fit in the scratch memory */
     if (splits > useful) splits = useful;
     if (splits > fit) splits = fit;
-    if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the input, partial sums, is in scratch: reduce it at
-                                                              once */
+    if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the input is partial sums in `scratch`: one split */
     else {
         f.out   = hpmlg_array_of(d->scratch, HPML_DTYPE_F32);
         f.scale = 1;
@@ -1821,7 +1818,7 @@ static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array
 typedef struct hpmlg_sum_finish {
     const float *part;                 /* (n): the partial sums */
     int64_t      n;
-    const unsigned long long *counted; /* the divisor, where a kernel has counted it; NULL: it is */
+    const unsigned long long *counted; /* the divisor, where a kernel has counted it; NULL: use `divisor` */
     double       divisor;
     float       *out, *inverse;        /* out: sum / divisor; inverse: 1 / divisor; each may be NULL: not wanted */
     double      *wide;                 /* sum / divisor in double; NULL: not wanted */
@@ -2261,8 +2258,7 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int blocks = (int)hpmlg_row_blocks(d, rows, cols);
-    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* blocks at once: registers allow 3 or 4 a
-                                                                  multiprocessor */
+    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* at once: registers allow 3 or 4 a multiprocessor */
     return blocks < limit ? blocks : limit;
 }
 
@@ -2376,7 +2372,7 @@ HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int6
 
 template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
 {
-    typedef typename std::conditional<back, double, float>::type T; /* in which a thread joins its numbers */
+    typedef typename std::conditional<back, double, float>::type T; /* the type in which a thread sums */
     __shared__ hpmlg_moments<double> all[256];
     int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
@@ -3006,7 +3002,7 @@ HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int6
     hpmlg_put(g.c, at, v);
 }
 
-/* Stores 8 results as hpmlg_store_result stores one: columns col to col + 7; col and the row's offset are multiples of
+/* Stores 8 results as hpmlg_store_result stores one: columns col to col + 7; col, the row's offset are multiples of
    8. */
 HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, hpmlg_vec8 e)
 {
@@ -3193,7 +3189,7 @@ HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t,
         hpmlg_dense_load<T, LA>(at, a, g.a.ld, g.m - t.row, t.k1 - k);
         hpmlg_dense_load<T, LB>(at + T * 32, b, g.b.ld, g.n - t.col, t.k1 - k);
     }
-    hpmlg_copy_commit(); /* one group per step, if empty, because hpmlg_copy_wait counts groups */
+    hpmlg_copy_commit(); /* a group per step, even an empty one, because hpmlg_copy_wait counts groups */
 }
 
 /* Computes a tile of a product of dense halves: four stages of 32 k, three being copied while one is multiplied. */
@@ -3334,7 +3330,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     hpmlg_store_tile<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
 }
 
-/* Computes many products of few rows or columns (depthwise convolutions), each sum by a thread or (block) by a
+/* Computes many products of few rows or columns (depthwise convolutions): each sum by a thread or, if `block`,
    block. */
 static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_product g, bool block)
 {
@@ -3411,7 +3407,7 @@ HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T
     g->tiles_n = (g->n + T - 1) / T;
     tiles = g->tiles_m * g->tiles_n * g->batch;
     want  = (2 * d->sms + tiles - 1) / tiles;
-    limit = (int64_t)(d->d.workspace / sizeof(float)) / (g->batch * g->m * g->n); /* whose sums fit in the workspace */
+    limit = (int64_t)(d->d.workspace / sizeof(float)) / (g->batch * g->m * g->n); /* splits that fit in the workspace */
     if (limit > g->k / 256) limit = g->k / 256;
     if (want > limit) want = limit;
     if (want < 2 || tiles >= d->sms) want = 1;
@@ -3824,7 +3820,7 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue 
         bool        plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, act_after = act && plain;
         void       *z = !plain ? g->z.p : NULL, *c = act_after && g->z.p ? g->z.p : g->c.p;
         const void *line = e == CUBLASLT_EPILOGUE_BGRADB ? g->sums : bias;
-        if (plain && full) continue; /* cuBLASLt has no such epilogue */
+        if (plain && full) continue; /* there is no epilogue to fuse */
         key.epilogue = (int64_t)e;
         key.c_type   = act_after && g->z.p ? g->z.type : g->c.type;
         hpmlg_blas_plan *p = hpmlg_cache_find(d, blas->plans, key);
@@ -3944,7 +3940,7 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
         hpmlg_batched_product(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true),
                               hpmlg_matmul_operand(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
                               n->attr.matmul.trans_a);
-    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
+    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC, or its transpose */
         bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b's gradient is summed over the batch */
         hpmlg_array ai = hpmlg_array_at(a, i * s.m * s.k), ci = hpmlg_array_at(dc, i * mn);
         hpmlg_batched_product(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_operand(n, &s, ai, false, true),
@@ -4062,7 +4058,7 @@ HPMLG_FN void hpmlg_op_linear(HPMLG_OP_ARGUMENTS)
 typedef struct hpmlg_conv {
     int64_t B, C, H, W, OC, OH, OW, groups; /* C, OC: channels of one group */
     int64_t taps, P;                        /* elements of the kernel's window; pixels of a plane of y */
-    const int32_t *kernel, *stride, *padding, *dilation; /* (2) */
+    const int32_t *kernel, *stride, *padding, *dilation; /* (2): along height, width */
 } hpmlg_conv;
 
 HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
@@ -4163,7 +4159,7 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     hpmlg_conv    c = hpmlg_conv_of(n);
     hpmlg_product j = {};
     int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
-    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);     /* of y */
+    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);     /* axis over pixels of y */
     hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* of x: tap (0, 0) of each pixel */
     hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* offsets from tap (0, 0) */
     if (!hpmlg_ok(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
@@ -4773,7 +4769,7 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
             HPMLG_UNROLL for (int e = 0; e < 4; e++) o[m][j][e] *= shrink[m][e / 2];
 }
 
-/* Computes attention forward (see >>gpu-attention): a block computes 16 M W queries of a head, from 8 N keys at
+/* Computes attention forward (see >>gpu-attention). A block computes 16 M W queries of a head, reads 8 N keys at
    once. */
 template <int type, int DP, int M, int W, int N>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
@@ -5292,7 +5288,7 @@ HPMLG_FN void hpmlg_op_cross_entropy(HPMLG_OP_ARGUMENTS)
     p.taken       = d->note_taken;
     p.counts      = d->counts;
     if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_REDUCE_THREADS, 0, p);
-    bool ignores_a_class = p.ignore >= 0 && p.ignore < V; /* hits count its rows, the loss does not */
+    bool ignores_a_class = p.ignore >= 0 && p.ignore < V; /* the class's rows can be hits, but not losses */
     d->op_notes.y      = ignores_a_class ? NULL : p.x.p;
     d->op_notes.labels = p.labels;
     hpmlg_cross_entropy_run(d, &p, n);
@@ -5617,7 +5613,8 @@ HPMLG_FN hpml_status hpmlg_update_reserve(hpmlg_device *d, size_t bytes)
     return hpml_ctx_status(d->ctx);
 }
 
-/* Implements the backend's `update`: updates `count` parameters in one or two launches. */
+/* Implements the backend's `update`: updates the parameters of `count` updates in one launch, or three for LARS and
+   LAMB. */
 HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
     hpmlg_device    *d = hpmlg_device_of(ctx);
@@ -5725,8 +5722,7 @@ HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned
     return s;
 }
 
-/* Returns the level sent for a row's negative or other elements: their mean, within [least, most]; 0: there are
-   none. */
+/* Returns the level sent for a row's negative or other elements: their mean, within [least, most]; 0 if none exist. */
 HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, float most)
 {
     float mean = count ? (float)(sum / (double)count) : 0;
@@ -6448,8 +6444,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (!ctx) return NULL;
     hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "nccl: this program was built without NCCL; compile the file that has "
                   "hpml_cuda.cuh's body with -DHPML_USE_NCCL");
-    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so that other ranks get an
-                                                                                          error */
+    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so others get an error */
     return NULL;
 }
 
