@@ -401,7 +401,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 #endif
 
 #define HPMLG_LAUNCH(kernel, grid, block, shared, stream, ...) kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
-/* Declares `name`, a pointer to `type`: the dynamic shared memory of the kernel in whose body the macro stands. */
+/* Declares `name`, a pointer to `type`: the dynamic shared memory of the kernel that contains this macro. */
 #define HPMLG_SHARED(type, name)                                                                                       \
     extern __shared__ __align__(16) unsigned char hpmlg_dynamic[];                                                     \
     type *name = (type *)hpmlg_dynamic
@@ -2747,7 +2747,8 @@ typedef struct hpmlg_token_lists {
     int       *count, *used;       /* (vocabulary): positions of a token; (2): used entries of `order`, `piece` */
     int       *start;              /* (vocabulary): offset of a token's positions in `order` */
     int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
-    int       *slot, *order;       /* (tokens): position's number in its token, at last sorted; unsorted */
+    int       *slot, *order;       /* (tokens): slot: number of a position among its token's, at last the positions,
+                                      sorted; order: the positions, unsorted */
     int       *piece;              /* (most_pieces): the token that a piece belongs to */
     float     *sums;               /* (most_pieces, width): the sum of dy over each piece's positions */
 } hpmlg_token_lists;
@@ -3002,8 +3003,7 @@ HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int6
     hpmlg_put(g.c, at, v);
 }
 
-/* Stores 8 results as hpmlg_store_result stores one: columns col to col + 7; col, the row's offset are multiples of
-   8. */
+/* Stores 8 results as hpmlg_store_result stores one: columns col to col + 7. col, the row's offset: multiples of 8. */
 HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, hpmlg_vec8 e)
 {
     int64_t    at  = (batch * g.c_batch + row * g.ldc + col) / 8;
@@ -3330,8 +3330,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     hpmlg_store_tile<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
 }
 
-/* Computes many products of few rows or columns (depthwise convolutions): each sum by a thread or, if `block`,
-   block. */
+/* Computes many products of few rows or columns (depthwise convolutions), a thread or (if `block`) a block to a sum. */
 static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_product g, bool block)
 {
     __shared__ float space[HPMLG_WARP];
@@ -4006,7 +4005,7 @@ HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     hpml_tensor     *x = n->src[0], *w = n->src[1];
     const hpml_node *before = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    bool             act_done = d->op_notes.activation_grad_done == n; /* by the dx of the next layer */
+    bool             act_done = d->op_notes.activation_grad_done == n; /* dy includes act'(z) */
     d->op_notes.activation_grad_done = NULL;
     hpmlg_linear_dw(d, n, act_done ? HPML_ACT_NONE : n->attr.act.act);
     if (!x->raw_grad) return;
@@ -4769,8 +4768,7 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
             HPMLG_UNROLL for (int e = 0; e < 4; e++) o[m][j][e] *= shrink[m][e / 2];
 }
 
-/* Computes attention forward (see >>gpu-attention). A block computes 16 M W queries of a head, reads 8 N keys at
-   once. */
+/* Computes attention forward (see >>gpu-attention): a block computes 16 M W queries of a head, 8 N keys at a time. */
 template <int type, int DP, int M, int W, int N>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
 {
@@ -4788,7 +4786,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         HPMLG_UNROLL for (int j = 0; j < DP / 8; j++) o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0;
     }
     hpmlg_attn_load<type, DP, threads, R>(p, q, bh, HPMLG_ATTN_Q, first);
-    for (int key = -K; key < end; key += K, stage ^= 1) { /* loads the next keys, computes these */
+    for (int key = -K; key < end; key += K, stage ^= 1) { /* loads the block at key + K, then computes the one at key */
         E *now = kv + stage * 2 * K * DP, *next = kv + (stage ^ 1) * 2 * K * DP;
         hpmlg_copy_wait(0);
         __syncthreads();
@@ -5170,7 +5168,7 @@ typedef struct hpmlg_cross_entropy {
     const int          *labels;   /* (rows) */
     float              *max, *inverse_sum, *loss; /* (rows): maximum, 1 / sum, loss of each row */
     float              *inverse;  /* (1): 1 / (number of valid rows) */
-    const float        *dloss;    /* (1): the derivative by the loss */
+    const float        *dloss;    /* (1): the gradient of the loss, an input of backward */
     int64_t             rows, V, blocks;
     float               smoothing;
     int                 ignore;   /* this label is not valid, and not an error */
@@ -5500,7 +5498,7 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
         hpmlg_array v = { u.state[1], HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
-        bool        gradient = false, step = false; /* a gradient, a step of this thread was not finite */
+        bool        gradient = false, step = false; /* whether a gradient, a step of this thread was not finite */
         if (norms_only || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
             hpmlg_vec8 x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
@@ -5613,8 +5611,7 @@ HPMLG_FN hpml_status hpmlg_update_reserve(hpmlg_device *d, size_t bytes)
     return hpml_ctx_status(d->ctx);
 }
 
-/* Implements the backend's `update`: updates the parameters of `count` updates in one launch, or three for LARS and
-   LAMB. */
+/* Implements the backend's `update`: updates `count` parameters in one launch, or in three for LARS and LAMB. */
 HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
     hpmlg_device    *d = hpmlg_device_of(ctx);
