@@ -50,6 +50,35 @@
 // After fork, both processes may go on with a context that was not in use; in the child it computes on one thread.
 // SAME BITS: same seed, same build, same kind of CPU give the same bits, at any number of threads.
 //
+// GLOSSARY: one noun for each concept
+//     context        owns memory, threads, errors, the device and all objects created from it
+//     status         the first error stays in the context; later calls do nothing
+//     tensor         an array with a type, a shape and, if needed, a gradient; view: a tensor in another one's memory
+//     parameter      a tensor that is trained; buffer: one that is only saved; frozen: one that is not updated
+//     op             a kind of computation (linear, relu ...); node: one recorded op, with sources and a result
+//     graph          the planned nodes that lead to outputs and a loss; leaf: an input or constant of a graph
+//     slot           memory of a plan for one array; root: the tensor in whose memory a result stands
+//     pass           one run of all nodes, forward or backward; piece: part of a pass that a device replays as a whole
+//     saved, scratch memory of a node from forward to backward; memory during one call
+//     sample         one example; batch: the samples of a run; micro-batch: one of the batches whose gradients are
+//                    added up for an update; global batch: the samples of all ranks
+//     step           one update of the parameters; epoch: one pass over a data set
+//     row            the elements along the last dimension; column: the elements of one index of the last dimension;
+//                    batch_rows: indices of dimension 0 that belong to one sample
+//     task           a unit of work of the thread pool; chunk: a fixed number of elements, mostly HPMLI_GRAIN
+//     kernel         a function compiled once for each instruction set (scalar, AVX2, AVX-512, NEON)
+//     half           bf16 or f16; halves are stored types, all arithmetic is f32
+//     layout         the order of an image's dimensions: NCHW or NHWC
+//     backend        a table of functions that holds tensors and runs ops on a device
+//     hook           a callback around a training step, by which strategies of data parallelism work
+//     rank           one of the workers that train together; shard: a rank's part of data or state
+//     codec          packs a gradient into fewer bytes; residual: the error of packing, added to the next gradient
+//     dataset        samples in memory or in a file; loader: makes shuffled, sharded batches of it ahead of their use
+//     checkpoint     a file from which a training continues with the same bits
+//     stream         one of the sequences of random numbers of a seed; counter: a position in a stream
+//     desc           a struct of options whose zero fields mean documented defaults
+//     hpml_, hpmli_  prefixes of public and of private names of this header
+//
 // INDEX (grep -E '^// (>>|PART)' hpml.h)
 // PART I    INTERFACE: what a program calls
 //     api-status   status codes
@@ -63,7 +92,7 @@
 //     api-data   datasets, readers, the loader
 //     api-save   safetensors and checkpoints
 //     api-see   timeline, profile, summary
-//     api-random   random numbers that depend on nothing but their place
+//     api-random   counter-based random numbers
 //     api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
 // PART II   CONTEXTS: memory, threads, random numbers
 //     platform   compilers, system headers, macros
@@ -75,7 +104,9 @@
 // PART III  TENSORS AND GRAPH: what is recorded, where its arrays lie, how it runs
 //     tensor   tensors and views, copies and conversions
 //     host   whole tensors to and from host memory
-//     record   recording: nodes, inputs, parameters
+//     op-table   the table of ops: a row for each, and the loops of which most passes consist
+//     record   recording: nodes and inputs
+//     params   parameters: names, first values
 //     place   a place in memory for each array of a plan: first fit
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
@@ -92,7 +123,7 @@
 //     dropout   dropout and embedding
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
-//     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
+//     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 //     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
@@ -164,7 +195,8 @@ extern "C" {
 // >>api-status   status codes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One list gives enum and texts. Blocks: -1 general, -100 shape, -200 memory, -300 files, -400 comm, -500 CUDA. */
+/* Status codes and their texts. Blocks: -1 general, -100 shapes, -200 memory, -300 files, -400 communication, -500
+   CUDA. */
 #define HPML_STATUS_LIST(X)                                                                                            \
     X(HPML_OK, 0, "ok")                                                                                                \
     X(HPML_ERR_ARGUMENT, -1, "invalid argument")                                                                       \
@@ -192,93 +224,98 @@ typedef enum hpml_status {
 #undef HPMLI_X
 } hpml_status;
 
-HPML_API const char *hpml_status_string(hpml_status status); /* static text, never NULL */
-HPML_API int         hpml_version(void);                     /* HPML_VERSION of the implementation */
+HPML_API const char *hpml_status_string(hpml_status status); /* a static text such as "out of memory"; never NULL */
+HPML_API int         hpml_version(void);                     /* HPML_VERSION of the compiled body */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-context   allocator, logger, context
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A zero field means its documented default; HPML_ZERO means a true zero where zero is legal but not the default. */
+/* In every desc a zero field means its documented default. Where zero itself is legal but is not the default, set the
+   field to HPML_ZERO. */
 #define HPML_ZERO (1e-38f)
 
 #define HPML_MAX_DIMS 5 /* dimensions of a tensor */
 #define HPML_MAX_SRC  8 /* inputs of one op */
 
-typedef struct hpml_ctx     hpml_ctx;     /* everything hangs on it; opaque */
-typedef struct hpml_tensor  hpml_tensor;  /* transparent, see below */
-typedef struct hpml_node    hpml_node;    /* one recorded op, transparent for backends */
+typedef struct hpml_ctx     hpml_ctx;     /* owns memory, threads, errors, the device and all objects; opaque */
+typedef struct hpml_tensor  hpml_tensor;  /* an array with a shape; transparent, see >>api-tensor */
+typedef struct hpml_node    hpml_node;    /* one recorded op; transparent for backends, see >>api-backend */
 typedef struct hpml_graph   hpml_graph;   /* a planned graph; opaque */
-typedef struct hpml_trainer hpml_trainer; /* opaque */
+typedef struct hpml_trainer hpml_trainer; /* a graph with a loss, an optimizer and hooks; opaque */
 typedef struct hpml_backend hpml_backend; /* a table of functions, see >>api-backend */
 typedef struct hpml_packing hpml_packing; /* how a gradient is packed, see >>api-codec */
 
-/* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves (BF16, F16) for files,
-   wire and, in mixed precision (hpml_ctx_desc.activation_dtype), results of ops. */
+/* Element types. All arithmetic is f32; the others are storage types: I32 for labels and tokens, U8 for pixels, BF16
+   and F16 (halves) for files, messages and, in mixed precision (hpml_ctx_desc.activation_dtype), results of ops. */
 typedef enum hpml_dtype {
     HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
 } hpml_dtype;
 
-/* Memory comes from here and nowhere else. `align` is a power of two, at most 64. alloc returns NULL on failure.
-   Both are called by the thread that calls the library, never by its workers. All zero: malloc and free. */
+/* Where a context takes its memory; all zero: malloc and free. `align` is a power of two, at most 64 bytes. alloc
+   returns NULL on failure. Both functions are called by the thread that calls the library, never by its worker threads.
+   */
 typedef struct hpml_allocator {
     void *(*alloc)(size_t size, size_t align, void *user);
     void (*free)(void *ptr, size_t size, void *user);
     void *user;
 } hpml_allocator;
 
-/* Called once for each error (text with file and line). NULL: silent; the library never prints. */
+/* Called once for each error with its text. The library never prints; pass hpml_log_stderr to get a line on stderr. */
 typedef void hpml_log_fn(hpml_status status, const char *text, void *user);
-HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user); /* one of them: a line on stderr */
+HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user);
 
 typedef struct hpml_ctx_desc {
-    uint32_t            _begin;    /* canary, leave zero (as `_end` of every desc) */
-    int32_t             threads;   /* threads that compute, the caller included; 0: all cores this process may use */
-    uint64_t            seed;      /* seed of everything random in this context */
-    const char         *cpu;       /* force kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best this CPU has */
+    uint32_t            _begin;    /* canary, zero; every desc has _begin and _end: a nonzero canary is an error */
+    int32_t             threads;   /* computing threads, the caller included, 1 to 1024; 0: all cores of this process */
+    uint64_t            seed;      /* of all random numbers of this context */
+    const char         *cpu;       /* kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best of this CPU */
     /* Mixed precision on the CPU: the type in which results of ops and their gradients are stored. F32 (default), BF16
        (8 bits of precision, the range of f32) or F16 (11 bits of precision, at most 65504, see
        hpml_trainer_desc.loss_scale). Ops compute in f32, on f32 copies of a block of samples at a time; matrix products
        round a copy of their weights to this type. Parameters, their gradients, optimizer state, scalars, values that an
        op saves for its backward pass, and files stay f32. A GPU's precision is set in its own desc. */
     hpml_dtype          activation_dtype;
-    const hpml_backend *backend;   /* where tensors live and ops run; NULL: CPU */
+    const hpml_backend *backend;   /* the device that holds tensors and runs ops; NULL: CPU */
     void               *backend_desc; /* passed to backend->open */
     hpml_allocator      allocator; /* all zero: malloc */
-    hpml_log_fn        *log;       /* NULL: silent */
-    void               *log_user;
+    hpml_log_fn        *log;       /* NULL: errors are not logged */
+    void               *log_user;  /* passed to log */
     uint32_t            _end;
 } hpml_ctx_desc;
 
 /* Creates a context. `desc` NULL means all defaults. Returns NULL only when there is no memory for the context itself;
    any other failure (an unknown kernel name, say) gives a context that already holds the error. See THREADS above. */
 HPML_API hpml_ctx   *hpml_ctx_create(const hpml_ctx_desc *desc);
-HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* frees everything made from it; NULL is fine */
+HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* and all objects created from it; NULL: nothing */
 HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* the first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
 HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came; or "" */
-HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx);  /* after you have dealt with it */
-HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx);
+/* Forgets the error, so that calls work again, and the parameters of the op whose recording failed. */
+HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx);
+HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx); /* threads that compute, the caller included */
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx);    /* kernels in use: "avx512", ... */
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx);
-HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of alloc so far: a training step adds none */
-HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes now held */
-HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* where its memory comes from; ctx NULL: all zero */
+HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of alloc; a training step makes none */
+HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes held now */
+HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* all zero for ctx NULL */
 
-/* Called while safetensors, parameters or a checkpoint are written: each time that 64 MB more are on the disk, with the
-   bytes of the file until then. Cleared: no callback, and the file is synced once, at its end. Returns the previous
-   callback. */
+/* A callback for the writing of safetensors, parameters and checkpoints: called each time that 64 MB more of the file
+   are on the disk, with the number of bytes written to the file. fn NULL: none, and the file is synced once, at its
+   end. */
 typedef struct hpml_progress {
     void (*fn)(void *user, uint64_t bytes);
     void  *user;
 } hpml_progress;
+/* Sets the callback and returns the previous one. */
 HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress);
 
-/* Memory that lives as long as the context: zeroed, 64-byte aligned; `drop`, where given, is called before it goes. For
-   siblings, strategies and layers of your own. NULL and an error on the context when there is none. */
-HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*drop)(void *object));
-HPML_API void  hpml_ctx_release(hpml_ctx *ctx, void *object); /* earlier than the context; NULL is fine */
+/* Allocates memory that lives as long as the context: zeroed, 64-byte aligned. `destroy`, if not NULL, is called before
+   the memory is freed. Returns NULL, with an error on the context, when there is no memory. */
+HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*destroy)(void *object));
+HPML_API void  hpml_ctx_release(hpml_ctx *ctx, void *object); /* frees memory of hpml_ctx_alloc now; NULL: nothing */
 
-/* Reports an error on the context as the library does; for siblings and for your own layers. Keeps the first. */
+/* Logs an error, stores it in the context if that has none, and returns `status`: for code of your own that works on a
+   context, as hpml_comm.h and hpml_cuda.cuh do. */
 HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 3, 4)))
@@ -289,7 +326,8 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 // >>api-tensor   tensors
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* How a parameter starts. fan_in: product of all dimensions but the first; fan_out: shape[0] x receptive field. */
+/* First values of a parameter of shape (out, in, ...). fan_in: the product of all dimensions but the first; fan_out:
+   shape[0] times the product of the dimensions after the second. U: uniform, N: normal distribution. */
 typedef enum hpml_init {
     HPML_INIT_DEFAULT         = 0, /* weights KAIMING_UNIFORM, biases ZEROS, norm scales ONES, embeddings NORMAL 1 */
     HPML_INIT_KAIMING_UNIFORM = 1, /* U(-b, b), b = sqrt(6 / fan_in), He et al. 2015 */
@@ -302,74 +340,83 @@ typedef enum hpml_init {
     HPML_INIT_ONES            = 8
 } hpml_init;
 
-/* What makes a tensor a parameter. You may change the last three fields before or between training steps. */
+/* The properties of a parameter. You may change the last three fields before or between training steps. */
 typedef struct hpml_param {
     int       index;      /* position in the context's list of parameters: the order of recording */
     hpml_init init;
     float     init_scale;
-    bool      buffer;     /* state that is saved but not trained: running mean and variance of batchnorm */
-    bool      frozen;     /* no gradient, no update; set when a graph is planned: for good there. Else it may change */
-    bool      no_decay;   /* weight decay does not touch it (set for biases and norms) */
-    float     lr_scale;   /* its learning rate is lr * lr_scale; 1 at first */
+    bool      buffer;     /* saved in files but not trained: running mean and variance of batchnorm */
+    bool      frozen;     /* not updated; if set when a graph is planned, it has no gradient in that graph */
+    bool      no_decay;   /* excluded from weight decay; set for biases and the parameters of norms */
+    float     lr_scale;   /* multiplies the learning rate; 1 at first */
 } hpml_param;
 
-/* Order of the dimensions of images: (B, C, H, W), or (B, H, W, C) with the channels of a pixel side by side. */
+/* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), the channels of a pixel adjacent. */
 typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
 
-/* A dense array in row-major order, owned by its context. `data` and `grad` are NULL until memory has been taken for
-   them (hpml_graph_alloc, hpml_trainer_create); they live where the backend keeps them: with the CPU backend read and
-   write them as you like, for others use hpml_tensor_get/set. `data` and `grad` point to numbers of the type `dtype`,
-   which for results of ops may be halves (hpml_ctx_desc.activation_dtype): for dtypes other than F32 cast them.
-   The first dimension of an input is the batch; see `batch_rows`. */
+/* A dense array in row-major order, owned by its context. Memory is allocated by hpml_tensor_create, hpml_graph_alloc
+   or hpml_trainer_create; before that all four pointers are NULL. `raw` and `raw_grad` point to numbers of the type
+   `dtype`. `data` and `grad` are the same addresses where dtype is F32 and NULL for all other types, so that no program
+   reads halves or integers as floats. With the CPU backend you may read and write all of them; with another backend
+   they are addresses of the device: use hpml_tensor_get and _set. The first dimension of an input is the batch; see
+   `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
     const char *name;                  /* unique among parameters; never NULL */
-    float      *data;                  /* (shape) */
-    float      *grad;                  /* (shape) of the same dtype, d loss / d data; NULL when nothing needs it */
+    float      *data;                  /* (shape) values; NULL unless dtype is F32 */
+    float      *grad;                  /* (shape) d loss / d data; NULL if not needed, and unless dtype is F32 */
+    void       *raw;                   /* (shape) values of type dtype */
+    void       *raw_grad;              /* (shape) d loss / d data of type dtype; NULL if not needed */
     hpml_dtype  dtype;
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
     int64_t     stride[HPML_MAX_DIMS]; /* in elements; tensors of a graph are contiguous, views need not be */
     int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
     hpml_param *param;      /* not NULL: a parameter */
-    hpml_node  *node;       /* the op that makes it; NULL: leaf */
-    bool        needs_grad; /* a parameter or something computed from one, or an input so marked */
-    bool        used;       /* by an op: too late to mark it */
-    hpml_layout layout;     /* of 4 dimensions; see hpml_to_layout */
-    int         leaf;       /* private: index among the inputs of the graph planned last */
+    hpml_node  *node;       /* the op that computes it; NULL: an input, a parameter or a constant */
+    bool        needs_grad; /* a parameter, computed from one, or an input marked by hpml_tensor_require_grad */
+    hpml_layout layout;     /* of the dimensions of images (4 dimensions); see hpml_to_layout */
+    struct hpmli_tensor_state *state; /* private */
 };
 
-HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element */
-HPML_API const char *hpml_dtype_name(hpml_dtype dtype);    /* "f32", ... */
-HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements now (a short batch has fewer); 0 for NULL */
-HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size); /* f32 64x784 "fc1.weight" */
+HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element; 0 for an unknown type */
+HPML_API const char *hpml_dtype_name(hpml_dtype dtype);    /* "f32", "bf16", "f16", "i32", "u8" */
+HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements; follows the batch set last; 0 for NULL */
+/* Writes a text such as f32 64x784 "fc1.weight" to buffer, cut to `size` bytes, and returns buffer. */
+HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size);
 
-/* A tensor with memory of its own, zero filled: constants, your data, masks. shape: `ndim` positive numbers. */
+/* Creates a tensor with memory of its own, filled with zeros: for constants, data, masks. shape: `ndim` positive
+   numbers. _1d to _4d: f32. */
 HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0);
 HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1);
 HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2);
 HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
-HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; for views and what hpml_tensor_create made */
+HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; frees a view or a tensor of hpml_tensor_create */
 
-/* Views share the memory of `t` and cost nothing. `t` must have memory (or be a view); to record, see the ops, which
-   read a view only where it is contiguous. */
+/* Creates a view, a tensor that shares the memory of `t`, which must have memory. Ops accept contiguous views only; to
+   record a reshape, slice or transpose as part of a model see >>api-ops. */
 HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* t contiguous; one -1 */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
-/* Copies between tensors of the same shape, any strides, converting the dtype (round to nearest even; I32, U8
-   saturate, NaN gives 0). CPU memory only. */
+/* Copies src to dst, of the same shape with any strides, and converts the type: rounded to nearest, ties to even; I32
+   and U8 saturate, and NaN becomes 0. CPU memory only. */
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
-/* Whole contents, contiguous, to and from host memory of the tensor's dtype; `count` must equal hpml_tensor_count.
-   Results of ops that are stored in halves are f32 in host memory: a program is the same in mixed precision. */
-HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count);
-HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count);
+/* Copies all values of a contiguous tensor from or to `count` floats in host memory, whatever device and dtype the
+   tensor has; converts as hpml_tensor_copy. `count` must equal hpml_tensor_count. */
+HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_t count);
+HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_t count);
+/* The same without conversion: `bytes` must equal hpml_tensor_count times hpml_dtype_size. For labels, tokens, halves.
+   */
+HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes);
+HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes);
 
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
-/* BLAS on plain arrays, row-major, by all threads of the context. A factor 0 never reads what it multiplies.
+/* BLAS on arrays in host memory, row-major, by all threads of the context. With alpha or beta 0 the operand that is
+   multiplied by it is not read, so that its NaNs do not matter.
    C = alpha * op(A) * op(B) + beta * C: op(A) is (m, k), op(B) is (k, n). trans_a: A is stored (k, m). lda, ldb, ldc:
    elements between rows as stored. */
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
@@ -393,13 +440,15 @@ HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64
 // >>api-ops   recording a model: inputs, parameters, ops
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Each call adds a node to the context's graph, checks shapes, takes no tensor memory and returns the result's tensor.
-   A failed call returns NULL and leaves the error on the context; a call given NULL returns NULL and does nothing, so a
-   model is written without a check on each line. `name` fields (copied) name the parameters ("fc1" gives
-   "fc1.weight"); NULL: "linear3" and so on. Shapes: B batch, T time, C channels or features, H x W image.
+/* Records a model. Each call checks the shapes of its sources, adds a node to the context and returns the tensor of the
+   result; tensor memory is allocated later. A call that fails returns NULL and leaves the error on the context; a call
+   with a NULL source returns NULL and does nothing, so a model is written without a check on each line. `name` (copied)
+   names the layer: "fc1" gives the parameters "fc1.weight" and "fc1.bias"; NULL gives "linear3" and so on.
+   Shapes: B batch, T time, C channels or features, H x W image; (..) any leading dimensions.
 
-   Dimension 0 of an input is the batch, the same in all inputs of a graph (what has none is a hpml_tensor_create). Ops
-   carry it along: short last batches run on fewer rows. An input is F32 or I32 (tokens, labels); others: reshapes. */
+   hpml_input creates an input, to which each step writes a batch. Its dimension 0 is the batch, of the same size in all
+   inputs of a graph; a tensor without a batch dimension comes from hpml_tensor_create. Ops pass the batch dimension on,
+   so that a short last batch runs on fewer rows. Most ops read F32; tokens and labels are I32. */
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
@@ -408,35 +457,36 @@ HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t);   
 
 typedef struct hpml_param_desc {
     uint32_t    _begin;
-    int32_t     ndim;
+    int32_t     ndim;       /* required, 1 to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];
     const char *name;       /* NULL: "param3" */
     hpml_init   init;       /* DEFAULT: KAIMING_UNIFORM */
-    float       init_scale; /* for NORMAL, UNIFORM */
-    bool        buffer, frozen, no_decay;
+    float       init_scale; /* of NORMAL and UNIFORM */
+    bool        buffer, frozen, no_decay; /* see hpml_param */
     uint32_t    _end;
 } hpml_param_desc;
-HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* a trainable tensor */
+HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* creates a parameter */
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
-HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* in order of recording */
+HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* by order of recording, or NULL */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none; O(1) */
-HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* trainable numbers in all */
-HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all their bits */
-/* Memory and first values for the parameters that have none yet; hpml_graph_alloc calls it. */
+HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements; without buffers */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 of all bytes */
+/* Allocates and initializes the parameters that have no memory yet; hpml_graph_alloc calls it. */
 HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx);
 
-/* Elementwise with numpy broadcasting: dimensions are matched from the last; 1 stretches. */
+/* Elementwise, with numpy's broadcasting: dimensions are matched from the last, and a dimension of size 1 is repeated.
+   */
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
 HPML_API hpml_tensor *hpml_sub(hpml_tensor *a, hpml_tensor *b); /* a - b */
 HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b); /* a * b */
 HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b); /* a / b */
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b); /* a * x + b */
 
-/* Pointwise functions. */
+/* Functions of one element. */
 typedef enum hpml_act {
     HPML_ACT_NONE       = 0,
     HPML_ACT_RELU       = 1,  /* max(x, 0) */
-    HPML_ACT_LEAKY_RELU = 2,  /* x > 0 ? x : slope * x */
+    HPML_ACT_LEAKY_RELU = 2,  /* x > 0 ? x : slope x */
     HPML_ACT_GELU       = 3,  /* x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), Hendrycks & Gimpel 2016 */
     HPML_ACT_GELU_ERF   = 4,  /* x/2 (1 + erf(x / sqrt 2)) */
     HPML_ACT_SILU       = 5,  /* x sigmoid(x) */
@@ -445,7 +495,7 @@ typedef enum hpml_act {
     HPML_ACT_ABS = 13
 } hpml_act;
 #define HPML_ACT_COUNT 14
-HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope); /* slope: of leaky relu; 0: 0.01 */
+HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope); /* slope: LEAKY_RELU's; 0: 0.01 */
 HPML_API hpml_tensor *hpml_relu(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_leaky_relu(hpml_tensor *x, float slope);
 HPML_API hpml_tensor *hpml_gelu(hpml_tensor *x);
@@ -454,190 +504,207 @@ HPML_API hpml_tensor *hpml_silu(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x);
 
-/* y = op(A) op(B) over the last two dimensions: (.., m, k) x (.., k, n) = (.., m, n); trans_x swaps the last two of x.
-   Leading dimensions are the same in both, or b is (k, n) and is used for all. */
+/* y = op(A) op(B): a (.., m, k), b (.., k, n), y (.., m, n). trans_a: a is (.., k, m); trans_b: b is (.., n, k). The
+   leading dimensions of a and b are equal, or b has two dimensions and multiplies each matrix of a. */
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b);
 
-/* y = act(x w^T + bias): x (.., in), w (out, in), bias (out), y (.., out). The activation is fused into the product. */
+/* y = act(x w^T + bias): x (.., in), w (out, in), bias (out), y (.., out). Records a parameter "name.weight" and,
+   unless no_bias, "name.bias". */
 typedef struct hpml_linear_desc {
     uint32_t     _begin;
     const char  *name;
-    hpml_act     activation;
+    hpml_act     activation; /* 0: none */
     bool         no_bias;
-    hpml_init    init;       /* of the weight */
+    hpml_init    init;       /* of the weight; DEFAULT: KAIMING_UNIFORM */
     float        init_scale;
-    hpml_tensor *weight;     /* share this (out, in) parameter instead of making one (tied embeddings) */
+    hpml_tensor *weight;     /* an (out, in) parameter to use instead of a new one (tied embeddings); NULL: a new one */
     uint32_t     _end;
 } hpml_linear_desc;
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
-/* Converts images to another layout. An op's result has the layout of its sources; reshape and permute give NCHW.
-   conv2d, pooling and batchnorm compute the same in both layouts, up to rounding; their parameters have the same shapes
-   and order, and hpml_flatten gives (B, C H W), so files of parameters fit both. Loaders, crops and augmentation make
-   (C, H, W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and pooling, compute in NCHW
-   and convert NHWC before and after. Other ops use dimensions as stored; adding images of two layouts is an error. */
-HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout); /* a permute, or x if x has that layout */
-/* Declares the layout of the numbers in x (an input, a reshape) without moving them; call it before an op reads x. */
+/* Converts images to another layout: records a permute, or returns x if x has that layout. The result of an op has the
+   layout of its sources; reshape and permute give NCHW. conv2d, pooling and batchnorm compute the same in both layouts,
+   up to rounding; their parameters have the same shapes and order, and hpml_flatten gives (B, C H W), so that files of
+   parameters fit both. Loaders, crops and augmentation produce (C, H, W), so record hpml_to_layout(input, HPML_NHWC).
+   batchnorm, and on a GPU conv2d and pooling, compute in NCHW and convert NHWC before and after. All other ops ignore
+   the layout; an op with images of two layouts is an error. */
+HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout);
+/* Declares the layout of the numbers in x (an input or a reshape) without moving them. An op that reads x already is an
+   error. */
 HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
 
-/* How the CPU computes a convolution; all algorithms agree up to rounding. t: taps (height x width) of a kernel. */
+/* How the CPU computes a convolution; results agree up to rounding. t: weights (height x width) of a kernel. */
 typedef enum hpml_conv_algorithm {
-    HPML_CONV_AUTO   = 0, /* DIRECT; IM2COL where DIRECT would exceed the workspace */
-    HPML_CONV_DIRECT = 1, /* reads images in place. Workspace: up to 17 t C out floats, and images per thread */
-    HPML_CONV_IM2COL = 2  /* multiplies weights by a matrix of t C / groups rows, for some rows of y at a time */
+    HPML_CONV_AUTO   = 0, /* DIRECT, or IM2COL if DIRECT would exceed the limit of the workspace */
+    HPML_CONV_DIRECT = 1, /* reads images in place. Workspace: up to 17 t C out floats, and some images per thread */
+    HPML_CONV_IM2COL = 2  /* multiplies the weights by a matrix of t C / groups rows, for some rows of y at a time */
 } hpml_conv_algorithm;
 
-/* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y
-   (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down. groups = C is
-   depthwise. y->node->attr.conv.algorithm and y->node->scratch_bytes hold the algorithm chosen and the bytes of its
-   workspace; where results are stored in halves, f32 copies of the results are added. */
+/* Convolution (cross-correlation, as usual in the field): x (B, C, H, W), w (out, C / groups, kernel_h, kernel_w), y
+   (B, out, H', W') with H' = floor((H + 2 padding - dilation (kernel - 1) - 1) / stride) + 1. groups = C is depthwise.
+   y->node->attr.conv.algorithm is the algorithm chosen and y->node->scratch_bytes the bytes of its workspace, with the
+   f32 copies that are needed where results are stored in halves. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
     int32_t     stride_h, stride_w;     /* 0: 1 (w: as h) */
-    int32_t     padding_h, padding_w;   /* zeros on each side; w 0: as h, HPML_NO_PAD: none */
+    int32_t     padding_h, padding_w;   /* zeros added on each side; w 0: as h, HPML_NO_PAD: none */
     int32_t     dilation_h, dilation_w; /* 0: 1 (w: as h) */
     int32_t     groups;                 /* 0: 1 */
     const char *name;
-    hpml_act    activation;             /* fused; not GELU, SILU, LOG, SQUARE, ABS: record those after it */
+    hpml_act    activation;             /* all but GELU, GELU_ERF, SILU, LOG, SQUARE, ABS */
     bool        no_bias;
     hpml_init   init;
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
-    size_t      workspace;              /* limit in bytes, besides tensors and the context's memory; 0: none */
+    size_t      workspace;              /* limit in bytes for working memory; 0: none */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
 
-/* Pooling over kernel x kernel windows: (B, C, H, W) -> (B, C, H', W'). stride 0: as kernel. Padding never wins a
-   maximum and does not count in an average. */
+/* Pooling over windows of kernel x kernel: (B, C, H, W) to (B, C, H', W'), H' = floor((H + 2 padding - kernel) /
+   stride) + 1. stride 0: kernel. Padding is excluded from maxima and averages; padding <= kernel / 2. */
 HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding);
 HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding);
-HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x); /* (B, C, H, W) -> (B, C) */
+HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x); /* (B, C, H, W) to (B, C) */
 
-/* Shapes. One dimension of a reshape may be -1. permute: dimension i of the result is dims[i] of x, each named once. */
+/* Shapes. One dimension of a reshape may be -1: the one that keeps the number of elements. permute: dimension i of the
+   result is dimension dims[i] of x; dims has x->ndim entries. slice: `count` indices from `start` on. */
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1);
 HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2);
 HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
-HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x); /* (B, ...) -> (B, rest); images of NHWC as (B, C H W) */
+HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x); /* (B, ...) to (B, rest); NHWC images to (B, C H W) */
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims);
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b);
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count);
-HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim); /* 1 to HPML_MAX_SRC; of 0: just NULL */
+HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim); /* count 1 to HPML_MAX_SRC */
 
-/* Reductions over dimension `dim`, which stays with size 1; dim HPML_ALL_DIMS: over everything, to a scalar. */
+/* Sum and mean over dimension `dim`, which keeps size 1; HPML_ALL_DIMS: over all elements, giving a scalar. */
 #define HPML_ALL_DIMS (-1)
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim);
 
-/* Over the last dimension. */
+/* Over the last dimension: exp(x_i) / sum_j exp(x_j), and its logarithm. */
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x);
 
-/* Norms. layer: (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension (Ba et al. 2016); rms: x /
-   sqrt(mean x^2 + eps) * gamma (Zhang & Sennrich 2019); batch: per channel over (B, H, W) or B, with running statistics
-   used in evaluation (Ioffe & Szegedy 2015), running <- (1 - momentum) running + momentum batch, with unbiased
-   variance. Parameters: weight (gamma), bias (beta), running_mean, running_var. */
+/* Normalization. layernorm: y = (x - mean) / sqrt(var + eps) gamma + beta, mean and variance over the last dimension
+   (Ba et al. 2016). rmsnorm: y = x / sqrt(mean(x^2) + eps) gamma (Zhang & Sennrich 2019). batchnorm: as layernorm, but
+   for each channel over (B, H, W) or B; training uses the batch's statistics and moves the running ones, running = (1 -
+   momentum) running + momentum batch (unbiased variance), which evaluation uses (Ioffe & Szegedy 2015). Parameters:
+   weight (gamma), bias (beta); buffers: running_mean, running_var. */
 typedef struct hpml_norm_desc {
     uint32_t    _begin;
     const char *name;
     float       eps;        /* 0: 1e-5 */
     float       momentum;   /* batchnorm; 0: 0.1 */
     bool        no_affine;  /* no gamma and beta */
-    hpml_act    activation; /* batchnorm: NONE or RELU, fused */
+    hpml_act    activation; /* of batchnorm: NONE or RELU; of the others ignored */
     uint32_t    _end;
 } hpml_norm_desc;
 HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc);
 HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc);
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc); /* (B, C) or (B, C, H, W) */
 
-/* In training: zero with probability p, the rest scaled by 1/(1-p) (Srivastava et al. 2014). The mask is a function of
-   (seed, step, node, element): it is made again in the backward pass, not stored. */
+/* In training sets each element to zero with probability p, 0 <= p < 1, and multiplies the others by 1 / (1 - p)
+   (Srivastava et al. 2014); in evaluation y = x. The mask is a function of seed, step, node and the element's place in
+   the global batch: the backward pass computes the mask again instead of storing it. */
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p);
 
-/* Rows of a table: tokens i32 (B, T) -> (B, T, width); table (vocabulary, width). */
+/* y[b][t] = table[tokens[b][t]]: tokens I32 (B, T) in 0 .. vocabulary - 1, table (vocabulary, width), y (B, T, width).
+   A token outside that range is an error of the step. */
 typedef struct hpml_embedding_desc {
     uint32_t     _begin;
     const char  *name;
-    hpml_init    init;
+    hpml_init    init;   /* DEFAULT: NORMAL with standard deviation 1 */
     float        init_scale;
-    hpml_tensor *weight; /* share */
+    hpml_tensor *weight; /* a (vocabulary, width) parameter to use instead of a new one; NULL: a new one */
     uint32_t     _end;
 } hpml_embedding_desc;
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc);
 
-/* Multi-head attention without its projections: qkv (B, T, 3C) holds queries, keys, values side by side; y (B, T, C) =
-   softmax(q k^T / sqrt(C/heads), causal) v per head, in blocks of queries: the (T, T) matrix is never stored. */
+/* Multi-head attention without its projections. qkv (B, T, 3C): queries, keys and values of C numbers each; head h has
+   the numbers h C/heads to (h+1) C/heads - 1 of each. y (B, T, C): for each head softmax(scale q k^T) v, where a query
+   attends to the keys up to its own position. Works on blocks of queries, so that the (T, T) matrix is not stored. */
 typedef struct hpml_attention_desc {
     uint32_t _begin;
     int32_t  heads;      /* required, divides C */
-    bool     not_causal; /* every position sees every other */
+    bool     not_causal; /* every query attends to all keys */
     float    scale;      /* 0: 1 / sqrt(C / heads) */
     uint32_t _end;
 } hpml_attention_desc;
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
 
-/* Long short-term memory over time (Hochreiter & Schmidhuber 1997): x (B, T, in) -> (B, T, hidden). Parameters weight_x
-   (4 hidden, in), weight_h (4 hidden, hidden), bias (4 hidden); gates i, f, g, o. State zero at the start: to carry it
-   from batch to batch record the cell's steps, from linear, slice, sigmoid, mul, with the state as one more input */
+/* Long short-term memory (Hochreiter & Schmidhuber 1997): x (B, T, in), y (B, T, hidden). Parameters weight_x
+   (4 hidden, in), weight_h (4 hidden, hidden), bias (4 hidden), in the order of the gates i, f, g, o. The state is zero
+   at the first time step. To carry the state from batch to batch, record a cell's steps from linear, slice, sigmoid and
+   mul, with the state as an input. */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
-/* Losses: scalars, mean over what counts. labels: i32, one for each row of the other dimensions. */
+/* Losses: scalars. cross_entropy: logits (.., classes), labels I32 (..); the mean over the rows whose label is not
+   ignore_index of -log softmax(logits)[label]. The other losses are means over all elements of two tensors of the same
+   shape. */
 typedef struct hpml_cross_entropy_desc {
     uint32_t _begin;
-    float    label_smoothing; /* 0..1 */
-    int32_t  ignore_index;    /* labels with this value do not count; 0: HPML_IGNORE (a class 0 cannot be ignored) */
+    float    label_smoothing; /* 0 to 1: this share of the target is spread evenly over all classes */
+    int32_t  ignore_index;    /* rows with this label are left out; 0: HPML_IGNORE (so label 0 cannot be left out) */
     uint32_t _end;
 } hpml_cross_entropy_desc;
 #define HPML_IGNORE (-100)
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc);
-HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target); /* binary cross-entropy */
-HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target);                  /* mean (y - t)^2 */
-HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta);   /* delta 0: l1, mean |y - t| */
+HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target); /* -t log s - (1-t) log(1-s) */
+HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target);                  /* (y - t)^2 */
+HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta);   /* 0: |y - t| */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-graph   planning and running a recorded graph
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* What a graph needs, in bytes, known before any of it is taken. Lists of its ops, some KB, come on top. */
+/* The memory that a graph needs, in bytes, known before any of it is allocated. A few KB of lists come on top. */
 typedef struct hpml_memory {
-    size_t parameters;  /* values of the parameters of the context */
-    size_t gradients;   /* and their gradients */
-    size_t activations; /* everything between, after reuse */
-    size_t unshared;    /* what activations would be without reuse */
-    size_t scratch;     /* working space of ops */
-    size_t optimizer;   /* state of the optimizer (0 for a graph without a trainer) */
-    size_t total;
+    size_t parameters;  /* values of all parameters of the context */
+    size_t gradients;   /* gradients of the parameters that this graph trains */
+    size_t activations; /* inputs, results of ops, their gradients and saved values, with memory used again */
+    size_t unshared;    /* the same, if no memory were used again */
+    size_t scratch;     /* working memory of ops, shared by all */
+    size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer */
+    size_t total;       /* parameters + gradients + activations + scratch + optimizer */
 } hpml_memory;
 
 typedef struct hpml_graph_desc {
     uint32_t            _begin;
-    int32_t             output_count; /* at most HPML_MAX_SRC */
-    hpml_tensor *const *outputs;      /* kept readable after a run */
-    hpml_tensor        *loss;         /* scalar; NULL: no backward pass */
+    int32_t             output_count; /* 0 to HPML_MAX_SRC */
+    hpml_tensor *const *outputs;      /* results that may be read after a run */
+    hpml_tensor        *loss;         /* an f32 scalar; NULL: no backward pass */
     uint32_t            _end;
 } hpml_graph_desc;
 
-/* Plans what leads to outputs and loss. Takes no tensor memory yet. An activation belongs to at most one graph: name
-   all results that you want to read as its outputs. Inputs and parameters may be in several. */
+/* Plans the ops on which outputs and loss depend. Allocates no tensor memory yet. A result of an op belongs to at most
+   one graph, and its memory may be used again unless it is an output; inputs and parameters may be in several graphs.
+   */
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc);
 HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
-HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* takes it; done by the first run when you do not */
-/* Sets the number of samples of the next runs, 1 to the batch of the inputs; all shapes with batch_rows follow. */
+HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* allocates the memory; the first run calls it */
+/* Sets the number of samples of the next runs, 1 to the batch of the inputs. shape[0] of all tensors with batch_rows
+   follows. */
 HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
-HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: some op moves samples to another dimension */
-HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step); /* step keys the dropout masks */
-/* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
+HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: an op mixes samples: full batches only */
+/* Computes all results. train: dropout is active and batchnorm uses the batch's statistics. step: number of the step,
+   which keys the dropout masks. */
+HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step);
+/* Computes the gradients of scale times the loss of the last forward pass. Gradients of parameters are overwritten or,
+   if `accumulate`, added to. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* Compares backward with central differences of fourth order, in f32 with steps of eps (0: 1e-2, which suits most), on
-   up to `samples` numbers of every parameter and every input that needs a gradient; returns the largest |difference| /
-   (|a| + |b| + floor), the floor being the root mean square of that gradient; on error a negative number. */
+/* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
+   1e-2), for up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
+   - b| / (|a| + |b| + r), where r is the root mean square of that gradient; on error a negative number. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
-HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops use it: it gets a gradient */
+/* Requests the gradient of an f32 input. An op that reads the input already is an error. */
+HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-optimizer   optimizers: a table of rows, your own rows too
@@ -717,7 +784,8 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
 // >>api-backend   the seam to devices: a table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Every op, in one list: enum, names and the backends' tables follow from it. */
+/* All ops: X(name in the enum, name of the function that records it). The enum, hpml_op_name and the backends' tables
+   are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean records SUM. */
 #define HPML_OPS(X)                                                                                                    \
     X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACTIVATION, activation) X(MATMUL, matmul)        \
     X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
@@ -732,17 +800,18 @@ typedef enum hpml_op {
 #undef HPMLI_X
         HPML_OP_COUNT
 } hpml_op;
-HPML_API const char *hpml_op_name(hpml_op op);
+HPML_API const char *hpml_op_name(hpml_op op); /* "linear" for HPML_OP_LINEAR; "?" for an unknown op */
 
-/* The constants of an op; which member counts is said by the op. */
+/* The constants of a node; the op determines the member. */
 typedef union hpml_attr {
     struct { float a, b; } scale;
-    struct { hpml_act act; float slope; } act;                          /* ACT, LINEAR */
+    struct { hpml_act act; float slope; } act;                          /* ACTIVATION, LINEAR */
     struct { bool trans_a, trans_b; } matmul;
     struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act;
-             hpml_conv_algorithm algorithm; int32_t rows; } conv; /* pools; [0]: h; rows: that IM2COL does at a time */
+             hpml_conv_algorithm algorithm; int32_t rows; } conv; /* and pooling; [0]: height, [1]: width; rows of the
+                                                                  result that IM2COL computes at a time */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
-    struct { int32_t dim; int64_t start; } slice;                       /* and concat */
+    struct { int32_t dim; int64_t start; } slice;                       /* and CONCAT */
     struct { int32_t dim; bool mean; } sum;
     struct { float eps, momentum; hpml_act act; } norm;
     struct { float p; } dropout;
@@ -751,38 +820,33 @@ typedef union hpml_attr {
     struct { float delta; } huber;
 } hpml_attr;
 
-/* One recorded op, as a backend sees it. */
+/* A node: one recorded op with its sources and its result, as backends get it. */
 struct hpml_node {
     hpml_op      op;
-    int          index;                        /* position in the graph: order of running */
+    int          index;                        /* in the order of recording, in which nodes run */
     hpml_tensor *out;
     int          src_count;
-    hpml_tensor *src[HPML_MAX_SRC];            /* inputs and parameters; NULL where optional and absent */
-    bool         accumulate[HPML_MAX_SRC];     /* backward adds to src->grad (else it writes) */
-    struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: src takes this step behind backward, where its gradient is
-                                                  final. The CPU's ops may take it themselves and then set n to 0 */
+    hpml_tensor *src[HPML_MAX_SRC];            /* (src_count) sources; NULL: an optional source is absent */
+    bool         accumulate[HPML_MAX_SRC];     /* backward adds to the gradient of src (else overwrites) */
     hpml_attr    attr;
-    bool         mixes_batch;                  /* the result has no batch dimension 0 although an input has */
-    size_t       saved_bytes, scratch_bytes;   /* asked for by the op: kept from forward to backward / for one call */
-    void        *saved, *scratch;              /* where they are */
-    hpml_tensor *out_root, *grad_root;         /* planner: the tensors in whose memory value and gradient stand */
-    hpml_node   *with;                         /* set by a backend's plan: a pass does this op together with that one,
-                                                  the next; sources stay until then */
-    /* where the CPU stores halves: samples of a block (0: all), labels or tokens before this block; its offset in
-       scratch, its bytes of saved */
-    struct { int64_t samples, index; size_t at, saved; } edge;
+    bool         mixes_batch;                  /* the result has no batch dimension 0 although a source has one */
+    size_t       saved_bytes, scratch_bytes;   /* memory from forward to backward; memory during one call */
+    void        *saved, *scratch;              /* their addresses, on the device */
+    hpml_node   *fused_with;                   /* set by a backend's plan: the backend computes this op inside that one,
+                                                  the next; the sources of this op stay valid until then */
+    struct hpmli_node_state *state;            /* private */
 };
 
-/* What a run is about. */
+/* A forward or backward pass, as ops get it. */
 typedef struct hpml_run {
     hpml_ctx *ctx;
     bool      train;       /* dropout active, batchnorm on batch statistics */
-    uint64_t  step;        /* keys random masks */
-    float     loss_scale;  /* gradient that a loss starts with */
-    uint64_t  sample;      /* number of the first sample within the global batch: keys random masks by sample */
-    bool      idle;        /* this rank has no samples: ops that `sum` (batchnorm) give zeros, no other op runs */
-    /* Adds up n numbers in host memory over all ranks, in place: an op whose result depends on the whole global batch
-       calls it, equally often and with the same n on all ranks. NULL: this rank's batch is all there is. */
+    uint64_t  step;        /* number of the step: keys random masks */
+    float     loss_scale;  /* the gradient of the loss */
+    uint64_t  sample;      /* number of this rank's first sample in the global batch: keys random masks */
+    bool      idle;        /* this rank has no samples: only ops that call `sum` (batchnorm) run, and add zeros */
+    /* Adds up n numbers in host memory over all ranks, in place. Ops whose result depends on the whole global batch
+       call it, equally often and with the same n on all ranks. NULL: one rank has the whole batch. */
     hpml_status (*sum)(void *user, double *values, int64_t n);
     void     *sum_user;
 } hpml_run;
@@ -790,53 +854,58 @@ typedef struct hpml_run {
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
 typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: no gradient */
 
-/* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
+/* A pass, or a part of one, through a graph. Passes that are equal in every byte run the same ops on the same memory,
+   so that a device may record the first and replay the others. */
 typedef struct hpml_pass {
     const hpml_graph *graph;
-    int64_t           samples, first; /* rows of the batch, and where in the inputs they begin */
-    int64_t           from, to;                    /* its ops, in order: hooks of gradients cut passes in pieces */
+    int64_t           samples, first; /* number of samples; the first of them in the inputs */
+    int64_t           from, to;                    /* ops from .. to - 1 in the order of running: hooks of gradients cut
+                                                      a pass into pieces */
     uint64_t          train, backward, accumulate; /* 0 or 1 */
 } hpml_pass;
 
-/* A device. All functions get what `open` gave. Entries marked optional may be NULL. Counts and sums stay there. */
+/* A device: a table of functions. `device` is the object that open returned. Functions marked optional may be NULL. All
+   arrays are in the device's memory, counts and sums too, unless a parameter is called `host`. */
 struct hpml_backend {
     const char *name;
     hpml_status (*open)(hpml_ctx *ctx, const void *desc, void **device);
     void (*close)(void *device);
-    void *(*alloc)(void *device, size_t bytes);          /* NULL on failure; zero filled; 256-byte aligned or better */
+    void *(*alloc)(void *device, size_t bytes);          /* zeroed; aligned to 64 bytes; NULL on failure */
     void (*free)(void *device, void *ptr, size_t bytes);
-    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* ordered with the ops */
-    hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* done on return */
+    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* in the order of the calls */
+    hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* complete on return */
     hpml_status (*zero)(void *device, void *dst, size_t bytes);
-    hpml_status (*sync)(void *device);                   /* optional: all work done on return */
+    hpml_status (*sync)(void *device);                   /* optional: waits until all work is done */
     const hpml_op_impl *ops;                             /* [HPML_OP_COUNT] */
-    hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* skips those of n 0 */
+    hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* n 0: no step */
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
     hpml_dtype (*activation_dtype)(void *device); /* optional (NULL: F32): the type in which results of ops are stored:
                                                      F32, BF16 or F16. Scalars are always F32 */
-    void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
-    /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
-       follow, and end, with the status they came to. *again: recording the pass has failed and none of its ops has run:
-       begin, its ops and end follow once more. Those with a trace, a profile or other hooks go without both. */
+    void (*plan)(void *device, hpml_node *node); /* optional: sets saved_bytes, scratch_bytes, fused_with of a node */
+    /* optional: begin is called before the first op of a pass. It sets *done if the device has replayed the whole pass;
+       otherwise the ops of the pass run, and then end is called with their status. end sets *again if recording the
+       pass has failed and none of its ops has run: begin, the ops and end are then called once more. Both are not
+       called while a trace, a profile or hooks other than those of gradients need single ops. */
     hpml_status (*begin)(void *device, const hpml_run *run, const hpml_pass *pass, bool *done);
     hpml_status (*end)(void *device, const hpml_run *run, hpml_status status, bool *again);
-    /* optional: how many rows of y (rows, classes) have their largest number at the label, and how many have a label in
-       0 .. classes - 1: to counts, on the device */
+    /* optional: counts[0] = number of rows of y (rows, classes) whose largest number is at the label; counts[1] =
+       number of labels in 0 .. classes - 1 */
     hpml_status (*correct)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                            int64_t rows, int64_t classes, int64_t counts[2]);
-    /* optional: hpml_packing_encode and _decode on arrays of the device */
+    /* optional: hpml_packing_encode and _decode for arrays of the device */
     hpml_status (*encode)(void *device, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                           const float *grad, int64_t rows);
     hpml_status (*decode)(void *device, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                           int64_t rows, bool add);
-    /* optional: before an op that somebody looks at, and then, with its name, behind it. When the device has next been
-       waited for it tells: a span in lane GPU, and the seconds, added to *seconds unless that is NULL */
+    /* optional: times an op without waiting for it. Called with name NULL before the op and with its name after it; the
+       device records two events. When the host next waits for the device, the span is added to the trace (lane GPU) and
+       its length to *seconds, if not NULL. */
     void (*time_op)(void *device, const char *name, double *seconds);
-    bool layouts; /* conv2d and pooling read NHWC as well, and conv2d goes by attr.conv.algorithm */
+    bool layouts; /* conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
-HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* what the backend's open gave */
+HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* the object that the backend's open returned */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-trainer   schedules, the trainer and its hooks
@@ -1255,19 +1324,20 @@ HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capa
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
+
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-random   random numbers that depend on nothing but their place
+// >>api-random   counter-based random numbers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Philox 4x32-10 (Salmon et al. 2011): a keyed bijection of 128-bit counters, so number i of a stream is computed, not
-   reached. Any thread, rank or device can make any part of a sequence, and all parts fit together bit for bit, on every
-   instruction set. Not for cryptography. out = the four words of block `counter` under `key`. */
+/* Philox 4x32-10 (Salmon et al. 2011): a keyed bijection of 128-bit counters, so that number i of a stream is computed
+   directly from i. Any thread, rank or device can compute any part of a sequence, with the same bits on every
+   instruction set. Not for cryptography. Writes the four words of block `counter` under `key` to out. */
 HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4]);
 
-/* A place in a sequence: number `counter` of stream `stream` of `seed`. Fill it as you like; all zero is valid.
+/* A position in a sequence: number `counter` of stream `stream` of `seed`. Set the fields freely; all zero is valid.
    Word i is word i % 4 of block i / 4 under the key (seed low, seed high) with the counter (block low, block high,
-   stream low, stream high). Each call below returns the number at `counter` and moves on by one (fills: by n), so
-   a fill equals n single calls, however it is cut. */
+   stream low, stream high). Each function returns the number at `counter` and increments counter (a fill: by n), so
+   a fill gives the same numbers as n single calls. */
 typedef struct hpml_rng {
     uint64_t seed, stream, counter;
 } hpml_rng;
@@ -1275,13 +1345,13 @@ typedef struct hpml_rng {
 HPML_API uint32_t hpml_rng_u32(hpml_rng *r);
 HPML_API float    hpml_rng_uniform(hpml_rng *r); /* [0, 1): a multiple of 2^-24 */
 HPML_API float    hpml_rng_normal(hpml_rng *r);  /* mean 0, variance 1, |x| < 6.8 (Box & Muller 1958) */
-HPML_API int64_t  hpml_rng_below(hpml_rng *r, int64_t n); /* [0, n), unbiased; takes 1 or more numbers; 0 for n < 1 */
+HPML_API int64_t  hpml_rng_below(hpml_rng *r, int64_t n); /* [0, n), unbiased; draws 1 or more words; 0 for n < 1 */
 HPML_API void     hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n);
 HPML_API void     hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n);
 HPML_API void     hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n);
 
-/* A shuffle without memory: for fixed seed, epoch and n, the map i -> hpml_permute_index(..., i) is a permutation of
-   [0, n), another one for each epoch. About 40 ns; any rank computes just its own part. -1 when i is not in [0, n). */
+/* Returns element i of a random permutation of [0, n), a different one for each seed and epoch; -1 if i is not in [0,
+   n). Needs no memory and about 40 ns, so each rank computes its own part of a shuffle. */
 HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1427,7 +1497,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 
 #ifdef HPML_IMPLEMENTATION
 #if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
-#error "compile this file without -ffast-math or -Ofast: hpml looks for NaN and infinity, which they say there are not"
+#error "compile this file without -ffast-math or -Ofast: hpml tests for NaN and infinity, which these options exclude"
 #endif
 #ifdef __CUDACC__ /* nvcc warns of gcc's pragma to unroll loops, and hands it on */
 #pragma nv_diagnostic push
@@ -1446,7 +1516,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifndef __GNUC__
-#error "hpml.h: its implementation wants gcc or clang; any compiler may read the declarations"
+#error "hpml.h: the implementation needs gcc or clang; the declarations compile with any compiler"
 #endif
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "hpml.h: big-endian machines are not supported, because its files and messages are little-endian"
@@ -1468,7 +1538,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #include <arm_neon.h>
 #endif
 
-/* System headers stand here, once, before the kernel passes. */
+/* System headers are included once, before the kernel passes include this file again. */
 #include <errno.h>
 #include <float.h>
 #include <limits.h>
@@ -1502,21 +1572,21 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_BLAS false
 #endif
 
-/* True if a takes the place of b in a maximum that keeps a NaN. */
+/* True if a replaces b as the largest value; a NaN in b is kept, and a NaN in a replaces b. */
 #define HPMLI_MAX_OR_NAN(a, b) (!((a) <= (b)) && (b) == (b))
 
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
 #define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
 
-/* T x = HPMLI_ZEROED: all fields zero. */
+/* Initializes a struct with zeros: T x = HPMLI_ZEROED. */
 #ifdef __cplusplus
 #define HPMLI_ZEROED {}
 #else
 #define HPMLI_ZEROED { 0 }
 #endif
 
-/* For bugs in hpml only. */
+/* Checks internal assumptions, never a caller's mistakes; compiled with HPML_DEBUG only. */
 #ifndef HPML_ASSERT
 #ifdef HPML_DEBUG
 #include <assert.h>
@@ -1742,16 +1812,16 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
 // >>context   the context: errors, memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Everything a context owns is a block on one list, newest first, so that hpml_ctx_free can let go of all of it.
-   A block may carry a `drop` function: what must happen before its memory goes (stop a thread, close a file). */
-typedef void hpmli_drop_fn(void *object);
+/* All memory of a context is in blocks on one list, newest first, so that hpml_ctx_free can free all of it. A block may
+   have a destructor, which is called before the block is freed (to join a thread, to close a file). */
+typedef void hpmli_destroy_fn(void *object);
 
 typedef struct hpmli_block {
     struct hpmli_block *older, *newer;
-    hpmli_drop_fn      *drop;
+    hpmli_destroy_fn      *destroy;
     size_t              size; /* bytes taken from the allocator, this header included */
 } hpmli_block;
-#define HPMLI_BLOCK 64 /* bytes before the payload: keeps it aligned to a cache line */
+#define HPMLI_BLOCK 64 /* bytes of the header before the payload, which stays aligned to a cache line */
 
 typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
 typedef struct hpmli_trace hpmli_trace; /* see >>trace */
@@ -1773,25 +1843,25 @@ struct hpml_ctx {
     long                 process;    /* id of the process that created the context, see hpmli_forked */
     uint64_t             seed;
     const hpml_backend  *backend;
-    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
+    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend; on the CPU with stored halves: wrappers */
     hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
     void                *device;     /* what backend->open gave */
-    float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
+    float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
-    int                  param_kept; /* of ops that were recorded; an error that is cleared takes the others with it */
-    hpml_graph          *grads_of;   /* whose gradients the parameters have now */
+    int                  param_kept; /* parameters of ops that were recorded; hpml_ctx_clear_error removes the others */
+    hpml_graph          *grads_of;   /* the graph in whose memory the parameters' gradients stand now */
     int64_t              param_capacity;
-    int                 *names;     /* (name_size) hash table of names: 1 + number of the parameter, 0: free */
-    int64_t              name_size; /* a power of two, at least twice the parameters */
-    int                  node_count; /* recorded so far: names and mask keys */
-    int                  turn_count; /* of these, by hpml_to_layout: no name counts them */
-    hpml_node            spare;      /* see hpmli_node_create */
+    int                 *names;      /* (name_size) hash table of names: 1 + index of the parameter; 0: free */
+    int64_t              name_size;  /* a power of two, at least twice the number of parameters */
+    int                  node_count; /* recorded nodes: the next node's index, which numbers names and keys masks */
+    int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
+    hpml_node            spare;      /* returned by hpmli_node_create after an error */
     hpmli_trace         *trace;      /* NULL: off */
     const double        *clock;      /* see hpml_trace_clock */
-    hpml_progress        progress;   /* of writing */
-    char                 texts[8][192]; /* for messages, see hpmli_text ... */
-    unsigned             text_count;    /* ... made so far */
+    hpml_progress        progress;   /* callback while files are written */
+    char                 texts[8][192]; /* parts of error messages, used in turn, see hpmli_describe */
+    unsigned             text_count;    /* number of texts made */
 };
 
 HPMLI_FN double hpmli_trace_time(const hpml_ctx *ctx, double now) { return ctx->clock ? *ctx->clock : now; }
@@ -1814,6 +1884,7 @@ HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user)
     fprintf(stderr, "%s\n", text);
 }
 
+/* Logs an error and stores it in the context if that has none. */
 HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
 {
     char text[sizeof ctx->error], whole[sizeof ctx->error + 32];
@@ -1823,8 +1894,9 @@ HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const c
         memcpy(ctx->error, text, sizeof text);
     }
     if (ctx->log) {
-        int at = line > 0 ? snprintf(whole, sizeof whole, "hpml.h:%d: ", line) : 0; /* 0: error from another file */
-        snprintf(whole + at, sizeof whole - (size_t)at, "%s", text);
+        int prefix = 0; /* characters of the file and line; hpml_ctx_fail, which knows neither, passes line 0 */
+        if (line > 0) prefix = snprintf(whole, sizeof whole, "hpml.h:%d: ", line);
+        snprintf(whole + prefix, sizeof whole - (size_t)prefix, "%s", text);
         ctx->log(status, whole, ctx->log_user);
     }
 }
@@ -1840,7 +1912,7 @@ HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, 
 }
 #define hpmli_fail(ctx, status, ...) hpmli_fail_at(ctx, status, __LINE__, __VA_ARGS__)
 
-/* The same for functions that return a pointer, or whether all is well. */
+/* hpmli_fail for functions that return a pointer or a bool. */
 #ifdef __cplusplus
 #define hpmli_null(...) (hpmli_fail(__VA_ARGS__), nullptr)
 #else
@@ -1858,21 +1930,48 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
     return status;
 }
 
-/* True when calls on this context should do nothing. */
+/* A text that grows by formatted pieces. As with snprintf, what does not fit is cut off, and `used` counts all. */
+typedef struct hpmli_text_buffer {
+    char  *buffer;
+    size_t size;
+    int    used;
+} hpmli_text_buffer;
+
+HPMLI_FN hpmli_text_buffer hpmli_text_begin(char *buffer, size_t size)
+{
+    hpmli_text_buffer t = { buffer, size, 0 };
+    if (size > 0 && buffer) buffer[0] = 0;
+    return t;
+}
+
+HPMLI_PRINTF(2, 3)
+HPMLI_FN void hpmli_text_add(hpmli_text_buffer *t, const char *format, ...)
+{
+    va_list args;
+    bool    open = t->buffer && (size_t)t->used < t->size; /* not full yet */
+    va_start(args, format);
+    char *to = open ? t->buffer + t->used : NULL;
+    int   n  = vsnprintf(to, open ? t->size - (size_t)t->used : 0, format, args);
+    va_end(args);
+    if (n > 0) t->used += n;
+}
+
+/* True if there is no context or the context has an error: then calls do nothing. */
 HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
 
-/* Was a desc cleared before its fields were set? Else an error says so. */
-#define HPMLI_CLEARED(ctx, what, d)                                                                                    \
+/* True if both canaries of a desc are zero, as they are when the desc was zeroed first; else an error. */
+#define HPMLI_DESC_OK(ctx, what, d)                                                                                    \
     (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
      hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
 
-/* d = *desc, or all zero when there is none; then the same question. */
-#define HPMLI_TAKE(ctx, what, d, desc)                                                                                 \
-    ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_CLEARED(ctx, what, &(d)))
+/* Copies *desc to d (zeros if desc is NULL) and checks the canaries. */
+#define HPMLI_COPY_DESC(ctx, what, d, desc)                                                                            \
+    ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_DESC_OK(ctx, what, &(d)))
 
 HPMLI_FN int64_t hpmli_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLI_FN int64_t hpmli_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* *out = a b; false if the product could not be the size of an array. */
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 {
     if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half: every size also fits ptrdiff_t */
@@ -1880,7 +1979,7 @@ HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
     return true;
 }
 
-/* malloc with alignment, in plain C99: the pointer that malloc gave stands right before the block. */
+/* Aligned malloc in C99: the pointer that malloc returned is stored right before the block. */
 HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user HPMLI_UNUSED)
 {
     char *raw = (char *)malloc(size + align + sizeof(void *));
@@ -1898,14 +1997,14 @@ HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user H
     free(raw);
 }
 
-/* 64-byte aligned, not cleared. NULL and an error on the context when there is none. */
+/* Allocates 64-byte aligned memory, not zeroed. Returns NULL, with an error on the context, when there is none. */
 HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
 {
     hpmli_block *b = NULL;
     if (bytes <= SIZE_MAX / 2 - HPMLI_BLOCK)
         b = (hpmli_block *)ctx->allocator.alloc(bytes + HPMLI_BLOCK, HPMLI_BLOCK, ctx->allocator.user);
     if (!b)
-        return hpmli_null(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; "
+        return hpmli_null(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were requested while this context holds %zu; "
                           "use a smaller batch or model", bytes, ctx->bytes);
     memset(b, 0, sizeof *b);
     b->size  = bytes + HPMLI_BLOCK;
@@ -1917,27 +2016,28 @@ HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
     return (char *)b + HPMLI_BLOCK;
 }
 
-/* A cleared object with a drop function. */
-HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *drop)
+/* Allocates a zeroed object; `destroy`, if not NULL, is its destructor. */
+HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_destroy_fn *destroy)
 {
     void *p = hpmli_alloc(ctx, bytes);
     if (!p) return NULL;
-    ((hpmli_block *)(void *)((char *)p - HPMLI_BLOCK))->drop = drop;
+    ((hpmli_block *)(void *)((char *)p - HPMLI_BLOCK))->destroy = destroy;
     return memset(p, 0, bytes);
 }
 
-/* Cleared memory for `count` things of `size` bytes, the product checked. */
+/* Allocates zeroed memory for `count` elements of `size` bytes; the product is checked. */
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
 {
     size_t bytes;
     if (count < 0 || !hpmli_mul((size_t)count, size, &bytes))
-        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit", (long long)count, size);
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "an array of %lld elements of %zu bytes does not fit in memory",
+                          (long long)count, size);
     return hpmli_alloc_object(ctx, bytes, NULL);
 }
 
-HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*drop)(void *object))
+HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*destroy)(void *object))
 {
-    return hpmli_failed(ctx) ? NULL : hpmli_alloc_object(ctx, bytes, drop);
+    return hpmli_failed(ctx) ? NULL : hpmli_alloc_object(ctx, bytes, destroy);
 }
 
 #define hpmli_new(ctx, T, count) ((T *)hpmli_alloc_array(ctx, count, sizeof(T)))
@@ -1950,12 +2050,12 @@ HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
     return p;
 }
 
-/* Lets go of one object: its drop function runs first. NULL is fine. */
+/* Destroys and frees one object; NULL: nothing. */
 HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
 {
     if (!p) return;
     hpmli_block *b = (hpmli_block *)(void *)((char *)p - HPMLI_BLOCK);
-    if (b->drop) b->drop(p);
+    if (b->destroy) b->destroy(p);
     if (b->newer) b->newer->older = b->older;
     else ctx->blocks = b->older;
     if (b->older) b->older->newer = b->newer;
@@ -1963,18 +2063,20 @@ HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
     ctx->allocator.free(b, b->size, ctx->allocator.user);
 }
 
-/* Room for one more thing in an array of `count`: doubles it when it is full. False and an error when there is none. */
+/* Makes sure that an array of `count` elements can take one more: doubles the capacity when it is full. `array` is the
+   address of the array's pointer. False, with an error on the context, when there is no memory. */
 HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *capacity, size_t size)
 {
-    void *old, *more;
+    int64_t larger = *capacity ? 2 * *capacity : 64;
+    void   *old, *copy;
     if (count < *capacity) return true;
-    more = hpmli_alloc_array(ctx, *capacity ? 2 * *capacity : 64, size);
-    if (!more) return false;
-    memcpy(&old, array, sizeof old); /* array: the address of the pointer, of whatever type */
-    memcpy(array, &more, sizeof more);
-    if (count > 0) memcpy(more, old, (size_t)count * size);
+    copy = hpmli_alloc_array(ctx, larger, size);
+    if (!copy) return false;
+    memcpy(&old, array, sizeof old);
+    memcpy(array, &copy, sizeof copy);
+    if (count > 0) memcpy(copy, old, (size_t)count * size);
     hpmli_free(ctx, old);
-    *capacity = *capacity ? 2 * *capacity : 64;
+    *capacity = larger;
     return true;
 }
 
@@ -1984,14 +2086,14 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // >>threads   the clock and the thread pool
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Fork-join over numbered tasks. The caller opens a job, works on it as one more thread, closes it, and waits for the
-   workers still inside. Each thread begins with its share of the tasks, so that it meets the same data again from job
-   to job, in its own cache, and then helps the others. What a task computes does not depend on who does it, and no sum
-   is cut by the number of threads, so results have the same bits on any number of them.
+/* Fork-join over numbered tasks. The caller opens a job, works on its tasks as thread 0, closes the job, and waits for
+   the workers that are still in it. Each thread begins with its own share of the tasks, so that it finds the same data
+   in its cache from job to job, and then takes tasks from the other shares. The result of a task does not depend on the
+   thread, and no sum is split by the number of threads, so results have the same bits on any number of threads.
 
-   A worker waits adaptively: it spins a moment (the next job is usually microseconds away), then yields, then sleeps.
-   `state` packs (job number << 32 | open bit << 31 | workers inside), so that a worker that wakes late can never enter
-   a job that is closed or another than the one it saw. */
+   A worker waits adaptively: it spins for a moment (the next job usually comes within microseconds), then yields, then
+   sleeps. `state` packs (job number << 32 | open bit << 31 | workers in the job) in one word, so that a worker that
+   wakes late cannot enter a job that is closed or is not the one it has seen. */
 
 HPML_API double hpml_now(void)
 {
@@ -2019,8 +2121,8 @@ HPMLI_FN long hpmli_process(void)
 #endif
 }
 
-/* True in a child of fork, which has none of its parent's threads: joining one, or taking a mutex that one of them
-   held, would never end. */
+/* True in a child process of fork, which has no copy of its parent's threads: joining one of them, or locking a mutex
+   that one of them held, would wait forever. */
 HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
 
 #ifndef HPML_NO_THREADS
@@ -2032,28 +2134,29 @@ typedef struct hpmli_worker {
     hpmli_pool *pool;
     pthread_t   thread;
     int         index;  /* the caller is thread 0 */
-    long        asleep; /* the system's number of this thread while it sleeps, else 0; under the mutex */
-    int64_t     next;   /* atomic: first task of its share nobody has taken */
+    long        asleep; /* the system's id of this thread while it sleeps, else 0; protected by the mutex */
+    int64_t     next;   /* atomic: the first task of this thread's share that no thread has taken */
 } hpmli_worker;
 
 struct hpmli_pool {
     const hpml_ctx *ctx;
     uint64_t        state;    /* atomic, see above */
-    int64_t         count;
+    int64_t         count;    /* tasks of the job */
     hpmli_task_fn  *fn;
     void           *arg;
-    int             sleepers; /* atomic */
+    int             sleepers; /* atomic: sleeping workers */
     int             stop;     /* atomic */
     pthread_mutex_t mutex;
     pthread_cond_t  wake;
     int             worker_count;
-    unsigned long   cores[128 / sizeof(long)]; /* a bit for each that this process may use */
+    unsigned long   cores[128 / sizeof(long)]; /* a bit for each core that this process may use */
     hpmli_worker    workers[1]; /* (worker_count + 1) the caller is the first */
 };
 
-HPMLI_FN void hpmli_pause(int waited)
+/* Passes a moment of busy waiting: a pause of the CPU and, from turn HPMLI_SPINS on, a yield. */
+HPMLI_FN void hpmli_pause(int turn)
 {
-    if (waited >= HPMLI_SPINS) sched_yield();
+    if (turn >= HPMLI_SPINS) sched_yield();
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -2061,15 +2164,17 @@ HPMLI_FN void hpmli_pause(int waited)
 #endif
 }
 
-/* Linux may wake a thread on the core of whoever wakes it, where it waits for milliseconds while others idle: while it
-   wakes, a worker may use the caller's core only if there is no other. Both under the mutex: who is sent away wakes. */
-HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
+/* Keeps a woken worker off the caller's core, because Linux may place the worker there, where it waits for milliseconds
+   behind the busy caller while other cores idle. The caller (wake 1) excludes its own core for each sleeping worker;
+   the worker (wake 0) allows all cores again when it is awake. Both hold the mutex, so that no exclusion is left
+   behind. */
+HPMLI_FN void hpmli_pool_avoid_caller_core(hpmli_pool *p, int wake)
 {
 #if HPMLI_AFFINITY
     unsigned      cpu = 0, bits = 8 * sizeof(long);
     unsigned long cores[sizeof p->cores / sizeof(long)];
     memcpy(cores, p->cores, sizeof cores);
-    if (!wake) (void)syscall(SYS_sched_setaffinity, 0L, sizeof cores, cores); /* awake: anywhere again */
+    if (!wake) (void)syscall(SYS_sched_setaffinity, 0L, sizeof cores, cores);
     if (!wake || syscall(SYS_getcpu, &cpu, NULL, NULL) != 0 || cpu / bits >= sizeof cores / sizeof *cores) return;
     cores[cpu / bits] &= ~(1ul << cpu % bits);
     for (int i = 1; i <= p->worker_count; i++) {
@@ -2080,6 +2185,7 @@ HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
     (void)p, (void)wake;
 }
 
+/* Runs tasks until none is left: those of this thread's share first, then those of the next threads' shares. */
 HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
 {
     for (int i = 0, threads = p->worker_count + 1; i < threads; i++) {
@@ -2091,13 +2197,14 @@ HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
     }
 }
 
-/* True when a job newer than `seen` is open, or the pool stops. */
+/* True if a job other than `seen` is open, or the pool stops. */
 HPMLI_FN bool hpmli_pool_ready(hpmli_pool *p, uint64_t seen)
 {
     uint64_t s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
     return ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) || __atomic_load_n(&p->stop, __ATOMIC_SEQ_CST);
 }
 
+/* Waits until hpmli_pool_ready: spins, yields, then sleeps. */
 HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
 {
     for (int i = 0; i < HPMLI_SPINS + HPMLI_YIELDS; i++) {
@@ -2111,7 +2218,7 @@ HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
 #endif
     while (!hpmli_pool_ready(p, seen)) {
         pthread_cond_wait(&p->wake, &p->mutex);
-        hpmli_pool_part(p, 0); /* even if the job is over by now */
+        hpmli_pool_avoid_caller_core(p, 0); /* even if the job has ended */
     }
     w->asleep = 0;
     __atomic_sub_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
@@ -2128,7 +2235,7 @@ HPMLI_FN void *hpmli_worker_main(void *arg)
         hpmli_pool_wait(p, w, seen);
         if (__atomic_load_n(&p->stop, __ATOMIC_SEQ_CST)) return NULL;
         s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
-        while ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) /* go in, unless it has closed meanwhile */
+        while ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) /* enters the job unless it has been closed */
             if (__atomic_compare_exchange_n(&p->state, &s, s + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
                 seen = s >> 32;
                 hpmli_pool_work(p, w->index);
@@ -2146,11 +2253,11 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
     p->count = n;
     for (int i = 0; i <= p->worker_count; i++)
         __atomic_store_n(&p->workers[i].next, n * i / (p->worker_count + 1), __ATOMIC_RELAXED);
-    if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
+    if ((job & UINT32_MAX) == 0) job = 1; /* a worker that has seen no job has seen == 0 */
     __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0 && !hpmli_forked(p->ctx)) {
         pthread_mutex_lock(&p->mutex);
-        hpmli_pool_part(p, 1);
+        hpmli_pool_avoid_caller_core(p, 1);
         pthread_cond_broadcast(&p->wake);
         pthread_mutex_unlock(&p->mutex);
     }
@@ -2159,7 +2266,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
     for (int i = 0; (__atomic_load_n(&p->state, __ATOMIC_SEQ_CST) & (HPMLI_JOB_OPEN - 1)) != 0; i++) hpmli_pause(i);
 }
 
-HPMLI_FN void hpmli_pool_drop(void *object)
+HPMLI_FN void hpmli_pool_destroy(void *object)
 {
     hpmli_pool *p = (hpmli_pool *)object;
     if (hpmli_forked(p->ctx)) return; /* the child has no worker threads to wake and join */
@@ -2172,7 +2279,7 @@ HPMLI_FN void hpmli_pool_drop(void *object)
     pthread_mutex_destroy(&p->mutex);
 }
 
-/* Those that this process may use. */
+/* Number of cores that this process may use. */
 HPMLI_FN int hpmli_cores(void)
 {
     long n = 1;
@@ -2185,11 +2292,11 @@ HPMLI_FN int hpmli_cores(void)
     return (int)hpmli_max(n, 1);
 }
 
-/* A pool of `threads` - 1 workers; fewer when the system refuses. */
+/* Creates a pool of `threads` - 1 workers; fewer if the system creates no more threads. */
 HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
 {
     size_t      bytes = sizeof(hpmli_pool) + (size_t)threads * sizeof(hpmli_worker);
-    hpmli_pool *p     = (hpmli_pool *)hpmli_alloc_object(ctx, bytes, hpmli_pool_drop);
+    hpmli_pool *p     = (hpmli_pool *)hpmli_alloc_object(ctx, bytes, hpmli_pool_destroy);
     if (!p) return NULL;
     p->ctx = ctx;
     pthread_mutex_init(&p->mutex, NULL);
@@ -2208,7 +2315,7 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
 }
 #endif
 
-/* Runs fn for each task in [0, n); returns when all are done. */
+/* Calls fn for each task in [0, n), by all threads of the context; returns when all tasks are done. */
 HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *arg)
 {
 #ifndef HPML_NO_THREADS
@@ -2221,13 +2328,15 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
     (void)ctx;
 }
 
-/* Loops over long arrays are cut into pieces of this many elements: small enough to share, large enough to pay. */
+/* Loops over long arrays are cut into chunks of this many elements: small enough to balance the threads' work, large
+   enough that starting a task costs little in comparison. */
 #define HPMLI_GRAIN 16384
 
-/* Long sums are cut into at most HPMLI_SUM_TASKS pieces; the partial sums are added in order. */
+/* Long sums are cut into at most HPMLI_SUM_TASKS parts, whatever the number of threads; the partial sums are added in
+   order. */
 #define HPMLI_SUM_TASKS 64
 
-/* Rows per task so that a task has about HPMLI_GRAIN elements. */
+/* Number of rows of `cols` elements that make a task of about HPMLI_GRAIN elements. */
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2236,7 +2345,7 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAI
 
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
-    if (!HPMLI_CLEARED(ctx, "ctx", d)) return false;
+    if (!HPMLI_DESC_OK(ctx, "ctx", d)) return false;
     ctx->k = hpmli_kernels_find(d->cpu);
     if (!ctx->k) {
         ctx->k = hpmli_kernels_find(NULL);
@@ -2271,7 +2380,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 {
     hpml_ctx_desc d = HPMLI_ZEROED;
     hpml_ctx     *ctx;
-    if (desc && (desc->_begin || desc->_end)) d._begin = 1; /* refused below; what it points to is not called */
+    if (desc && (desc->_begin || desc->_end)) d._begin = 1; /* hpmli_ctx_open fails; the rest of desc is not used */
     else if (desc) d = *desc;
     if (!d.allocator.alloc || !d.allocator.free) {
         d.allocator.alloc = hpmli_default_alloc;
@@ -2298,10 +2407,10 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 HPML_API void hpml_ctx_free(hpml_ctx *ctx)
 {
     if (!ctx) return;
-    for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: users before what they use */
-        hpmli_drop_fn *drop = b->drop;
-        b->drop = NULL;
-        if (drop) drop((char *)b + HPMLI_BLOCK);
+    for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: an object before the objects that it uses */
+        hpmli_destroy_fn *destroy = b->destroy;
+        b->destroy = NULL;
+        if (destroy) destroy((char *)b + HPMLI_BLOCK);
     }
     if (ctx->device) ctx->backend->close(ctx->device);
     while (ctx->blocks) hpmli_free(ctx, (char *)ctx->blocks + HPMLI_BLOCK);
@@ -2348,9 +2457,15 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // >>rng   single random numbers, permutations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Single numbers are the same elements that the bulk kernels make, one block of Philox each (about 20 ns). */
+/* A single number costs one block of Philox (about 20 ns) and has the same bits as that element of a fill. */
 
-#define HPMLI_STREAM_SHUFFLE (UINT64_C(0x5) << 60) /* no other use of a seed draws from it */
+/* Streams of a seed: the four highest bits of a stream's number are its use, so that no two uses draw the same numbers.
+   */
+#define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter that is initialized */
+#define HPMLI_STREAM_CHECK_GRAD UINT64_C(77)          /* elements that hpml_check_grad compares */
+#define HPMLI_STREAM_SHUFFLE    (UINT64_C(0x5) << 60) /* order of a data set's samples; block: epoch */
+#define HPMLI_STREAM_AUGMENT    (UINT64_C(0xa) << 60) /* | epoch; augmentation of a sample */
+#define HPMLI_STREAM_DROPOUT    (UINT64_C(0xd) << 60) /* ^ step << 24 ^ node; masks */
 
 HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4])
 {
@@ -2358,7 +2473,7 @@ HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], 
                         (uint64_t)counter[1] << 32 | counter[0], out);
 }
 
-/* Word number i of the stream. */
+/* Returns word i of the stream of r. */
 HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
 {
     uint32_t block[4];
@@ -2371,14 +2486,15 @@ HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >>
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
-    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2); /* its pair: j and j + half a chunk */
+    /* Box & Muller make two numbers from two words: those of the positions j and j + half a chunk */
+    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2);
     uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_PHILOX_CHUNK / 2);
     float    x, y;
     hpmli_box_muller_scalar(&a, &b, &x, &y);
     return i == j ? x : y;
 }
 
-/* Draws as many bits as n - 1 has and starts again when they show n or more: less than two draws on average. */
+/* Draws as many bits as n - 1 has, again and again until their value is below n: fewer than two draws on average. */
 HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
 {
     uint64_t mask = n > 1 ? (uint64_t)(n - 1) : 0, x;
@@ -2403,7 +2519,7 @@ HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) { hpmli_rng
 HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_UNIFORM, x, n); }
 HPML_API void hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_NORMAL, x, n); }
 
-/* The last step of splitmix64: every bit of x moves every bit of the result. */
+/* The last step of splitmix64: each bit of x affects all bits of the result. */
 HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
 {
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
@@ -2411,11 +2527,10 @@ HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
     return x ^ x >> 31;
 }
 
-/* A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b: cut the bits in two parts and change, in turn,
-   one part by a random function of the other; whatever the function, each step can be undone, so the whole is a
-   bijection. A result of n or more is put through again until it falls below n, less than twice on average ("cycle
-   walking", Black & Rogaway 2002): that follows a cycle of the larger permutation from [0, n) back into it, so it
-   permutes [0, n). */
+/* A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b: it splits the bits into two parts and changes,
+   in turn, one part by a random function of the other. Each such step can be undone, so the whole is a bijection. A
+   result of n or more is permuted again until it is below n, fewer than two times on average ("cycle walking", Black &
+   Rogaway 2002): this follows a cycle of the larger permutation from [0, n) back into [0, n), so it permutes [0, n). */
 HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i)
 {
     uint32_t k[4];
@@ -2449,7 +2564,14 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 // >>tensor   tensors and views, copies and conversions
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* By hpml_dtype: bytes of an element, our name, safetensors' name, numpy's (it has no bf16). */
+/* Private state of a tensor; allocated together with the tensor. */
+struct hpmli_tensor_state {
+    bool owns_memory; /* made by hpml_tensor_create */
+    bool used;        /* an op reads the tensor */
+    int  leaf;        /* index among the inputs of the graph that was planned last */
+};
+
+/* By hpml_dtype: bytes of an element; the names in hpml, safetensors and numpy files (numpy has no bf16). */
 static const struct hpmli_dtype {
     size_t      size;
     const char *name, *safe, *numpy;
@@ -2467,7 +2589,7 @@ HPML_API const char *hpml_dtype_name(hpml_dtype dtype)
     return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].name : "?";
 }
 
-/* Product of a shape; -1 when a dimension is not positive or the bytes would overflow. */
+/* Returns the product of a shape; -1 if a dimension is not positive or the number of bytes would overflow. */
 HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
 {
     size_t count = 1;
@@ -2476,43 +2598,12 @@ HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
     return (int64_t)count;
 }
 
-HPMLI_FN int64_t hpmli_cropped(const hpml_dataset *d) /* numbers of a sample as loaders hand it out */
-{
-    int64_t n = hpmli_shape_count(d->x_ndim, d->x_shape), k = d->x_crop;
-    return k > 0 && d->x_ndim > 1 ? n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * k * k : n;
-}
-
-/* Appends as snprintf does, and counts what it would have needed. */
-typedef struct hpmli_table {
-    char  *buffer;
-    size_t size;
-    int    used;
-} hpmli_table;
-
-HPMLI_FN hpmli_table hpmli_table_of(char *buffer, size_t size)
-{
-    hpmli_table t = { buffer, size, 0 };
-    if (size > 0 && buffer) buffer[0] = 0;
-    return t;
-}
-
-HPMLI_PRINTF(2, 3)
-HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
-{
-    va_list args;
-    bool    room = t->buffer && (size_t)t->used < t->size;
-    va_start(args, format);
-    int n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
-    va_end(args);
-    if (n > 0) t->used += n;
-}
-
-/* Texts for messages, good until eight more are made: of a shape, "64x784", ... */
+/* Returns a text for a message, "64x784"; it is valid until eight more texts are made. */
 HPMLI_FN const char *hpmli_shape_text(hpml_ctx *ctx, int ndim, const int64_t *shape)
 {
-    hpmli_table t = hpmli_table_of(ctx->texts[ctx->text_count++ % 8], sizeof ctx->texts[0]);
-    if (ndim < 1) hpmli_table_add(&t, "scalar");
-    for (int i = 0; i < ndim; i++) hpmli_table_add(&t, "%s%lld", i ? "x" : "", (long long)shape[i]);
+    hpmli_text_buffer t = hpmli_text_begin(ctx->texts[ctx->text_count++ % 8], sizeof ctx->texts[0]);
+    if (ndim < 1) hpmli_text_add(&t, "scalar");
+    for (int i = 0; i < ndim; i++) hpmli_text_add(&t, "%s%lld", i ? "x" : "", (long long)shape[i]);
     return t.buffer;
 }
 
@@ -2537,8 +2628,8 @@ HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t
     return buffer;
 }
 
-/* ... and of a tensor. */
-HPMLI_FN const char *hpmli_text(const hpml_tensor *t)
+/* Returns a text for a message, f32 64x784 "fc1.weight"; it is valid until eight more texts are made. */
+HPMLI_FN const char *hpmli_describe(const hpml_tensor *t)
 {
     char *buffer = t->ctx->texts[t->ctx->text_count++ % 8];
     return hpml_tensor_text(t, buffer, sizeof t->ctx->texts[0]);
@@ -2555,13 +2646,14 @@ HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
     }
 }
 
-/* A tensor without memory. The one place where shapes are checked. */
+/* Creates a tensor without memory, after checking its shape and type. */
 HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim,
                                        const int64_t *shape)
 {
     if (hpmli_failed(ctx)) return NULL;
     if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape))
-        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, not 0 to %d", name, ndim, HPML_MAX_DIMS);
+        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, expected 0 to %d", name, ndim,
+                          HPML_MAX_DIMS);
     if (hpml_dtype_size(dtype) == 0)
         return hpmli_null(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
     for (int i = 0; i < ndim; i++)
@@ -2571,8 +2663,10 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     if (hpmli_shape_count(ndim, shape) < 0)
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
                           hpmli_shape_text(ctx, ndim, shape));
-    hpml_tensor *t = hpmli_new(ctx, hpml_tensor, 1);
-    if (!t) return NULL;
+    struct block { hpml_tensor tensor; struct hpmli_tensor_state state; } *block = hpmli_new(ctx, struct block, 1);
+    if (!block) return NULL;
+    hpml_tensor *t = &block->tensor;
+    t->state = &block->state;
     t->ctx   = ctx;
     t->name  = name;
     t->dtype = dtype;
@@ -2580,11 +2674,21 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     return t;
 }
 
-/* Zeroed memory on the context's device; an error on the context when there is none. */
+/* Sets the addresses of a tensor's values and gradient, and of the same as floats where the tensor is f32. */
+HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
+{
+    bool f32 = t->dtype == HPML_DTYPE_F32;
+    t->raw      = raw;
+    t->raw_grad = raw_grad;
+    t->data     = f32 ? (float *)raw : NULL;
+    t->grad     = f32 ? (float *)raw_grad : NULL;
+}
+
+/* Allocates zeroed memory on the context's device. Returns NULL, with an error on the context, when there is none. */
 HPMLI_FN void *hpmli_device_alloc(hpml_ctx *ctx, size_t bytes)
 {
     void *p = ctx->backend->alloc(ctx->device, bytes);
-    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were asked for",
+    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were requested",
                        ctx->backend->name, bytes);
     return p;
 }
@@ -2593,10 +2697,14 @@ HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int nd
 {
     hpml_tensor *t = hpmli_tensor_new(ctx, "tensor", dtype, ndim, shape);
     if (!t) return NULL;
-    t->data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
-    if (t->data) return t;
-    hpmli_free(ctx, t);
-    return NULL;
+    void *raw = hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
+    if (!raw) {
+        hpmli_free(ctx, t);
+        return NULL;
+    }
+    hpmli_set_memory(t, raw, NULL);
+    t->state->owns_memory = true;
+    return t;
 }
 
 HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
@@ -2622,30 +2730,33 @@ HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
 }
 
-/* True when views of t can be made. */
+/* True if views of t can be created; else an error. */
 HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
-    if (t->data) return true;
+    if (t->raw) return true;
     return hpmli_false(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, hpml_slice "
                        "or hpml_transpose instead", t->name);
 }
 
-/* A tensor with the memory and strides of another one. */
+/* Creates a view with the shape and strides of t. */
 HPMLI_FN hpml_tensor *hpmli_view(const hpml_tensor *t)
 {
     hpml_tensor *v = hpmli_tensor_new(t->ctx, "view", t->dtype, t->ndim, t->shape);
-    if (v) v->data = t->data, memcpy(v->stride, t->stride, sizeof v->stride);
+    if (!v) return NULL;
+    hpmli_set_memory(v, t->raw, NULL);
+    memcpy(v->stride, t->stride, sizeof v->stride);
     return v;
 }
 
 HPML_API void hpml_tensor_free(hpml_tensor *t)
 {
     if (!t || t->node || t->param || t->batch_rows) return;
-    if (strcmp(t->name, "tensor") == 0) t->ctx->backend->free(t->ctx->device, t->data, hpmli_tensor_bytes(t));
+    if (t->state->owns_memory) t->ctx->backend->free(t->ctx->device, t->raw, hpmli_tensor_bytes(t));
     hpmli_free(t->ctx, t);
 }
 
+/* True if the elements of t are adjacent in memory, in row-major order. */
 HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
 {
     int64_t stride = 1;
@@ -2656,7 +2767,8 @@ HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
     return true;
 }
 
-/* Replaces one -1 in a wanted shape by what is left; false when the counts differ. */
+/* Writes the wanted shape to `shape`, with one -1 replaced by the size that keeps `count` elements; false if no size
+   does. */
 HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, int64_t *shape)
 {
     int64_t known = 1;
@@ -2680,7 +2792,7 @@ HPMLI_FN hpml_tensor *hpmli_reshape_error(hpml_tensor *t, int ndim, const int64_
 {
     const char *shape = hpmli_shape_text(t->ctx, !want || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
     return hpmli_null(t->ctx, HPML_ERR_SHAPE, "reshape of %s to %s: the number of elements must stay the same, and at "
-                      "most one dimension may be -1", hpmli_text(t), shape);
+                      "most one dimension may be -1", hpmli_describe(t), shape);
 }
 
 HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape)
@@ -2697,8 +2809,8 @@ HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t 
 HPMLI_FN bool hpmli_slice_fits(const hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
     if (dim >= 0 && dim < t->ndim && start >= 0 && count > 0 && start <= t->shape[dim] - count) return true;
-    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "slice of %s: %lld from %lld on of dimension %d is outside",
-                       hpmli_text(t), (long long)count, (long long)start, dim);
+    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "slice of %s: %lld indices from %lld on are not in dimension %d",
+                       hpmli_describe(t), (long long)count, (long long)start, dim);
 }
 
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count)
@@ -2707,7 +2819,7 @@ HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, in
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
     v->shape[dim] = count;
-    v->data = (float *)(void *)((char *)t->data + (size_t)(start * t->stride[dim]) * hpml_dtype_size(t->dtype));
+    hpmli_set_memory(v, (char *)t->raw + (size_t)(start * t->stride[dim]) * hpml_dtype_size(t->dtype), NULL);
     return v;
 }
 
@@ -2715,26 +2827,29 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
 {
     if (!hpmli_has_views(t)) return NULL;
     if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim)
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_text(t), dim_a,
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_describe(t), dim_a,
                           dim_b);
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
-    v->shape[dim_a] = t->shape[dim_b], v->stride[dim_a] = t->stride[dim_b];
-    v->shape[dim_b] = t->shape[dim_a], v->stride[dim_b] = t->stride[dim_a];
+    v->shape[dim_a]  = t->shape[dim_b];
+    v->stride[dim_a] = t->stride[dim_b];
+    v->shape[dim_b]  = t->shape[dim_a];
+    v->stride[dim_b] = t->stride[dim_a];
     return v;
 }
 
-/* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits. */
+/* Converts n elements between any two types through f32, in pieces that stay in the cache. Equal types are copied,
+   because f32 holds 24 bits of an I32 only. */
 HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src,
                             int64_t n)
 {
-    float  piece[1024], raw[1024]; /* files do not align what they hold: raw is where that is read, or made */
+    float  piece[1024], raw[1024]; /* raw: an aligned copy of elements that are not aligned, as in files */
     size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
     if (to == from) memmove(dst, src, (size_t)n * to_size);
     for (int64_t i = 0, count; i < n && to != from; i += count) {
         const void *x = (const char *)src + (size_t)i * from_size;
         void       *y = (char *)dst + (size_t)i * to_size, *made = (uintptr_t)y % to_size ? raw : y;
-        count = n - i < 1024 ? n - i : 1024;
+        count = hpmli_min(n - i, 1024);
         if ((uintptr_t)x % from_size) x = memcpy(raw, x, (size_t)count * from_size);
         k->to_f32(piece, from, x, count);
         k->from_f32(to, made, piece, count);
@@ -2752,21 +2867,22 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
     return HPML_OK;
 }
 
-/* Two operands in step: shapes are matched from the last dimension, a 1 stretches, which in memory is a stride of 0.
-   Neighbouring dimensions that walk in step are joined, so that equal shapes become one long run and (B, C) + (C)
-   becomes B runs of C. */
-typedef struct hpmli_walk {
+/* An iteration over two operands, a and b, in the shape of a result. Shapes are matched from the last dimension; a
+   dimension of size 1 is repeated, which in memory is a stride of 0. Adjacent dimensions are joined where both operands
+   allow, so that equal shapes become one long run of elements and (B, C) + (C) becomes B runs of C elements. */
+typedef struct hpmli_broadcast_iter {
     int     ndim;
     int64_t shape[HPML_MAX_DIMS];     /* of the result, joined */
-    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b: 0 where stretched */
-    int64_t runs, run;                /* result = runs x run elements */
-} hpmli_walk;
+    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b, in elements; 0 where repeated */
+    int64_t runs, run;                /* number of runs; elements of a run (the last dimension) */
+} hpmli_broadcast_iter;
 
-HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_tensor *a, const hpml_tensor *b)
+HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *out, const hpml_tensor *a,
+                                   const hpml_tensor *b)
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i < out->ndim; i++) { /* outermost first; i joins the one before when both operands allow */
+    for (int i = 0; i < out->ndim; i++) { /* outermost first; i is joined to the dimension before if both allow */
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
             int dim = i - (out->ndim - src[s]->ndim);
@@ -2781,14 +2897,19 @@ HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_
         w->stride[1][w->ndim] = stride[1];
         w->ndim++;
     }
-    if (w->ndim == 0) w->shape[0] = 1, w->stride[0][0] = w->stride[1][0] = 1, w->ndim = 1;
+    if (w->ndim == 0) { /* a scalar: one run of one element */
+        w->ndim         = 1;
+        w->shape[0]     = 1;
+        w->stride[0][0] = 1;
+        w->stride[1][0] = 1;
+    }
     w->run  = w->shape[w->ndim - 1];
     w->runs = 1;
     for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
 }
 
-/* Where run `r` of operand s begins. */
-HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
+/* Returns the offset, in elements, at which run r of operand s begins. */
+HPMLI_FN int64_t hpmli_broadcast_offset(const hpmli_broadcast_iter *w, int s, int64_t r)
 {
     int64_t at = 0;
     for (int i = w->ndim - 2; i > 0; i--) {
@@ -2800,18 +2921,18 @@ HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
 
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 {
-    hpmli_walk w;
+    hpmli_broadcast_iter w;
     if (!dst || !src || hpmli_failed(dst->ctx)) return dst ? hpml_ctx_status(dst->ctx) : HPML_ERR_ARGUMENT;
-    if (dst->ndim != src->ndim || memcmp(dst->shape, src->shape, sizeof dst->shape) != 0 || !dst->data || !src->data)
+    if (dst->ndim != src->ndim || memcmp(dst->shape, src->shape, sizeof dst->shape) != 0 || !dst->raw || !src->raw)
         return hpmli_fail(dst->ctx, HPML_ERR_SHAPE, "copy of %s to %s: both need memory and the same shape",
-                          hpmli_text(src), hpmli_text(dst));
-    hpmli_walk_make(&w, dst, dst, src);
+                          hpmli_describe(src), hpmli_describe(dst));
+    hpmli_broadcast_make(&w, dst, dst, src);
     int64_t to = w.stride[0][w.ndim - 1], from = w.stride[1][w.ndim - 1], whole = to == 1 && from == 1 ? w.run : 1;
     for (int64_t i = 0; i < w.runs * w.run; i += whole) {
-        int64_t run = i / w.run, d = hpmli_walk_at(&w, 0, run) + i % w.run * to;
-        int64_t s = hpmli_walk_at(&w, 1, run) + i % w.run * from;
-        hpmli_convert(dst->ctx->k, dst->dtype, (char *)dst->data + (size_t)d * hpml_dtype_size(dst->dtype), src->dtype,
-                      (const char *)src->data + (size_t)s * hpml_dtype_size(src->dtype), whole);
+        int64_t run = i / w.run, d = hpmli_broadcast_offset(&w, 0, run) + i % w.run * to;
+        int64_t s = hpmli_broadcast_offset(&w, 1, run) + i % w.run * from;
+        hpmli_convert(dst->ctx->k, dst->dtype, (char *)dst->raw + (size_t)d * hpml_dtype_size(dst->dtype), src->dtype,
+                      (const char *)src->raw + (size_t)s * hpml_dtype_size(src->dtype), whole);
     }
     return HPML_OK;
 }
@@ -2822,55 +2943,76 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
 
-/* Copies the first n numbers of t, of any dtype, to the host as f32. */
+/* Copies the first n elements of t, of any dtype, from the device to the host as f32. */
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
-    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out: widened in place */
-    hpml_status status = ctx->backend->read(ctx->device, raw, t->data, bytes);
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out, converted in place */
+    hpml_status status = ctx->backend->read(ctx->device, raw, t->raw, bytes);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
 }
 
+/* Copies n floats from the host to the first elements of t, of any dtype. */
 HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const float *in)
 {
     size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
     void  *raw   = hpmli_alloc(ctx, bytes);
     if (!raw) return ctx->status;
     hpmli_convert(ctx->k, t->dtype, raw, HPML_DTYPE_F32, in, n);
-    hpml_status status = ctx->backend->write(ctx->device, t->data, raw, bytes);
+    hpml_status status = ctx->backend->write(ctx->device, t->raw, raw, bytes);
     hpmli_free(ctx, raw);
     return status;
 }
 
-/* Copies `count` values from the host (`in`) to a tensor or back (`out`); plain: the host's values are f32. */
-HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, const void *in, void *out, int64_t count,
-                                    bool plain)
+/* True if all values of t can be copied, and `count` is their number; else an error. */
+HPMLI_FN bool hpmli_transferable(const hpml_tensor *t, const char *verb, const void *values, int64_t count)
 {
-    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    const hpml_backend *b     = t->ctx->backend;
-    size_t              bytes = hpmli_tensor_bytes(t);
-    if ((!in && !out) || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
-        return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
-                          "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
-                          t->data ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
-    if (plain && in) return hpmli_write_floats(t->ctx, t, count, (const float *)in);
-    if (plain) return hpmli_read_floats(t->ctx, t, count, (float *)out);
-    return in ? b->write(t->ctx->device, t->data, in, bytes) : b->read(t->ctx->device, out, t->data, bytes);
+    if (!t || hpmli_failed(t->ctx)) return false;
+    if (values && t->raw && hpmli_contiguous(t) && count == hpml_tensor_count(t)) return true;
+    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got %lld%s",
+                       verb, hpmli_describe(t), (long long)hpml_tensor_count(t), (long long)count,
+                       t->raw ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
 }
 
-HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count)
+/* True if `bytes` is the size of all values of t; else an error. */
+HPMLI_FN bool hpmli_transferable_raw(const hpml_tensor *t, const char *verb, const void *values, size_t bytes)
 {
-    return hpmli_transfer(t, "set", values, NULL, count, t && t->node && hpmli_is_half(t->dtype));
+    if (!t || !hpmli_transferable(t, verb, values, hpml_tensor_count(t))) return false;
+    if (bytes == hpmli_tensor_bytes(t)) return true;
+    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s %s: expected %zu bytes, got %zu", verb, hpmli_describe(t),
+                       hpmli_tensor_bytes(t), bytes);
 }
 
-HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count)
+HPMLI_FN hpml_status hpmli_tensor_status(const hpml_tensor *t) { return t ? t->ctx->status : HPML_ERR_ARGUMENT; }
+
+HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_t count)
 {
-    return hpmli_transfer(t, "get", NULL, values, count, t && t->node && hpmli_is_half(t->dtype));
+    if (!hpmli_transferable(t, "set", values, count)) return hpmli_tensor_status(t);
+    if (t->dtype != HPML_DTYPE_F32) return hpmli_write_floats(t->ctx, t, count, values);
+    return t->ctx->backend->write(t->ctx->device, t->raw, values, hpmli_tensor_bytes(t));
+}
+
+HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_t count)
+{
+    if (!hpmli_transferable(t, "get", values, count)) return hpmli_tensor_status(t);
+    return hpmli_read_floats(t->ctx, t, count, values);
+}
+
+HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes)
+{
+    if (!hpmli_transferable_raw(t, "set_raw", values, bytes)) return hpmli_tensor_status(t);
+    return t->ctx->backend->write(t->ctx->device, t->raw, values, bytes);
+}
+
+HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes)
+{
+    if (!hpmli_transferable_raw(t, "get_raw", values, bytes)) return hpmli_tensor_status(t);
+    return t->ctx->backend->read(t->ctx->device, values, t->raw, bytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>record   recording: nodes, inputs, parameters
+// >>op-table   the table of ops: a row for each, and the loops of which most passes consist
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Which values the backward pass of a node reads: the planner keeps these, and no others, until then. */
@@ -2986,34 +3128,51 @@ HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, h
     hpmli_for_each_parallel(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
 }
 
-/* Such functions go through a long row piece by piece: c elements from i on. */
+/* Loops over a row of n elements in pieces that fit on the stack: c elements from element i on. */
 #define HPMLI_PIECE 512
 #define HPMLI_PIECES(i, c, n) \
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
 
-/* What results of ops are kept in. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>record   recording: nodes and inputs
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Private state of a node; allocated together with the node. */
+struct hpmli_node_state {
+    hpml_tensor *out_root, *grad_root;         /* tensors in whose memory value and gradient of the result stand; NULL:
+                                                  the node is in no graph */
+    struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken after backward has
+                                                  made its gradient final. A CPU op that takes the step sets n to 0 */
+    /* Stored halves, see >>half: */
+    int64_t block_samples;                     /* samples of a block; 0: one block of all samples */
+    int64_t first_index;                       /* labels or tokens in the blocks before this one */
+    size_t  copies_at, block_saved;            /* bytes: offset of the copies in scratch; saved bytes of a block */
+};
+
+/* Returns the type in which results of ops are stored. */
 HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
 {
     return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
-/* What ops compute with. */
+/* True for the types that stand for f32 numbers. */
 HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
 {
     return t->dtype == HPML_DTYPE_F32 || hpmli_is_half(t->dtype);
 }
 
-/* The given name, or "<kind><number>". Owned by the context. */
+/* Returns a copy of the given name or, if that is NULL or empty, "<kind><number>". */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
 {
     char text[64];
     if (hpmli_failed(ctx)) return NULL;
     if (name && name[0]) return hpmli_strdup(ctx, name);
-    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count - ctx->turn_count);
+    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count - ctx->layout_permutes);
     return hpmli_strdup(ctx, text);
 }
 
-/* True when all sources are there and of one context; with one NULL, or on a failed context, recording does nothing. */
+/* True if an op may be recorded: all sources belong to one context, which has no error, and are contiguous. With a NULL
+   source recording does nothing. */
 HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 {
     hpml_ctx *ctx = NULL;
@@ -3026,7 +3185,8 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
                                src[i]->name);
         if (!hpmli_contiguous(src[i]))
             return hpmli_false(ctx, HPML_ERR_SHAPE, "%s is a view with gaps, which ops do not read: hpml_tensor_copy "
-                               "it to a tensor of its own, or record hpml_permute or hpml_slice", hpmli_text(src[i]));
+                               "it to another tensor, or record hpml_permute or hpml_slice",
+                               hpmli_describe(src[i]));
     }
     return true;
 }
@@ -3042,7 +3202,7 @@ HPMLI_FN hpml_layout hpmli_check_layouts(hpml_op op, int src_count, hpml_tensor 
         if (!src[i]->batch_rows) continue;
         if (first && first->layout != src[i]->layout)
             hpmli_fail(src[i]->ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of "
-                       "them", hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
+                       "them", hpml_op_name(op), hpmli_describe(first), hpmli_describe(src[i]));
         first = src[i];
     }
     return layout;
@@ -3058,7 +3218,7 @@ HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpm
         hpml_dtype dtype = src[i]->dtype;
         bool       fits  = index ? dtype == HPML_DTYPE_I32 : dtype == HPML_DTYPE_F32 || dtype == stored;
         if (!fits)
-            hpmli_fail(src[i]->ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
+            hpmli_fail(src[i]->ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_describe(src[i]),
                        hpml_dtype_name(index ? HPML_DTYPE_I32 : stored));
     }
 }
@@ -3069,16 +3229,16 @@ HPMLI_FN void hpmli_node_add_source(hpml_node *n, int i, hpml_tensor *s)
     hpml_tensor *out = n->out;
     n->src[i] = s;
     if (!s) return;
-    s->used = true;
+    s->state->used = true;
     if (s->needs_grad) out->needs_grad = true;
     if (!s->batch_rows) return;
     if (out->ndim > 0 && out->shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
     else n->mixes_batch = out->ndim > 0; /* a scalar of a short batch is just a shorter sum */
 }
 
-/* Adds an op. Its result, n->out, is named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
-   and absent are NULL, the first never is. The caller fills in n->attr and the bytes it needs. After an error that is
-   lost: it goes to a spare node, whose result is NULL. */
+/* Adds a node. Its result, n->out, is called `name` (see hpmli_layer_name; NULL: after the op). Optional sources that
+   are absent are NULL; the first is never NULL. The caller sets n->attr, saved_bytes and scratch_bytes. After an error
+   the node returned is a spare one whose `out` is NULL, so that callers may set its fields without a check. */
 HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
                                       const int64_t *shape)
 {
@@ -3093,9 +3253,12 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     else hpmli_check_dtypes(op, traits, src_count, src);
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     hpml_tensor *out = hpmli_tensor_new(ctx, name, dtype, ndim, shape);
-    hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
-    if (!n) return none;
+    struct block { hpml_node node; struct hpmli_node_state state; } *block = NULL;
+    if (out) block = hpmli_new(ctx, struct block, 1);
+    if (!block) return none;
+    hpml_node *n = &block->node;
     HPML_ASSERT(src_count <= HPML_MAX_SRC);
+    n->state     = &block->state;
     n->op        = op;
     n->index     = ctx->node_count++;
     n->out       = out;
@@ -3108,8 +3271,8 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     return n;
 }
 
-/* Says how many rows of the result there are for each sample, where that is not as in a source of as many rows; 0: if
-   a source has any, samples get mixed. */
+/* Sets the rows of the result for each sample, where hpmli_node_create's rule (those of a source with as many rows)
+   does not hold. 0: the result has no batch dimension, so samples are mixed if a source has one. */
 HPMLI_FN void hpmli_node_batch(hpml_node *n, int64_t rows)
 {
     if (!n->out) return;
@@ -3155,25 +3318,30 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 {
     if (!input || hpmli_failed(input->ctx)) return input ? input->ctx->status : HPML_ERR_ARGUMENT;
     if (input->node || input->dtype != HPML_DTYPE_F32)
-        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets "
-                          "its gradient by itself", input->name);
-    if (input->used && !input->needs_grad)
-        return hpmli_fail(input->ctx, HPML_ERR_STATE, "require_grad of \"%s\": an op uses it already, whose backward "
-                          "pass would leave it out; call this before", input->name);
+        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; results of ops get "
+                          "a gradient without this call", input->name);
+    if (input->state->used && !input->needs_grad)
+        return hpmli_fail(input->ctx, HPML_ERR_STATE, "require_grad of \"%s\": an op uses it already, and its backward "
+                          "pass would not compute the gradient; call this before the op is recorded", input->name);
     input->needs_grad = true;
     return HPML_OK;
 }
 
-#define HPMLI_NAME 256 /* room for the name of an array in a file */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>params   parameters: names, first values
+// ---------------------------------------------------------------------------------------------------------------------
+
+#define HPMLI_NAME 256 /* bytes of an array's name in a file, with the final 0 */
 
 #define HPMLI_HASH UINT64_C(14695981039346656037)
-HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n) /* FNV-1a, begun with HPMLI_HASH */
+/* FNV-1a of n bytes: continues `hash`, at first HPMLI_HASH. */
+HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n)
 {
     for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
     return hash;
 }
 
-/* The entry of the table of names for the parameter `name`: its own, or a free one. */
+/* Returns the entry of parameter `name` in the hash table of names, or the free entry where it belongs. */
 HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
 {
     uint64_t hash = hpmli_hash(HPMLI_HASH, name, strlen(name));
@@ -3183,14 +3351,14 @@ HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
     }
 }
 
-/* Fills the table of names again from the list of parameters. */
+/* Fills the hash table of names from the list of parameters. */
 static void hpmli_names_fill(hpml_ctx *ctx)
 {
     if (ctx->name_size > 0) memset(ctx->names, 0, (size_t)ctx->name_size * sizeof *ctx->names);
     for (int i = 0; i < ctx->param_count; i++) *hpmli_name_entry(ctx, ctx->params[i]->name) = i + 1;
 }
 
-/* Doubles the table before one more parameter would fill more than half of it. */
+/* Doubles the hash table of names if one more parameter would fill more than half of it. */
 HPMLI_FN bool hpmli_names_grow(hpml_ctx *ctx)
 {
     int64_t size = ctx->name_size > 0 ? 2 * ctx->name_size : 128;
@@ -3210,11 +3378,12 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     if (!name || hpmli_failed(ctx)) return NULL;
     if ((int)init < 0 || init > HPML_INIT_ONES)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": no initializer %d", name, (int)init);
-    if (strlen(name) >= HPMLI_NAME - 8) /* "state." goes before some in files */
+    if (strlen(name) >= HPMLI_NAME - 8) /* files add prefixes such as "state." */
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": a name of %zu characters, expected fewer than %d",
                           name, strlen(name), HPMLI_NAME - 8);
     if (hpml_param_find(ctx, name))
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" exists already; give the layers different "
+                          "names", name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
     if (!hpmli_names_grow(ctx)) return NULL;
@@ -3230,7 +3399,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     return t;
 }
 
-/* The parameter "layer.suffix". Weight decay leaves vectors alone: a bias, the scale of a norm. */
+/* Creates the parameter "layer.suffix". Vectors (biases, scales of norms) are excluded from weight decay. */
 HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
                                         float scale, int ndim, const int64_t *shape)
 {
@@ -3246,7 +3415,7 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *de
 {
     hpml_param_desc d;
     char            text[32];
-    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "param", d, desc)) return NULL;
+    if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "param", d, desc)) return NULL;
     if (d.ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
     snprintf(text, sizeof text, "param%d", ctx->param_count);
     hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d.name ? d.name : text), d.init, d.init_scale, d.ndim,
@@ -3281,14 +3450,15 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
     return total;
 }
 
-/* One parameter's first values, drawn on the host from the stream of its index: they do not depend on the others. */
+/* Initializes one parameter on the host, from the random stream of its index, so that its values do not depend on other
+   parameters. */
 typedef struct hpmli_init_job {
     const hpml_ctx *ctx;
     float          *w;             /* (n) */
     int64_t         n;
     uint64_t        stream;
     double          scale;
-    bool            drawn, normal; /* not drawn: all are `scale` */
+    bool            drawn, normal; /* not drawn: all elements are `scale` */
 } hpmli_init_job;
 
 HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
@@ -3306,38 +3476,42 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p = t->param;
-    hpmli_init_job    j = { ctx, w, hpml_tensor_count(t), (uint64_t)p->index, (double)p->init_scale, true, false };
+    hpmli_init_job    j = { ctx, w, hpml_tensor_count(t), HPMLI_STREAM_INIT + (uint64_t)p->index,
+                            (double)p->init_scale, true, false };
     double fan_in = (double)j.n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
     double fan_out = (double)t->shape[0] * field;
     switch (p->init) {
     case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
-    case HPML_INIT_KAIMING_NORMAL: j.scale = sqrt(2 / fan_in), j.normal = true; break;
+    case HPML_INIT_KAIMING_NORMAL: j.scale = sqrt(2 / fan_in); break;
     case HPML_INIT_XAVIER_UNIFORM: j.scale = sqrt(6 / (fan_in + fan_out)); break;
-    case HPML_INIT_XAVIER_NORMAL: j.scale = sqrt(2 / (fan_in + fan_out)), j.normal = true; break;
-    case HPML_INIT_NORMAL: j.scale = j.scale > 0 ? j.scale : 0.02, j.normal = true; break;
+    case HPML_INIT_XAVIER_NORMAL: j.scale = sqrt(2 / (fan_in + fan_out)); break;
+    case HPML_INIT_NORMAL: j.scale = j.scale > 0 ? j.scale : 0.02; break;
     case HPML_INIT_UNIFORM: j.scale = j.scale > 0 ? j.scale : 0.1; break;
-    case HPML_INIT_ZEROS: case HPML_INIT_ONES: j.scale = p->init == HPML_INIT_ONES, j.drawn = false; break;
+    case HPML_INIT_ZEROS: j.scale = 0; break;
+    case HPML_INIT_ONES: j.scale = 1; break;
     }
+    j.drawn  = p->init != HPML_INIT_ZEROS && p->init != HPML_INIT_ONES;
+    j.normal = p->init == HPML_INIT_KAIMING_NORMAL || p->init == HPML_INIT_XAVIER_NORMAL || p->init == HPML_INIT_NORMAL;
     hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
 }
 
 HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
 {
-    size_t room = 0;
-    float *w    = NULL; /* room for the largest */
+    size_t largest = 0; /* bytes of a parameter */
+    float *w       = NULL;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     for (int i = 0; i < ctx->param_count; i++) {
         size_t bytes = hpmli_tensor_bytes(ctx->params[i]);
-        if (!ctx->params[i]->data && bytes > room) room = bytes;
+        if (!ctx->params[i]->raw && bytes > largest) largest = bytes;
     }
-    if (room > 0) w = (float *)hpmli_alloc(ctx, room);
+    if (largest > 0) w = (float *)hpmli_alloc(ctx, largest);
     for (int i = 0; w && i < ctx->param_count; i++) {
         hpml_tensor *t = ctx->params[i];
-        if (t->data) continue;
-        t->data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
-        if (!t->data) break;
+        if (t->raw) continue;
+        hpmli_set_memory(t, hpmli_device_alloc(ctx, hpmli_tensor_bytes(t)), t->raw_grad);
+        if (!t->raw) break;
         hpmli_init_values(ctx, t, w);
-        ctx->backend->write(ctx->device, t->data, w, hpmli_tensor_bytes(t));
+        ctx->backend->write(ctx->device, t->raw, w, hpmli_tensor_bytes(t));
     }
     hpmli_free(ctx, w);
     return ctx->status;
@@ -3363,18 +3537,20 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A slot is an array with a life: the times at which it is needed. Largest first, each goes to the lowest address where
-   its bytes are free during its life: simple, and close to the best for chains. Two ways lead to the same address:
-   - a list of all slots placed before, in the order of their addresses: for n slots n^2 / 2 short steps;
-   - a binary tree over the times (a segment tree). At each node are two lists of address ranges in use, in which what
-     touches is one range: `whole`, of slots alive at all times of the node, and `part`, of slots alive at some. A life
-     is cut into at most two nodes a level; what can be in its way is their `part` and the `whole` of all nodes above.
-     Slots of one size stand in few ranges, so this takes about n log n steps for each size; networks have few sizes. */
+/* A slot is an array and its life: the interval of times at which it is needed. The slots are placed in the order of
+   their size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit;
+   close to the optimum for chains of layers). Two algorithms find the same address:
+   - a list of the slots placed before, sorted by address: for n slots n^2 / 2 short steps;
+   - a binary tree over the times (a segment tree). Each tree node has two lists of address ranges in use, in which
+     adjacent ranges are joined: `whole`, of slots alive at all times of the tree node, and `part`, of slots alive at
+     some of them. A life is cut into at most two tree nodes a level; it can collide only with the `part` lists of these
+     and the `whole` lists of the tree nodes above. Slots of one size are in few ranges, so this takes about n log n
+     steps for each size, and networks have few sizes. */
 
 typedef struct hpmli_slot {
-    size_t   bytes, offset; /* before it has one: its number */
-    int      from, to;   /* alive, both included */
-    void   **place;      /* where the address goes once there is memory */
+    size_t   bytes, offset; /* offset: before the slot is placed its number, for a stable order */
+    int      from, to;      /* first and last time of its life */
+    void   **place;         /* receives the address when memory is allocated */
 } hpmli_slot;
 
 HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
@@ -3384,7 +3560,8 @@ HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
     return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
 
-/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
+/* Returns the lowest offset at which s overlaps no placed slot that lives at the same time. `placed` is sorted by
+   offset. */
 HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
 {
     size_t at = 0;
@@ -3412,21 +3589,22 @@ HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
 
 typedef struct hpmli_range {
     size_t from, to; /* addresses, `to` not included */
-    int    next;     /* number of the next range of its list, which is higher and does not touch; 0: none */
+    int    next;     /* number of the next range of the list, which begins above `to`; 0: none */
 } hpmli_range;
 
 typedef struct hpmli_times {
     hpml_ctx    *ctx;
-    hpmli_range *ranges; /* (count of capacity) of all lists; number 0 is none */
+    hpmli_range *ranges; /* (count, at most capacity) ranges of all lists; number 0 stands for none */
     int64_t      capacity;
-    int          count, spare;     /* spare: list of those no longer used */
-    int         *whole, *part;     /* (2 * times) first range by node; node 1 is the root, 2i and 2i + 1 are below i */
-    int          path[4 * 32 + 4]; /* (path_count) nodes that the life at hand is cut into, and those above */
-    bool         inside[4 * 32 + 4];
+    int          count, spare;     /* spare: first of the ranges that are not used any more */
+    int         *whole, *part;     /* (4 * times) first range by tree node; 1 is the root, 2i and 2i + 1 are below i */
+    int          path[4 * 32 + 4]; /* (path_count) tree nodes into which the life is cut, and those above them */
+    bool         inside[4 * 32 + 4]; /* (path_count) the tree node lies inside the life */
     int          path_count;
 } hpmli_times;
 
-/* Walks from `node`, which stands for the times first to last, down to the nodes that lie inside the life of s. */
+/* Appends to the path all tree nodes from `node`, which stands for the times first to last, down to those that lie
+   inside the life of s. */
 HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
 {
     int  middle = first + (last - first) / 2;
@@ -3437,7 +3615,7 @@ HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, co
     if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
 }
 
-/* The lowest offset at which `bytes` fit between the ranges of all lists on the path. */
+/* Returns the lowest offset at which `bytes` overlap no range of the lists on the path. */
 HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
 {
     int    list[sizeof m->path / sizeof *m->path], count = 0;
@@ -3455,7 +3633,7 @@ HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
     return at;
 }
 
-/* Adds a range to the list that begins at *head, and joins it with those that it touches or overlaps. */
+/* Adds a range to the list that begins at *head and joins it with the ranges that it touches or overlaps. */
 HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
 {
     int before = 0, at = *head;
@@ -3483,7 +3661,8 @@ HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
 HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
 {
     hpmli_times m = HPMLI_ZEROED;
-    m.ctx = ctx, m.count = 1;
+    m.ctx   = ctx;
+    m.count = 1;
     m.whole = hpmli_new(ctx, int, 4 * (int64_t)times);
     m.part  = hpmli_new(ctx, int, 4 * (int64_t)times);
     bool good = m.whole && m.part && hpmli_grow(ctx, &m.ranges, 0, &m.capacity, sizeof *m.ranges);
@@ -3503,8 +3682,8 @@ HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int 
     return good;
 }
 
-/* Sorts the slots, gives each its offset, and sets *bytes to what all need, by the faster of the two ways: the tree,
-   where there are at least 1000 slots for each size (measured with random graphs). */
+/* Sorts and places the slots and sets *bytes to the memory that all need. Uses the faster algorithm: the tree, if there
+   are at least 1000 slots for each size (measured with random graphs). */
 HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
 {
     int sizes = 1, times = 1;
@@ -3523,26 +3702,27 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
 // >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
-   is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
-   function. Two arrays may share memory when their lives do not overlap: see >>place. All this happens once; a step
-   allocates nothing.
+/* A graph of N nodes runs at the times 0 .. N - 1 forward and N .. 2N - 1 backward (node i at 2N - 1 - i). The life of
+   an array goes from the time that writes it to the last time that reads it; hpmli_op_info.needs says which values the
+   backward pass of a node reads. Two arrays may share memory if their lives do not overlap: see >>place. Planning
+   happens once; a step allocates nothing.
 
-   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
-   may work in place on a source that no other op reads. A node's out_root and grad_root follow such links. */
+   Some results have no memory of their own: the result of a reshape stands in the memory of its source, and so does the
+   result of an op that works in place on a source which no other op reads. out_root and grad_root of a node's state are
+   the tensors at the end of such chains. */
 
-typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
-    int  last;                 /* time until which the value lives */
-    int  grad_first, grad_last;
-    int  readers;              /* nodes that read the value */
-    bool kept, grad_written;
+typedef struct hpmli_use {     /* how a graph uses the result of a node, or an input */
+    int  last;                 /* last time of the value's life */
+    int  grad_first, grad_last; /* the gradient's life */
+    int  readers;              /* number of nodes that read the value */
+    bool kept, grad_written;   /* an output or the loss; some node's backward writes the gradient */
 } hpmli_use;
 
 struct hpml_graph {
     hpml_ctx      *ctx;
     hpml_node    **nodes;      /* (count) in order */
     int            count;
-    hpml_tensor  **leaves;     /* (leaf_count) inputs and constants */
+    hpml_tensor  **leaves;     /* (leaf_count) inputs and constants that the nodes read */
     int            leaf_count;
     hpml_tensor   *loss;
     int            output_count;
@@ -3553,29 +3733,29 @@ struct hpml_graph {
     float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
     int64_t        grad_count; /* floats */
     size_t         scratch_bytes;
-    int            param_count; /* of the context, when this was made */
-    int           *param_last;  /* (param_count) node whose backward finishes the gradient; -1: none */
-    int64_t        batch, batch_now;
-    bool           batchable;
+    int            param_count; /* of the context, when the graph was planned */
+    int           *param_last;  /* (param_count) node whose backward makes the gradient final; -1: none */
+    int64_t        batch, batch_now; /* samples of a full batch, of the current one */
+    bool           batchable;   /* no op mixes samples: short batches may run */
     bool           train;      /* of the last forward pass ... */
     uint64_t       step;       /* ... and its step */
-    int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
-    const char   **back_names; /* (count) for the timeline */
+    int64_t        first_sample, shift; /* first sample of this pass: in the global batch, in the inputs */
+    const char   **back_names; /* (count) names of backward spans in the timeline */
     hpml_profile_row *profile; /* (count), NULL: off */
-    const hpml_hooks *hooks;   /* the trainer's, if it has one */
+    const hpml_hooks *hooks;   /* of the trainer; all NULL without one */
     hpml_trainer  *trainer;
-    bool           last;       /* batch of an update: gradients are final, and hooks are told */
-    hpml_update   *updates;    /* (param_count) steps to be taken during the backward pass, or NULL */
-    bool           idle;       /* see hpml_run */
+    bool           last;       /* the last micro-batch of an update: gradients are final, and their hooks are called */
+    hpml_update   *updates;    /* (param_count) steps to take during the backward pass; NULL: none */
+    bool           idle;       /* see hpml_run.idle */
 };
 
-/* Whether t is among the inputs found. t->leaf may be from another graph, so the input with that index is compared. */
+/* True if t is among the inputs found. `leaf` may stem from another graph, so the input of that index is compared. */
 HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
 {
-    return t->leaf < g->leaf_count && g->leaves[t->leaf] == t;
+    return t->state->leaf < g->leaf_count && g->leaves[t->state->leaf] == t;
 }
 
-/* Marks what t depends on, at its place in the order of recording, which is an order of running. */
+/* Enters the node that computes t into `found`, by its index, or t into the list of inputs. */
 HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
 {
     if (!t || t->param) return;
@@ -3585,15 +3765,17 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
     }
     if (hpmli_graph_leaf(g, t)) return;
     HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
-    t->leaf = g->leaf_count;
+    t->state->leaf = g->leaf_count;
     g->leaves[g->leaf_count++] = t;
 }
 
-/* From the last op recorded to the first: whoever reads a result stands behind it. */
+/* Collects the nodes and inputs on which the targets depend, from the last recorded node to the first, because the
+   nodes that read a result are recorded after the node that computes it. */
 HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
 {
     hpml_ctx   *ctx   = g->ctx;
-    hpml_node **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
+    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by index, at first with gaps */
+    g->nodes  = found;
     g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
     if (!found || !g->leaves) return false;
     for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
@@ -3606,14 +3788,15 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
 
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 
-/* uses: by the index of the node that makes t, and behind them of the inputs; NULL: a parameter. */
+/* Returns the entry of t in `uses`, which has one for each recorded node and then one for each input; NULL for a
+   parameter. */
 HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
 {
     if (t && t->node) return &uses[t->node->index];
-    return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->leaf] : NULL;
+    return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->state->leaf] : NULL;
 }
 
-/* Lives of the values. */
+/* Computes the lives of the values. */
 HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -3622,27 +3805,27 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         bool       back   = g->loss && n->out->needs_grad;
         unsigned   needs  = hpmli_op_of(n)->needs(n);
         hpmli_use *u      = &uses[n->index];
-        n->out_root = n->out;
+        n->state->out_root = n->out;
         u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
         if (u->kept) u->last = 2 * N;
         for (int j = 0; j < n->src_count; j++) {
             hpmli_use *s = hpmli_use_of(g, uses, n->src[j]);
-            int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->with != NULL);
+            int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->fused_with != NULL);
             if (s && s->last < at) s->last = at;
             if (s) s->readers++;
         }
     }
-    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later */
+    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not read later */
         hpml_node   *n = g->nodes[i];
         hpml_tensor *x = n->src[0];
         if (!x->node) continue;
         const hpmli_use *u = &uses[x->node->index];
         bool inplace = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
-                       x->node->out_root == x && x->dtype == n->out->dtype;
-        if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->out_root = x->node->out_root;
+                       x->node->state->out_root == x && x->dtype == n->out->dtype;
+        if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root = x->node->state->out_root;
     }
-    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
-        hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->out_root->node->index];
+    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as all results in its memory */
+        hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->state->out_root->node->index];
         if (r->last < u->last) r->last = u->last;
     }
 }
@@ -3654,21 +3837,25 @@ HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
     return (hpml_tensor_count(p) + align - 1) / align * align;
 }
 
-/* Lives of the gradients; who writes first and who adds, in the order of the backward pass: what nobody has written
-   when its own op's turn comes does not lead to the loss. */
+/* Computes the lives of the gradients and, in the order of the backward pass, which node overwrites a gradient and
+   which nodes add to it. A result whose gradient no node has written when its own node is reached does not affect the
+   loss. */
 HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
     for (int i = 0; i < N; i++) {
         hpml_node *n = g->nodes[i];
         hpmli_use *u = &uses[n->index];
-        n->grad_root  = n->out;
-        if (n->src[0]->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->grad_root = n->src[0]->node->grad_root;
-        u->grad_first = 2 * N, u->grad_last = 2 * N - 1 - i;
+        n->state->grad_root  = n->out;
+        if (n->src[0]->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS))
+            n->state->grad_root = n->src[0]->node->state->grad_root;
+        u->grad_first = 2 * N;
+        u->grad_last  = 2 * N - 1 - i;
     }
     for (int i = N - 1; i >= 0; i--) {
         hpml_node *n = g->nodes[i];
-        if (!n->out->needs_grad || (n->out != g->loss && !uses[n->grad_root->node->index].grad_written)) continue;
+        bool written = uses[n->state->grad_root->node->index].grad_written;
+        if (!n->out->needs_grad || (n->out != g->loss && !written)) continue;
         for (int j = 0; j < n->src_count; j++) {
             hpml_tensor *s = n->src[j];
             hpmli_use   *u = hpmli_use_of(g, uses, s), *r;
@@ -3679,7 +3866,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
                 g->param_last[s->param->index] = i;
             }
             if (!u) continue;
-            r = s->node ? &uses[s->node->grad_root->node->index] : u;
+            r = s->node ? &uses[s->node->state->grad_root->node->index] : u;
             n->accumulate[j] = r->grad_written && !(s->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS));
             r->grad_written  = true;
             if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
@@ -3688,6 +3875,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
     }
 }
 
+/* Requests memory of `bytes` for the times from .. to; *place will be its address. */
 HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
 {
     hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
@@ -3696,6 +3884,11 @@ HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void
     g->memory.unshared += s.bytes;
 }
 
+/* Bytes of the slot of each scalar. One of these scalars is the loss, or the root of the loss, and the struct of a
+   step's scalars (>>trainer) begins with the loss: the host reads the loss, hits and gradient norm of a step in one
+   copy. The slot lives from time 0 on, because the trainer writes to it before the loss is computed. */
+#define HPMLI_SCALAR_SLOT 64
+
 HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -3703,23 +3896,24 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
         hpml_node *n    = g->nodes[i];
         hpmli_use *u    = &uses[n->index];
         bool       back = g->loss && n->out->needs_grad;
-        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: see hpmli_step_scalars */
-        if (n->out_root == n->out)
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), from, u->last, (void **)(void *)&n->out->data);
-        if (back && n->grad_root == n->out && (n->out == g->loss || u->grad_written))
+        bool       scalar = hpml_tensor_count(n->out) == 1;
+        size_t     bytes  = scalar ? HPMLI_SCALAR_SLOT : hpmli_tensor_bytes(n->out);
+        if (n->state->out_root == n->out)
+            hpmli_slot_add(g, bytes, scalar ? 0 : i, u->last, &n->out->raw);
+        if (back && n->state->grad_root == n->out && (n->out == g->loss || u->grad_written))
             hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : u->grad_first, u->grad_last,
-                           (void **)(void *)&n->out->grad);
+                           &n->out->raw_grad);
         if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
         if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
     }
     for (int i = 0; i < g->leaf_count; i++) {
         hpml_tensor *t = g->leaves[i];
-        if (!t->data) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->data);
-        if (g->loss && t->needs_grad) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->grad);
+        if (!t->raw) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, &t->raw);
+        if (g->loss && t->needs_grad) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, &t->raw_grad);
     }
 }
 
-/* The batch is that of the inputs; all must agree. */
+/* Sets the batch of the graph, which must be the same in all inputs. */
 HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 {
     g->batchable = true;
@@ -3773,10 +3967,13 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     return true;
 }
 
-/* Its ops may be planned again, by another graph. */
-HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
+/* Releases the nodes of a graph, so that another graph may plan them. */
+HPMLI_FN void hpmli_graph_release_nodes(hpml_graph *g)
 {
-    for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = g->nodes[i]->grad_root = NULL;
+    for (int i = 0; i < g->count; i++) {
+        g->nodes[i]->state->out_root  = NULL;
+        g->nodes[i]->state->grad_root = NULL;
+    }
 }
 
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
@@ -3785,7 +3982,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     hpml_graph_desc d;
     hpml_tensor    *targets[HPML_MAX_SRC + 1];
     int             count = 0;
-    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "graph", d, desc)) return NULL;
+    if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "graph", d, desc)) return NULL;
     if (d.output_count < 0 || d.output_count > HPML_MAX_SRC || (d.output_count == 0 && !d.loss) ||
         (d.output_count > 0 && !d.outputs) || (d.loss && hpml_tensor_count(d.loss) != 1))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
@@ -3794,21 +3991,24 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
     if (d.loss && d.loss->dtype != HPML_DTYPE_F32)
-        return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected f32: a scalar, as losses and hpml_mean "
-                          "over HPML_ALL_DIMS give it", hpmli_text(d.loss));
+        return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected an f32 scalar, such as a loss or "
+                          "hpml_mean over HPML_ALL_DIMS", hpmli_describe(d.loss));
     if (targets[0]->ctx != ctx)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
-    g->ctx = ctx, g->hooks = &none, g->loss = d.loss, g->output_count = d.output_count;
+    g->ctx          = ctx;
+    g->hooks        = &none;
+    g->loss         = d.loss;
+    g->output_count = d.output_count;
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
     for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->out_root)
+        if (g->nodes[i]->state->out_root)
             return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
-                              "that you want as outputs of one graph, or record what leads to this one again",
+                              "as outputs of one graph, or record the model again",
                               g->nodes[i]->out->name);
     if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
-    hpmli_graph_leave(g);
+    hpmli_graph_release_nodes(g);
     return NULL;
 }
 
@@ -3820,7 +4020,7 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
 
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
 
-/* Gives each parameter its place in this graph's array of gradients; another graph may have had them in its own. */
+/* Points the gradients of the parameters into this graph's array; they may have pointed into another graph's. */
 HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
 {
     int64_t at = 0;
@@ -3829,7 +4029,7 @@ HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
     for (int i = 0; i < g->ctx->param_count; i++) {
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
-        p->grad = mine ? g->grads + at : NULL;
+        hpmli_set_memory(p, p->raw, mine ? g->grads + at : NULL);
         if (mine) at += hpmli_gradient_floats(p);
     }
 }
@@ -3844,13 +4044,14 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
     if (ctx->status != HPML_OK) return ctx->status;
-    for (int i = 0; i < g->slot_count; i++) /* an input may have memory from another graph: it keeps its data */
+    for (int i = 0; i < g->slot_count; i++) /* an input keeps the memory that another graph gave it */
         if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
+    for (int i = 0; i < g->leaf_count; i++) hpmli_set_memory(g->leaves[i], g->leaves[i]->raw, g->leaves[i]->raw_grad);
     hpmli_graph_place_grads(g);
     for (int i = 0; i < g->count; i++) {
         hpml_node *n = g->nodes[i];
-        n->out->data = n->out_root->data;
-        if (n->grad_root) n->out->grad = n->grad_root->grad;
+        void      *raw_grad = n->state->grad_root ? n->state->grad_root->raw_grad : n->out->raw_grad;
+        hpmli_set_memory(n->out, n->state->out_root->raw, raw_grad);
         n->scratch = g->arena + g->memory.activations;
     }
     return HPML_OK;
@@ -3860,8 +4061,8 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 // >>run   running a graph forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All shapes follow the batch. Before each pass, as another graph may have the same inputs. */
-HPMLI_FN void hpmli_graph_rows(hpml_graph *g)
+/* Sets shape[0] of all tensors to the current batch. Called before each pass, because graphs may share inputs. */
+HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
 {
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *t = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
@@ -3869,11 +4070,11 @@ HPMLI_FN void hpmli_graph_rows(hpml_graph *g)
     }
 }
 
-/* All samples of a batch again, after an error as well. */
-HPMLI_FN void hpmli_graph_whole(hpml_graph *g)
+/* Sets the full batch again. */
+HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
 {
     g->batch_now = g->batch;
-    hpmli_graph_rows(g);
+    hpmli_graph_apply_batch(g);
 }
 
 HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
@@ -3883,47 +4084,77 @@ HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
         return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
                           g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
     g->batch_now = samples;
-    hpmli_graph_rows(g);
+    hpmli_graph_apply_batch(g);
     return HPML_OK;
 }
 
-/* What the backward pass of n writes first, and a batch that is short or empty may leave as it was: gradients of what
-   has no batch dimension. */
+/* Zeroes the gradients that backward of n would overwrite and that have no batch dimension: a short batch may not write
+   all of them, and an idle rank writes none. */
 HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 {
     for (int s = 0; s < n->src_count; s++) {
         const hpml_tensor *t = n->src[s];
-        if (t && t->grad && !t->batch_rows && !n->accumulate[s] && t->grad != n->out->grad)
-            g->ctx->backend->zero(g->ctx->device, t->grad, hpmli_tensor_bytes(t));
+        if (t && t->raw_grad && !t->batch_rows && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
+            g->ctx->backend->zero(g->ctx->device, t->raw_grad, hpmli_tensor_bytes(t));
     }
 }
 
-/* One op, timed when somebody looks. */
-HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
+/* Calls the hook that makes the parameters of n available. */
+HPMLI_FN hpml_status hpmli_node_need(hpml_graph *g, const hpml_node *n)
 {
-    hpml_node          *n    = g->nodes[i];
-    const hpml_hooks   *h    = g->hooks;
-    const hpml_backend *b    = g->ctx->backend;
-    const hpml_op_impl *impl = &g->ctx->ops[n->op];
-    bool                look = g->profile || g->ctx->trace;
-    const char         *name = backward ? g->back_names[i] : n->out->name;
-    double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
-    hpml_status         status = HPML_OK;
-    if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
-    if (look && b->time_op) b->time_op(g->ctx->device, NULL, NULL);
+    const hpml_hooks *h      = g->hooks;
+    hpml_status       status = HPML_OK;
     for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
-    bool idle = run->idle && !(run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
-    if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
-    if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
-    for (int s = 0; backward && s < n->src_count; n->update[s++] = NULL)
-        if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
-            status = b->update(g->ctx->device, g->ctx, n->update[s], 1), n->update[s]->n = 0;
-    if (!look) return status;
+    return status;
+}
+
+/* Runs the op of n, unless this rank has no samples and the op does not join those of all ranks. */
+HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node *n, bool backward)
+{
+    const hpml_op_impl *op   = &g->ctx->ops[n->op];
+    bool                idle = run->idle && !(run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
+    if (backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
+    if (idle) return HPML_OK;
+    return backward ? op->backward(run, n) : op->forward(run, n);
+}
+
+/* Takes the optimizer steps that follow backward of n, unless the op itself has taken them. */
+HPMLI_FN hpml_status hpmli_node_update(hpml_graph *g, hpml_node *n, hpml_status status)
+{
+    for (int s = 0; s < n->src_count; s++) {
+        hpml_update *u = n->state->update[s];
+        n->state->update[s] = NULL;
+        if (!u || u->n == 0 || status != HPML_OK) continue;
+        status = g->ctx->backend->update(g->ctx->device, g->ctx, u, 1);
+        u->n   = 0; /* one step, also where an op reads a parameter twice */
+    }
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_run_untimed(hpml_graph *g, const hpml_run *run, hpml_node *n, bool backward)
+{
+    hpml_status status = hpmli_node_need(g, n);
+    if (status == HPML_OK) status = hpmli_node_op(g, run, n, backward);
+    return backward ? hpmli_node_update(g, n, status) : status;
+}
+
+/* Runs node i forward or backward; times it if a trace or a profile is on. A backend with time_op measures the time on
+   its device; the trace's span is then the time that the host took to launch the op. */
+HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
+{
+    hpml_node          *n = g->nodes[i];
+    const hpml_backend *b = g->ctx->backend;
+    if (!g->profile && !g->ctx->trace) return hpmli_run_untimed(g, run, n, backward);
+    const char *name    = backward ? g->back_names[i] : n->out->name;
+    double     *seconds = NULL, start = hpml_now(), span_start = hpmli_trace_time(g->ctx, start);
+    if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
+    if (b->time_op) b->time_op(g->ctx->device, NULL, NULL);
+    hpml_status status = hpmli_run_untimed(g, run, n, backward);
     if (b->time_op) b->time_op(g->ctx->device, name, seconds);
     else if (b->sync) b->sync(g->ctx->device);
-    end = hpml_now();
-    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, since, hpmli_trace_time(g->ctx, end)); /* look: of launching it */
+    double end = hpml_now();
+    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, span_start, hpmli_trace_time(g->ctx, end));
     if (seconds && !b->time_op) *seconds += end - start;
     if (g->profile && !backward) g->profile[i].calls++;
     return status;
@@ -3942,59 +4173,98 @@ HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float s
     return run;
 }
 
+/* Runs the backward pass of node i; `accumulate`: gradients of parameters are added to. */
 HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
 {
     hpml_node *n = g->nodes[i];
     bool       before[HPML_MAX_SRC];
-    if (!n->out->needs_grad || !n->out->grad) return HPML_OK;
-    for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
+    if (!n->out->needs_grad || !n->out->raw_grad) return HPML_OK;
+    for (int s = 0; s < n->src_count; s++) { /* accumulating: also the first node adds to a parameter's gradient */
         before[s] = n->accumulate[s];
         if (!n->src[s] || !hpmli_trainable(n->src[s])) continue;
         int param = n->src[s]->param->index;
         if (accumulate) n->accumulate[s] = true;
-        if (g->updates && g->param_last[param] == i) n->update[s] = &g->updates[param];
+        if (g->updates && g->param_last[param] == i) n->state->update[s] = &g->updates[param];
     }
     hpml_status status = hpmli_run_node(g, run, i, true);
     memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
     return status;
 }
 
-/* The hook of each gradient that is final behind node i. */
+/* Calls the hook of each parameter whose gradient is final after backward of node i. */
 HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
 {
     hpml_node  *n      = g->nodes[i];
     hpml_status status = HPML_OK;
-    for (int s = 0; n->out->needs_grad && n->out->grad && s < n->src_count && status == HPML_OK; s++)
+    for (int s = 0; n->out->needs_grad && n->out->raw_grad && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
             status = g->hooks->grad(g->hooks->user, g->trainer, n->src[s]->param->index);
     return status;
 }
 
-/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. Only
-   gradients are waited for, by their hooks: then it is up to eight pieces, and behind each the hooks of all of it. */
+/* A backward pass with gradient hooks is cut into at most HPMLI_PIECES_OF_PASS pieces of at least as many nodes: a
+   device replays a piece as a whole, and the hooks of its gradients are called when the piece has been launched. Few
+   pieces cost few launches; many let communication begin early. */
+#define HPMLI_PIECES_OF_PASS 8
+
+/* Number of nodes of a piece: 1 if the device cannot replay this pass, all nodes if no hook waits for gradients. */
+HPMLI_FN int hpmli_piece_nodes(const hpml_graph *g, bool replays, bool hooks)
+{
+    if (!replays) return 1;
+    if (!hooks) return g->count;
+    return (int)hpmli_max(HPMLI_PIECES_OF_PASS, (g->count + HPMLI_PIECES_OF_PASS - 1) / HPMLI_PIECES_OF_PASS);
+}
+
+/* Runs nodes from .. to - 1 in the order of running, the last node first if backward. */
+HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
+{
+    hpml_status status = HPML_OK;
+    for (int i = (int)pass->from; i < pass->to && status == HPML_OK; i++)
+        if (pass->backward) status = hpmli_run_back(g, run, g->count - 1 - i, pass->accumulate != 0);
+        else status = hpmli_run_node(g, run, i, false);
+    return status;
+}
+
+/* Runs a piece of a pass: the device replays its recording or records the piece while its nodes run. */
+HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
+{
+    const hpml_backend *b = g->ctx->backend;
+    bool                done, again;
+    hpml_status         status;
+    do {
+        done = again = false;
+        status = b->begin(g->ctx->device, run, pass, &done);
+        if (done) return status;
+        if (status == HPML_OK) status = hpmli_run_nodes(g, run, pass);
+        status = b->end(g->ctx->device, run, status, &again);
+    } while (again);
+    return status;
+}
+
+/* Runs all nodes forward or backward, in pieces, and calls the hooks of gradients behind each piece. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
-    const hpml_backend *b     = g->ctx->backend;
-    const hpml_hooks   *h     = g->hooks;
-    bool                whole = b->begin && !(g->profile || g->ctx->trace || h->need || h->sum || g->idle);
-    bool                hooks = backward && h->grad && g->last, done, again;
-    int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
-    hpml_status         status = HPML_OK;
-    hpml_pass           pass; /* compared byte by byte */
-    memset(&pass, 0, sizeof pass);
-    pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
-    pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
-    hpmli_graph_rows(g);
-    for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
-        to = last - from < piece ? last + 1 : from + piece, pass.from = from, pass.to = to;
-        do {
-            done = again = false;
-            if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
-            for (int i = from; i < to && !done && status == HPML_OK; i++)
-                status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
-            if (whole && !done) status = b->end(g->ctx->device, run, status, &again);
-        } while (again);
-        for (int i = from; i < to && hooks && status == HPML_OK; i++) status = hpmli_run_hooks(g, last - i);
+    const hpml_hooks *h       = g->hooks;
+    bool              single  = g->profile || g->ctx->trace || h->need || h->sum || g->idle; /* nodes run one by one */
+    bool              replays = g->ctx->backend->begin && !single;
+    bool              hooks   = backward && h->grad && g->last;
+    int               piece   = hpmli_piece_nodes(g, replays, hooks);
+    hpml_status       status  = HPML_OK;
+    hpml_pass         pass;
+    memset(&pass, 0, sizeof pass); /* compared byte by byte */
+    pass.graph      = g;
+    pass.samples    = g->batch_now;
+    pass.first      = g->shift;
+    pass.train      = run->train;
+    pass.backward   = backward;
+    pass.accumulate = accumulate;
+    hpmli_graph_apply_batch(g);
+    for (int from = 0; from < g->count && status == HPML_OK; from += piece) {
+        pass.from = from;
+        pass.to   = hpmli_min((int64_t)from + piece, g->count);
+        status = replays ? hpmli_run_recorded(g, run, &pass) : hpmli_run_nodes(g, run, &pass);
+        for (int i = from; i < pass.to && hooks && status == HPML_OK; i++)
+            status = hpmli_run_hooks(g, g->count - 1 - i);
     }
     return status;
 }
@@ -4004,7 +4274,8 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
     hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
     hpml_run run = hpmli_run_of(g, train, step, 1);
-    g->train = train, g->step = step;
+    g->train = train;
+    g->step  = step;
     return hpmli_graph_pass(g, &run, false, false);
 }
 
@@ -4013,14 +4284,14 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (!g->loss || !g->arena || !g->loss->grad)
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
-                          "forward pass before");
+                          "forward pass before the backward pass");
     hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
     hpmli_graph_place_grads(g);
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
     return hpmli_graph_pass(g, &run, true, accumulate);
 }
 
-/* Loss with element `at` of t moved by `by`. */
+/* Returns the loss with `by` added to element `at` of t. */
 HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
 {
     float was, now, loss = 0;
@@ -4045,7 +4316,7 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
     }
     if (eps == 0) eps = 1e-2f;
     if (!(eps > 0) || samples < 1) {
-        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples: expected more than 0 of both (eps 0: "
+        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples, expected both above 0 (or eps 0 for "
                    "1e-2)", (double)eps, samples);
         return -1;
     }
@@ -4053,20 +4324,21 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
     for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
         hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
         int64_t      n = hpml_tensor_count(t);
-        hpml_rng     rng   = { g->ctx->seed, 77, 0 };
+        hpml_rng     rng   = { g->ctx->seed, HPMLI_STREAM_CHECK_GRAD, 0 };
         double       scale = 0;
         if (!t->grad || !t->needs_grad) continue;
         float *grad = hpmli_new(g->ctx, float, n);
         if (!grad) return -1;
         g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
         for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
-        scale = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
+        scale = sqrt(scale / (double)n); /* differences far below the root mean square are rounding errors */
         for (int64_t i = 0; i < samples && i < n; i++) {
             int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
-            double  near_ = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
-            double  far   = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
-            double  slope = (8 * near_ - far) / (12 * (double)eps); /* error of order eps^4 */
-            double  error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
+            double  step_1 = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
+            double  step_2 = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
+            double  want   = (8 * step_1 - step_2) / (12 * (double)eps); /* error of order eps^4 */
+            double  got    = (double)grad[at];
+            double  error  = fabs(want - got) / (fabs(want) + fabs(got) + scale + 1e-6);
             if (!(error <= worst)) worst = error;
         }
         hpmli_free(g->ctx, grad);
@@ -4550,28 +4822,29 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Broadcasting as numpy does it, see hpmli_walk. The gradient of a stretched operand is the sum over what it was
-   stretched to. A batch that becomes a later dimension of the result has no short form. */
+/* Two operands with numpy's broadcasting, see hpmli_broadcast_iter. The gradient of an operand that is repeated is the
+   sum over its repetitions. A batch that becomes a later dimension of the result cannot be shortened. */
 
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
     void (*op)(float *y, const float *a, const float *b, int64_t n); /* forward */
-    hpmli_walk           w;
-    int64_t              pieces; /* of HPMLI_GRAIN elements, per run */
+    hpmli_broadcast_iter           w;
+    int64_t              chunks; /* of HPMLI_GRAIN elements in a run */
     int                  side;   /* backward: the operand whose gradient is computed; -1: forward */
 } hpmli_binary;
 
-/* n elements of operand s in a run: in place, or the one stretched value spread over `piece`. */
+/* Returns n elements of operand s, from element `from` of a run on: their address, or `piece` filled with the one value
+   that is repeated. */
 HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, int64_t from, int64_t n, float *piece)
 {
-    const float *x = b->n->src[s]->data + hpmli_walk_at(&b->w, s, run);
+    const float *x = b->n->src[s]->data + hpmli_broadcast_offset(&b->w, s, run);
     if (b->w.stride[s][b->w.ndim - 1] != 0) return x + from;
     b->k->vfill(piece, x[0], n);
     return piece;
 }
 
-/* d(side) of n elements: dy for a sum; for the rest the product rule. */
+/* d = the contribution of dy to the gradient of operand b->side, for n elements. */
 HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const float *dy, const float *x0,
                                       const float *x1, int64_t n)
 {
@@ -4588,11 +4861,11 @@ HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const flo
     }
 }
 
-/* One piece of a run: its result, or its share of one operand's gradient. */
+/* One chunk of a run: its results, or its contribution to the gradient of one operand. */
 HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_binary *b   = (const hpmli_binary *)arg;
-    int64_t             run = task / b->pieces, from = task % b->pieces * HPMLI_GRAIN;
+    int64_t             run = task / b->chunks, from = task % b->chunks * HPMLI_GRAIN;
     int64_t             end = b->w.run - from < HPMLI_GRAIN ? b->w.run : from + HPMLI_GRAIN, c;
     float               pa[HPMLI_PIECE], pb[HPMLI_PIECE], d[HPMLI_PIECE];
     for (int64_t i = from; i < end; i += c) {
@@ -4603,26 +4876,31 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
             b->op(b->n->out->data + run * b->w.run + i, x0, x1, c);
             continue;
         }
-        float *dx = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
+        float *dx = b->n->src[b->side]->grad + hpmli_broadcast_offset(&b->w, b->side, run);
         hpmli_binary_derivative(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
         if (b->w.stride[b->side][b->w.ndim - 1] != 0) b->k->vadd(dx + i, dx + i, d, c);
-        else dx[0] += b->k->vsum(d, c); /* stretched */
+        else dx[0] += b->k->vsum(d, c); /* one value, repeated over the run */
     }
 }
 
-/* Sides [first, end), see hpmli_binary. A gradient that was stretched is summed by one thread, in order; a whole one is
-   cut among all. */
+/* Computes the sides first .. end - 1, see hpmli_binary.side. The gradient of a repeated operand is summed by one
+   thread, in order; other arrays are computed by all threads. */
 HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int end)
 {
     hpmli_binary b = HPMLI_ZEROED;
-    b.k = run->ctx->k, b.n = n;
-    b.op = n->op == HPML_OP_ADD ? b.k->vadd : n->op == HPML_OP_SUB ? b.k->vsub :
-           n->op == HPML_OP_MUL ? b.k->vmul : b.k->vdiv;
-    hpmli_walk_make(&b.w, n->out, n->src[0], n->src[1]);
-    b.pieces = (b.w.run + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
+    b.k = run->ctx->k;
+    b.n = n;
+    switch (n->op) {
+    case HPML_OP_ADD: b.op = b.k->vadd; break;
+    case HPML_OP_SUB: b.op = b.k->vsub; break;
+    case HPML_OP_MUL: b.op = b.k->vmul; break;
+    default: b.op = b.k->vdiv;
+    }
+    hpmli_broadcast_make(&b.w, n->out, n->src[0], n->src[1]);
+    b.chunks = (b.w.run + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
     for (b.side = first; b.side < end; b.side++) {
         hpml_tensor *s     = b.side < 0 ? n->out : n->src[b.side];
-        int64_t      tasks = b.w.runs * b.pieces;
+        int64_t      tasks = b.w.runs * b.chunks;
         if (b.side >= 0 && !s->grad) continue;
         if (b.side == 1 && s == n->src[0]) n->accumulate[1] = true; /* x + x */
         if (b.side >= 0 && !n->accumulate[b.side]) b.k->vfill(s->grad, 0, hpml_tensor_count(s));
@@ -4643,7 +4921,7 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
         int64_t db = i < ndim - b->ndim ? 1 : b->shape[i - (ndim - b->ndim)];
         if (da != db && da != 1 && db != 1)
             return hpmli_null(a->ctx, HPML_ERR_SHAPE, "%s: %s and %s do not fit: dimensions must be equal or 1",
-                              hpml_op_name(op), hpmli_text(a), hpmli_text(b));
+                              hpml_op_name(op), hpmli_describe(a), hpmli_describe(b));
         shape[i] = da > db ? da : db;
     }
     hpml_node *n = hpmli_node_create(op, NULL, 2, src, ndim, shape);
@@ -4664,7 +4942,7 @@ HPMLI_BINARY_OP(sub, 0);
 HPMLI_BINARY_OP(mul, HPMLI_NEED_BOTH);
 HPMLI_BINARY_OP(div, HPMLI_NEED_BOTH);
 
-/* What goes number by number is dealt out in grains of the result. */
+/* Number of chunks of HPMLI_GRAIN elements in the result of n: the tasks of an op that works element by element. */
 HPMLI_FN int64_t hpmli_chunk_count(const hpml_node *n)
 {
     return (hpml_tensor_count(n->out) + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
@@ -4674,15 +4952,16 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_SCALE, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.scale.a = a, n->attr.scale.b = b;
+    n->attr.scale.a = a;
+    n->attr.scale.b = b;
     return n->out;
 }
 
-/* y = a x + b; dx (+)= a dy. */
-HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+/* y = a x + b; backward dx = a dy, or dx += a dy. */
+HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t chunk, int thread HPMLI_UNUSED)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
-    int64_t            at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
+    int64_t            at = chunk * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
     float              a = w->n->attr.scale.a;
     if (!w->back) w->k->vscale_add(y->data + at, x->data + at, a, w->n->attr.scale.b, c);
     else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
@@ -4692,7 +4971,7 @@ HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t grain, int thread H
 HPMLI_WORK_OP(scale, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
               scale_chunk);
 
-/* True when the derivative is computed from the argument, false when the result is enough. */
+/* True if the derivative is computed from the argument x; false if it is computed from the result. */
 HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
 {
     return act == HPML_ACT_GELU || act == HPML_ACT_GELU_ERF || act == HPML_ACT_SILU || act == HPML_ACT_LOG ||
@@ -4705,7 +4984,8 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
     hpml_node *n = hpmli_node_create(HPML_OP_ACTIVATION, NULL, 1, &x, x->ndim, x->shape);
-    n->attr.act.act = act, n->attr.act.slope = slope == 0 ? 0.01f : slope;
+    n->attr.act.act   = act;
+    n->attr.act.slope = slope == 0 ? 0.01f : slope;
     return n->out;
 }
 
@@ -4717,17 +4997,18 @@ HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
 
-/* y = act(z), dz (+)= dy act'(z): an op, whose source is z; or the end of linear and conv2d, with z in y or saved, and
-   dz in the memory of dy, which nobody reads after us. */
-HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+/* y = act(z); backward dz = dy act'(z), or dz += dy act'(z). As an op of its own the source is z. At the end of linear
+   and conv2d, z is saved or stands in the memory of y, and dz overwrites dy, which no other op reads. */
+HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t chunk, int thread HPMLI_UNUSED)
 {
     const hpml_node *n    = w->n;
     bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACTIVATION;
     hpml_act         act  = conv ? n->attr.conv.act : n->attr.act.act;
     float            slope = conv ? 0.01f : n->attr.act.slope, *y = n->out->data, *dy = n->out->grad;
-    const float     *z  = alone ? n->src[0]->data : n->saved ? (const float *)n->saved : y;
+    const float     *z  = n->saved ? (const float *)n->saved : y;
     float           *dz = alone ? n->src[0]->grad : dy;
-    int64_t          at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(n->out) - at, HPMLI_GRAIN);
+    if (alone) z = n->src[0]->data;
+    int64_t          at = chunk * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(n->out) - at, HPMLI_GRAIN);
     if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
     else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
 }
@@ -4740,14 +5021,14 @@ HPMLI_WORK_OP(activation, 0,
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed matrix is the same
-   memory read the other way, so one function does them all. */
+/* C = A B. Given dC, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed matrix is the same
+   memory with rows and columns exchanged, so one function computes all of them. */
 
 typedef struct hpmli_mat {
     float  *p;
-    int64_t rows, cols, ld; /* ld: elements between rows; of a transposed one between columns */
-    int64_t count, apart;   /* so many of them, so far apart */
-    bool    trans;
+    int64_t rows, cols, ld; /* ld: elements from one row to the next; if trans, from one column to the next */
+    int64_t count, apart;   /* number of matrices in a batch; elements from one to the next */
+    bool    trans;          /* stored transposed */
 } hpmli_mat;
 
 HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
@@ -4762,7 +5043,7 @@ HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
     return t;
 }
 
-/* A tensor's values, or gradients, row by row: of its last dimension. */
+/* The values, or the gradient, of a tensor as one matrix whose rows are the last dimension. */
 HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
 {
     int64_t cols = t->shape[t->ndim - 1];
@@ -4772,20 +5053,31 @@ HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
 HPMLI_FN hpmli_mat hpmli_values(const hpml_tensor *t) { return hpmli_mat_of(t, false); }
 HPMLI_FN hpmli_mat hpmli_grads(const hpml_tensor *t) { return hpmli_mat_of(t, true); }
 
-/* A part of a matrix that is not transposed. */
+/* The rectangle of `rows` x `cols` elements at (row, col) of a matrix that is not transposed. */
 HPMLI_FN hpmli_mat hpmli_mat_at(hpmli_mat m, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
     return hpmli_matrix(m.p + row * m.ld + col, rows, cols, m.ld);
 }
 
-/* c = a b (+ c when accumulate). Where c is transposed, c^T = b^T a^T. */
+/* The product c = a b, or c += a b. If c is stored transposed: c^T = b^T a^T. */
 HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
 {
     hpmli_gemm_desc d = HPMLI_ZEROED;
     if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
-    d.m = c.rows, d.n = c.cols, d.k = a.cols, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = c.count;
-    d.a = a.p, d.a_row = a.trans ? 1 : a.ld, d.a_k = a.trans ? a.ld : 1, d.a_batch = a.apart;
-    d.b = b.p, d.b_k = b.trans ? 1 : b.ld, d.b_col = b.trans ? b.ld : 1, d.b_batch = b.apart;
+    d.m     = c.rows;
+    d.n     = c.cols;
+    d.k     = a.cols;
+    d.alpha = 1;
+    d.beta  = accumulate ? 1.0f : 0.0f;
+    d.batch = c.count;
+    d.a       = a.p;
+    d.a_row   = a.trans ? 1 : a.ld;
+    d.a_k     = a.trans ? a.ld : 1;
+    d.a_batch = a.apart;
+    d.b       = b.p;
+    d.b_k     = b.trans ? 1 : b.ld;
+    d.b_col   = b.trans ? b.ld : 1;
+    d.b_batch = b.apart;
     d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
     return d;
 }
@@ -4808,14 +5100,14 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     }
     if (!fits || a->shape[a->ndim - (trans_a ? 2 : 1)] != b->shape[b->ndim - (trans_b ? 1 : 2)])
         return hpmli_null(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, "
-                          "n) with the same leading dimensions, or (k, n)", hpmli_text(a), trans_a ? " transposed" : "",
-                          hpmli_text(b), trans_b ? " transposed" : "");
+                          "n) with the same leading dimensions, or (k, n)", hpmli_describe(a),
+                          trans_a ? " transposed" : "", hpmli_describe(b), trans_b ? " transposed" : "");
     shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
     shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
     hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
     n->attr.matmul.trans_a = trans_a;
     n->attr.matmul.trans_b = trans_b;
-    if (b->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
+    if (b->ndim == 2) { /* rows of A are rows of C; a batch that is summed over is a shorter sum */
         bool contracts = a->ndim == 2 && trans_a;
         hpmli_node_batch(n, contracts ? 0 : a->batch_rows);
         n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
@@ -4823,8 +5115,8 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     return n->out;
 }
 
-/* a, b, c, values or gradients, as they are multiplied. Where all share one b and a is not transposed, it is one tall
-   product. */
+/* The matrices a, b and c of matmul, values or gradients. If all matrices of a batch are multiplied by one b, and a is
+   not transposed, they are one tall matrix. */
 HPMLI_FN void hpmli_matmul_of(const hpml_node *n, bool grad, hpmli_mat m[3])
 {
     const hpml_tensor *t[3]     = { n->src[0], n->src[1], n->out };
@@ -4832,9 +5124,12 @@ HPMLI_FN void hpmli_matmul_of(const hpml_node *n, bool grad, hpmli_mat m[3])
     const bool         shared   = t[1]->ndim == 2;
     const int64_t     *end      = t[2]->shape + t[2]->ndim, batch = hpml_tensor_count(t[2]) / (end[-1] * end[-2]);
     for (int i = 0; i < 3; i++) {
-        m[i] = hpmli_mat_of(t[i], grad), m[i].rows = t[i]->shape[t[i]->ndim - 2];
-        if (!shared || (i != 1 && trans[0])) m[i].count = batch, m[i].apart = m[i].rows * m[i].cols;
-        else if (i != 1) m[i].rows *= batch;
+        m[i]      = hpmli_mat_of(t[i], grad);
+        m[i].rows = t[i]->shape[t[i]->ndim - 2];
+        if (!shared || (i != 1 && trans[0])) {
+            m[i].count = batch;
+            m[i].apart = m[i].rows * m[i].cols;
+        } else if (i != 1) m[i].rows *= batch;
         if (trans[i]) m[i] = hpmli_transposed(m[i]);
     }
 }
@@ -4852,9 +5147,10 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
     hpmli_matmul_of(n, false, v);
     hpmli_matmul_of(n, true, d);
     if (d[0].p) hpmli_product(run->ctx, d[2], hpmli_transposed(v[1]), d[0], n->accumulate[0]);
-    for (int64_t i = 0; d[1].p && i < d[2].count / d[1].count; i++) { /* a shared b sums over the batch, in order */
+    for (int64_t i = 0; d[1].p && i < d[2].count / d[1].count; i++) { /* the gradient of a shared b: a sum, in order */
         hpmli_product(run->ctx, hpmli_transposed(v[0]), d[2], d[1], n->accumulate[1] || i > 0);
-        v[0].p += v[0].apart, d[2].p += d[2].apart;
+        v[0].p += v[0].apart;
+        d[2].p += d[2].apart;
     }
 }
 
@@ -4868,10 +5164,10 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     hpml_linear_desc d;
     int64_t          shape[HPML_MAX_DIMS], weight[2];
     hpml_tensor     *src[3];
-    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "linear", d, desc)) return NULL;
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "linear", d, desc)) return NULL;
     if (x->ndim < 2 || out < 1 || (int)d.activation < 0 || d.activation >= HPML_ACT_COUNT)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); at least one output, "
-                          "got %lld; activation %d", d.name ? d.name : "", hpmli_text(x), (long long)out,
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); %lld outputs, "
+                          "expected 1 or more; activation %d", d.name ? d.name : "", hpmli_describe(x), (long long)out,
                           (int)d.activation);
     const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
     weight[0] = out, weight[1] = x->shape[x->ndim - 1];
@@ -4881,8 +5177,8 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     if (!hpmli_recordable(2, src) || (!d.no_bias && !src[2])) return NULL;
     if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1])
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld "
-                          "outputs are wanted", name, hpmli_text(src[1]), hpmli_text(x), (long long)weight[1],
-                          (long long)out);
+                          "outputs are requested", name, hpmli_describe(src[1]), hpmli_describe(x),
+                          (long long)weight[1], (long long)out);
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = out;
     hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
@@ -4910,7 +5206,8 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
 static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d);
 static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* no number of the step depends on the whole gradient */
 
-/* dz, in the memory of dy; dbias = sums of columns, dx = dz w, and then, as w may take its step, dw = dz^T x. */
+/* dz = dy act'(z), in the memory of dy; dbias = sums of the columns of dz; dx = dz w; last dw = dz^T x, because w may
+   take its optimizer step then. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
@@ -4921,9 +5218,10 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
     if (!w->grad) return;
     hpmli_gemm_desc d = hpmli_gemm_of(hpmli_transposed(dz), hpmli_values(x), hpmli_grads(w), n->accumulate[1]);
-    /* not small products, which stay in the cache and may be cut along k, or leave threads idle; nor those over a long
-       batch, which would be packed again for each block; nor where the step wants the norm of the whole */
-    hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->update[1] : NULL;
+    /* The step is fused with large products only: small ones stay in the cache, may be cut along k, or would leave
+       threads idle. A long batch would be packed again for each block, and some optimizers need the norm of the whole
+       gradient first. */
+    hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->state->update[1] : NULL;
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
     if (!large || !hpmli_optimizer_by_pieces(u) || HPMLI_BLAS) {
         hpmli_gemm(run->ctx, &d);
@@ -4941,9 +5239,9 @@ HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
 // >>shape   reshape, permute, slice, concat, sum
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The
-   others move numbers between a tensor and a part of another one, or one seen in another order, in runs as long as the
-   layout allows. */
+/* A reshape of a result costs nothing: the planner gives it the memory of its source, and the same for gradients. The
+   other ops copy between a tensor and a range of another one, or a tensor whose dimensions are reordered, in runs as
+   long as the strides allow. */
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
@@ -4951,7 +5249,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
     hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
-    if (x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
+    if (x->batch_rows) { /* samples stay in the order of the rows if each has the same number of rows */
         int64_t batch = x->shape[0] / x->batch_rows;
         hpmli_node_batch(n, ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0);
     }
@@ -4982,54 +5280,57 @@ HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
     return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL;
 }
 
-typedef struct hpmli_mover {
+typedef struct hpmli_strided_copy {
     const hpmli_kernels *k;
     float               *to;
     const float         *from;
-    hpmli_walk           w; /* of `to` and `from` */
-    int64_t              each; /* runs per task */
-    bool                 add;
-} hpmli_mover;
+    hpmli_broadcast_iter           w; /* of `to` and `from` */
+    int64_t              runs_per_task;
+    bool                 add; /* to += from */
+} hpmli_strided_copy;
 
-HPMLI_FN void hpmli_move_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_strided_copy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
-    const hpmli_mover *m = (const hpmli_mover *)arg;
-    const hpmli_walk  *w = &m->w;
+    const hpmli_strided_copy *m = (const hpmli_strided_copy *)arg;
+    const hpmli_broadcast_iter  *w = &m->w;
     const int64_t      n = w->run, a = w->stride[0][w->ndim - 1], b = w->stride[1][w->ndim - 1];
-    int64_t            run = task * m->each, left = run, at[HPML_MAX_DIMS];
-    float             *to   = m->to + hpmli_walk_at(w, 0, run);
-    const float       *from = m->from + hpmli_walk_at(w, 1, run);
+    int64_t            run = task * m->runs_per_task, left = run, at[HPML_MAX_DIMS];
+    float             *to   = m->to + hpmli_broadcast_offset(w, 0, run);
+    const float       *from = m->from + hpmli_broadcast_offset(w, 1, run);
     for (int i = w->ndim - 2; i >= 0; left /= w->shape[i--]) at[i] = left % w->shape[i];
-    for (; run < (task + 1) * m->each && run < w->runs; run++) {
+    for (; run < (task + 1) * m->runs_per_task && run < w->runs; run++) {
         if (a == 1 && b == 1 && m->add) m->k->vadd(to, to, from, n);
         else if (a == 1 && b == 1) memcpy(to, from, (size_t)n * sizeof(float));
         else if (a == 1 && !m->add) for (int64_t i = 0; i < n; i++) to[i] = from[i * b];
         else for (int64_t i = 0; i < n; i++) to[i * a] = m->add ? to[i * a] + from[i * b] : from[i * b];
-        for (int i = w->ndim - 2; i >= 0; i--) { /* where the next run begins */
-            bool turn = ++at[i] == w->shape[i];
-            to += w->stride[0][i] - (turn ? w->shape[i] * w->stride[0][i] : 0);
-            from += w->stride[1][i] - (turn ? w->shape[i] * w->stride[1][i] : 0);
-            if (!turn) break;
+        for (int i = w->ndim - 2; i >= 0; i--) { /* to the start of the next run: increments the index, with carry */
+            at[i]++;
+            to += w->stride[0][i];
+            from += w->stride[1][i];
+            if (at[i] < w->shape[i]) break;
             at[i] = 0;
+            to -= w->shape[i] * w->stride[0][i];
+            from -= w->shape[i] * w->stride[1][i];
         }
     }
 }
 
-/* Values of x to y, or gradients of y to x. One of the two may be a part of a larger tensor or seen in another order.
-   The shape is that of y, which is short when the batch is. */
-HPMLI_FN void hpmli_move(const hpml_run *run, const hpml_tensor *y, const hpml_tensor *x, bool backward, bool add)
+/* Copies values of x to y, or the gradient of y to that of x. One of the two may be a range of a larger tensor, or have
+   its dimensions reordered. The shape is that of y, which follows the current batch. */
+HPMLI_FN void hpmli_strided_copy_run(const hpml_run *run, const hpml_tensor *y, const hpml_tensor *x, bool backward,
+                                     bool add)
 {
-    hpmli_mover m = { run->ctx->k, backward ? x->grad : y->data, backward ? y->grad : x->data, HPMLI_ZEROED, 0,
+    hpmli_strided_copy m = { run->ctx->k, backward ? x->grad : y->data, backward ? y->grad : x->data, HPMLI_ZEROED, 0,
                       backward && add };
     if (!m.to || m.to == m.from) return;
-    hpmli_walk_make(&m.w, y, backward ? x : y, backward ? y : x);
-    m.each = hpmli_rows_per_task(m.w.run);
-    hpmli_parallel(run->ctx, (m.w.runs + m.each - 1) / m.each, hpmli_move_task, &m);
+    hpmli_broadcast_make(&m.w, y, backward ? x : y, backward ? y : x);
+    m.runs_per_task = hpmli_rows_per_task(m.w.run);
+    hpmli_parallel(run->ctx, (m.w.runs + m.runs_per_task - 1) / m.runs_per_task, hpmli_strided_copy_task, &m);
 }
 
-/* The part of t that is `count` long from `start` on in one dimension. Not returned: gcc 12 for Arm would then leave
-   out what calls this. */
-HPMLI_FN void hpmli_part(hpml_tensor *part, const hpml_tensor *t, int dim, int64_t start, int64_t count)
+/* *part = the range of t with the indices start .. start + count - 1 in dimension dim. A parameter, because gcc 12 for
+   Arm miscompiles the callers of a function that returns this struct. */
+HPMLI_FN void hpmli_tensor_range(hpml_tensor *part, const hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
     *part = *t;
     part->shape[dim] = count;
@@ -5039,14 +5340,14 @@ HPMLI_FN void hpmli_part(hpml_tensor *part, const hpml_tensor *t, int dim, int64
 
 HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 {
-    hpml_tensor x = *n->out; /* as it stands in the other's memory */
+    hpml_tensor x = *n->out; /* the source, in the shape of the result */
     x.grad = n->src[0]->grad;
-    hpmli_move(run, n->out, &x, true, n->accumulate[0]);
+    hpmli_strided_copy_run(run, n->out, &x, true, n->accumulate[0]);
 }
 
-/* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
+/* The reshape of an input or a parameter is a copy, of any dtype, because these have memory of their own. */
 HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS, 0, 0,
-         if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out)),
+         if (n->out->raw != n->src[0]->raw) memcpy(n->out->raw, n->src[0]->raw, hpmli_tensor_bytes(n->out)),
          hpmli_reshape_back(run, n));
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
@@ -5060,7 +5361,7 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
         shape[i] = x->shape[dims[i]];
     }
     if (seen == 0 || seen != (1u << x->ndim) - 1)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: name each dimension once", hpmli_text(x));
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: name each dimension once", hpmli_describe(x));
     hpml_node *n = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
     for (int i = 0; i < x->ndim; i++) n->attr.permute.dims[i] = dims[i];
     hpmli_node_batch(n, dims[0] == 0 ? x->batch_rows : 0);
@@ -5072,7 +5373,7 @@ HPMLI_FN bool hpmli_layout_check(hpml_tensor *x, hpml_layout layout)
     if (!hpmli_recordable(1, &x)) return false;
     return (x->ndim == 4 && (layout == HPML_NCHW || layout == HPML_NHWC)) ||
            hpmli_false(x->ctx, HPML_ERR_SHAPE, "layout %d of %s: expected HPML_NCHW or HPML_NHWC, and 4 dimensions",
-                       (int)layout, hpmli_text(x));
+                       (int)layout, hpmli_describe(x));
 }
 
 HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout)
@@ -5083,27 +5384,27 @@ HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout)
     hpml_tensor *y = hpml_permute(x, dims[layout]);
     if (!y) return NULL;
     y->layout = layout;
-    x->ctx->turn_count++;
+    x->ctx->layout_permutes++;
     return y;
 }
 
 HPML_API hpml_status hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout)
 {
     if (!hpmli_layout_check(x, layout)) return x ? x->ctx->status : HPML_ERR_ARGUMENT;
-    if (x->used)
-        return hpmli_fail(x->ctx, HPML_ERR_STATE, "layout of \"%s\": an op reads it already; set its layout before, or "
-                          "record hpml_to_layout", x->name);
+    if (x->state->used)
+        return hpmli_fail(x->ctx, HPML_ERR_STATE, "layout of \"%s\": an op reads it already; set the layout earlier "
+                          "or record hpml_to_layout", x->name);
     x->layout = layout;
     return HPML_OK;
 }
 
-/* Channels (i 0), height (1) or width (2) of images. */
+/* Number of channels (i 0), height (1) or width (2) of images. */
 HPMLI_FN int64_t hpmli_image(const hpml_tensor *t, int i)
 {
     return t->shape[t->layout == HPML_NHWC ? (i + 2) % 3 + 1 : i + 1];
 }
 
-/* A shape of images like x. */
+/* The shape of images with the batch and layout of x. */
 HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t height, int64_t width, int64_t *shape)
 {
     bool nhwc = x->layout == HPML_NHWC;
@@ -5113,7 +5414,7 @@ HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t 
     shape[3] = nhwc ? channels : width;
 }
 
-/* Whether the backend has no kernels for the layout of x. */
+/* True if the backend has no kernels for the layout of x. */
 HPMLI_FN bool hpmli_image_foreign(const hpml_tensor *x)
 {
     return x->ndim == 4 && x->layout == HPML_NHWC && !x->ctx->backend->layouts;
@@ -5122,11 +5423,15 @@ HPMLI_FN bool hpmli_image_foreign(const hpml_tensor *x)
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
 {
     int dims[HPML_MAX_DIMS];
-    for (int i = 0; i < HPML_MAX_DIMS; i++) dims[i] = i == dim_a ? dim_b : i == dim_b ? dim_a : i;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) {
+        dims[i] = i;
+        if (i == dim_a) dims[i] = dim_b;
+        else if (i == dim_b) dims[i] = dim_a;
+    }
     return hpml_permute(x, dims);
 }
 
-/* Whether n permutes between NCHW and NHWC, as hpml_to_layout does: a transpose of each image as a matrix. */
+/* True if n permutes between NCHW and NHWC, as hpml_to_layout does: it transposes each image, seen as a matrix. */
 HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
 {
     const int32_t *d = n->attr.permute.dims;
@@ -5142,7 +5447,7 @@ HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread
     w->k->conv_to_nhwc(to, from, rows, 1, size / rows, size);
 }
 
-/* Copies, reading the source through shape and strides in the order of the destination. */
+/* Copies in the order of the destination, with the dimensions of the source reordered. */
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -5156,7 +5461,7 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
         read.shape[at]  = y->shape[i];
         read.stride[at] = backward ? y->stride[i] : x->stride[dim];
     }
-    hpmli_move(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
+    hpmli_strided_copy_run(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
 
 HPMLI_OP(permute, HPMLI_OP_REORDERS, 0, hpmli_flops_pointwise(n, back), hpmli_permute_run(run, n, false),
@@ -5179,9 +5484,9 @@ HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     int         dim = n->attr.slice.dim;
     hpml_tensor x;
-    hpmli_part(&x, n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
+    hpmli_tensor_range(&x, n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
-    hpmli_move(run, n->out, &x, backward, true);
+    hpmli_strided_copy_run(run, n->out, &x, backward, true);
 }
 
 HPMLI_OP(slice, 0, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true));
@@ -5198,7 +5503,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
         for (int d = 0; fits && d < x[0]->ndim; d++) fits = d == dim || x[i]->shape[d] == x[0]->shape[d];
         if (!fits)
             return hpmli_null(x[0]->ctx, HPML_ERR_SHAPE, "concat along dimension %d: %s and %s do not fit", dim,
-                              hpmli_text(x[0]), hpmli_text(x[i]));
+                              hpmli_describe(x[0]), hpmli_describe(x[i]));
         if (i > 0) shape[dim] += x[i]->shape[dim];
     }
     hpml_node *n = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
@@ -5212,8 +5517,8 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
     for (int64_t i = 0, start = 0, count; i < n->src_count; i++, start += count) {
         hpml_tensor y;
         count = n->src[i]->shape[n->attr.slice.dim];
-        hpmli_part(&y, n->out, n->attr.slice.dim, start, count);
-        hpmli_move(run, &y, n->src[i], backward, n->accumulate[i]);
+        hpmli_tensor_range(&y, n->out, n->attr.slice.dim, start, count);
+        hpmli_strided_copy_run(run, &y, n->src[i], backward, n->accumulate[i]);
     }
 }
 
@@ -5225,21 +5530,22 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
     int64_t shape[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (dim < HPML_ALL_DIMS || dim >= x->ndim)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpmli_text(x), dim);
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: no dimension %d", hpmli_describe(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
     hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
     n->attr.sum.dim  = dim;
     n->attr.sum.mean = mean;
     if (dim <= 0) hpmli_node_batch(n, 0);
-    n->mixes_batch = false; /* summed away: a short batch is just a shorter sum */
+    n->mixes_batch = false; /* a sum over a short batch is a shorter sum */
     return n->out;
 }
 
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
 
-/* x (outer, size, inner) to y (outer, inner), and dy to dx; all dimensions are (1, count, 1). */
+/* y (outer, inner) = sums of x (outer, size, inner) over `size`; backward adds dy to dx. HPML_ALL_DIMS: (1, count, 1).
+   */
 HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpmli_kernels *k   = run->ctx->k;
@@ -5419,7 +5725,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     int64_t      shape[4];
     size_t       bytes = 0;
     hpml_conv2d_desc d; /* all zero is an error, because kernel_h is required */
-    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "conv2d", d, desc)) return NULL;
     if (hpmli_image_foreign(x))
         return hpml_to_layout(hpml_conv2d(hpml_to_layout(x, HPML_NCHW), out, desc), HPML_NHWC);
     if ((int)d.algorithm < 0 || d.algorithm > HPML_CONV_IM2COL)
@@ -5442,7 +5748,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     const char *why = hpmli_conv_check(x, out, &a);
     if (why)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
-                          "padding %dx%d, dilation %dx%d, %d groups: %s", d.name ? d.name : "", hpmli_text(x),
+                          "padding %dx%d, dilation %dx%d, %d groups: %s", d.name ? d.name : "", hpmli_describe(x),
                           (long long)out, a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1],
                           a.conv.padding[0], a.conv.padding[1], a.conv.dilation[0], a.conv.dilation[1], a.conv.groups,
                           why);
@@ -5715,7 +6021,8 @@ HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_A
 // >>pool   max, average and global pooling
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A plane at a time. Max keeps the place of each winner for backward; average divides by the pixels in the image. */
+/* One task is a plane (one channel of one image) or, in NHWC, an image. Max saves the position of each window's maximum
+   for the backward pass; average divides by the number of pixels of the window that lie in the image. */
 
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
                                         int32_t padding)
@@ -5727,13 +6034,17 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
         return hpml_to_layout(hpmli_pool_record(hpml_to_layout(x, HPML_NCHW), op, kh, kw, stride, padding), HPML_NHWC);
     if (stride == 0) stride = kh;
     memset(&a, 0, sizeof a);
-    for (int i = 0; i < 2; i++)
-        a.conv.kernel[i] = i ? kw : kh, a.conv.stride[i] = stride, a.conv.padding[i] = padding, a.conv.dilation[i] = 1;
+    for (int i = 0; i < 2; i++) {
+        a.conv.kernel[i]   = i ? kw : kh;
+        a.conv.stride[i]   = stride;
+        a.conv.padding[i]  = padding;
+        a.conv.dilation[i] = 1;
+    }
     if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || padding > kh / 2 || padding > kw / 2 ||
         padding > INT16_MAX || hpmli_conv_size(x, &a, 0) < 1 || hpmli_conv_size(x, &a, 1) < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
-                          hpmli_text(x), kh, kw, stride, padding);
+                          hpmli_describe(x), kh, kw, stride, padding);
     hpmli_image_shape(x, hpmli_image(x, 0), hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
     hpml_node *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
     n->attr = a;
@@ -5753,13 +6064,13 @@ HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t st
 
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
-    bool         image = x && x->ndim == 4; /* anything else is refused */
+    bool         image = x && x->ndim == 4; /* else hpmli_pool_record reports the error */
     int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
     hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kh, kw, 1, 0);
     return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
 }
 
-/* The part [*from, *to) of window o that lies in the image: of its rows (i 0) or columns (1). */
+/* Returns the rows (i 0) or columns (1) [*from, *to) of window o that lie in the image. */
 HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, int64_t *to)
 {
     int64_t at = o * n->attr.conv.stride[i] - n->attr.conv.padding[i], end = at + n->attr.conv.kernel[i];
@@ -5767,8 +6078,9 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
     *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
 }
 
-/* Windows of 2 x 2 that just touch, as most have it: kernels do a row at a time, and save which of the four has won. */
-HPMLI_FN void hpmli_max_pool_halves(const hpmli_work *w, int64_t plane)
+/* Windows of 2 x 2 with stride 2, the most common ones: kernels compute a row at a time and save which of the four
+   pixels is the maximum. */
+HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
     int64_t            H = x->shape[2], W = x->shape[3], OH = y->shape[2], OW = y->shape[3];
@@ -5780,7 +6092,7 @@ HPMLI_FN void hpmli_max_pool_halves(const hpmli_work *w, int64_t plane)
     }
 }
 
-/* The largest of each window, whatever its size and steps; the same walk back. */
+/* The maximum of each window of a plane, for any size and stride; backward adds dy at the saved positions. */
 HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpml_node   *n = w->n;
@@ -5792,9 +6104,12 @@ HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int threa
     bool halves = kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2 && n->attr.conv.padding[0] == 0;
     if (w->back && !n->accumulate[0] && (!halves || H % 2 || W % 2))
         memset(x->grad + from, 0, (size_t)(H * W) * sizeof(float));
-    if (halves) hpmli_max_pool_halves(w, plane);
+    if (halves) hpmli_max_pool_2x2(w, plane);
     for (int64_t o = 0; !halves && o < size; o++) {
-        if (w->back) { x->grad[from + at[o]] += y->grad[to + o]; continue; }
+        if (w->back) {
+            x->grad[from + at[o]] += y->grad[to + o];
+            continue;
+        }
         hpmli_window(n, 0, o / OW, &r0, &r1);
         hpmli_window(n, 1, o % OW, &c0, &c1);
         int64_t best = r0 * W + c0;
@@ -5806,7 +6121,7 @@ HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int threa
     }
 }
 
-/* Average: forward gathers a window, backward deals it out; the same walk. */
+/* The average of each window of a plane; backward adds dy / pixels to each pixel of the window. */
 HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpml_node *n = w->n;
@@ -5896,18 +6211,19 @@ HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In
-   training the statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2
-   = sum dy xhat:
+/* Batch normalization, for each channel of N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, and a relu
+   if requested. Training uses the statistics of the batch and moves the running ones, which evaluation uses. Backward,
+   with s1 = sum of dy and s2 = sum of dy xhat:
        dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
-   The mean is kept as the sum of two floats, x - mean is (x - first) - second: numbers that lie far from 0 and near to
-   each other lose no digits. The second float is what is left of the first pass's mean, found in the second pass.
-   One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
-   added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
+   The mean is stored as the sum of two floats, mean + rest, and x - mean is computed as (x - mean) - rest, so that
+   numbers that are far from 0 and close to each other lose no digits. A first pass over x computes `mean`; a second
+   pass computes `rest`, the mean of x - mean. One task is one channel: statistics, then normalization. If the ranks
+   share a batch, the sums of all channels are added up over the ranks in between. Sources: x, gamma, beta (NULL without
+   affine), running mean, running variance. */
 
-#define HPMLI_NORM_ROWS 32 /* rows of layernorm and rmsnorm that make a block, see below */
+#define HPMLI_NORM_ROWS 32 /* rows of a block in the backward pass of layernorm and rmsnorm */
 
-/* What a channel or a row keeps: its mean is mean + rest, and 1 / sqrt(variance + eps). */
+/* Saved for each channel or row: its mean is mean + rest; rstd = 1 / sqrt(variance + eps). */
 typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
@@ -5915,7 +6231,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     const bool     batch = op == HPML_OP_BATCHNORM;
     hpml_norm_desc d;
     hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
-    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", d, desc)) return NULL;
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "norm", d, desc)) return NULL;
     if (batch && x->ndim == 4 && x->layout == HPML_NHWC)
         return hpml_to_layout(hpmli_norm_record(hpml_to_layout(x, HPML_NCHW), desc, op), HPML_NHWC);
     if (d.eps == 0) d.eps = 1e-5f;
@@ -5925,7 +6241,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
                           "expected 0 to 1", d.name ? d.name : "", (double)d.eps, (double)d.momentum);
     if (batch && ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU)))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
-                          "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
+                          "activation NONE or RELU", d.name ? d.name : "", hpmli_describe(x));
     if (x->ndim < 2)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
     const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
@@ -5936,9 +6252,13 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
         src[2] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &cols);
     if (batch) src[3] = hpmli_layer_param(x->ctx, name, "running_mean", HPML_INIT_ZEROS, 0, 1, &cols);
     if (batch) src[4] = hpmli_layer_param(x->ctx, name, "running_var", HPML_INIT_ONES, 0, 1, &cols);
-    for (int i = 3; i < 5 && src[i]; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
+    for (int i = 3; i < 5 && src[i]; i++) {
+        src[i]->param->buffer = true;
+        src[i]->needs_grad    = false;
+    }
     hpml_node *n = hpmli_node_create(op, name, batch ? 5 : 3, src, x->ndim, x->shape);
-    n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum;
+    n->attr.norm.eps      = d.eps;
+    n->attr.norm.momentum = d.momentum;
     n->attr.norm.act = batch ? d.activation : HPML_ACT_NONE;
     n->saved_bytes   = (size_t)(batch ? cols : rows) * sizeof(hpmli_centre);
     n->scratch_bytes = batch ? (size_t)(2 * cols + 1) * sizeof(double) : (size_t)(blocks * 2 * cols) * sizeof(float);
@@ -5964,12 +6284,13 @@ typedef struct hpmli_bn_job {
     const hpml_run      *run;
     const hpmli_kernels *k;
     hpml_node           *n;
-    int64_t              B, C, P; /* P: pixels of a plane */
-    double              *sums;    /* (C, 2) of a channel, then N: of this rank, or of all */
-    bool                 backward, measure, apply;
+    int64_t              B, C, P; /* samples, channels, pixels of a plane */
+    double              *sums;    /* (C, 2) two sums of each channel, then N: of this rank or of all ranks */
+    bool                 backward;
+    bool                 measure, apply; /* compute the sums; use them */
 } hpmli_bn_job;
 
-/* Sum of x, and of (x - mean)^2, each from sums about a float near the mean. */
+/* Computes the sum of x and the sum of (x - mean)^2 of channel c, from sums of differences to a float near the mean. */
 HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
 {
     const float *x = j->n->src[0]->data + c * j->P;
@@ -5979,9 +6300,10 @@ HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
     for (int64_t b = 0; b < j->B; b++) j->k->vmoments(about, NULL, x + b * j->C * j->P, mean, j->P);
     double square = N > 0 ? about[1] - about[0] * about[0] / N : 0;
     j->sums[2 * c]     = (double)mean * N + about[0];
-    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays one */
+    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays a NaN */
 }
 
+/* Normalizes channel c and, in training, moves its running statistics. */
 HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n     = j->n;
@@ -6008,12 +6330,12 @@ HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
     }
 }
 
-/* s1 and s2, which are this rank's part of the gradients of beta and gamma. */
+/* Computes s1 and s2 of channel c, this rank's parts of the gradients of beta and gamma. */
 HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
     hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
-    double           sums[2] = { 0, 0 }, s1, s2; /* of dy, and of dy (x - mean), without the mean's rest */
+    double           sums[2] = { 0, 0 }, s1, s2; /* sums of dy and of dy (x - mean), without `rest` */
     int64_t          step = j->C * j->P, first = c * j->P;
     for (int64_t i = 0; i < j->B; i++) {
         float *dy = n->out->grad + first + i * step;
@@ -6021,12 +6343,15 @@ HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
             j->k->act_backward(HPML_ACT_RELU, 0, dy, dy, NULL, n->out->data + first + i * step, j->P, 0);
         j->k->vmoments(sums, dy, n->src[0]->data + first + i * step, at.mean, j->P);
     }
-    s1 = sums[0], s2 = (double)at.rstd * (sums[1] - (double)at.rest * s1);
+    s1 = sums[0];
+    s2 = (double)at.rstd * (sums[1] - (double)at.rest * s1);
     if (n->src[1] && n->src[1]->grad) n->src[1]->grad[c] = (n->accumulate[1] ? n->src[1]->grad[c] : 0) + (float)s2;
     if (n->src[2] && n->src[2]->grad) n->src[2]->grad[c] = (n->accumulate[2] ? n->src[2]->grad[c] : 0) + (float)s1;
-    j->sums[2 * c] = s1, j->sums[2 * c + 1] = s2;
+    j->sums[2 * c]     = s1;
+    j->sums[2 * c + 1] = s2;
 }
 
+/* Computes dx of channel c from s1 and s2. */
 HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
@@ -6035,22 +6360,25 @@ HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
     double           a = (double)at.rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
     int64_t          step = j->C * j->P, first = c * j->P;
     if (!n->src[0]->grad) return;
-    if (!j->run->train) s1 = s2 = 0; /* fixed statistics */
-    double slope = (double)at.rstd * s2; /* xhat s2 = (x - mean - rest) slope */
+    if (!j->run->train) s1 = s2 = 0; /* the running statistics do not depend on x */
+    double per_x = (double)at.rstd * s2; /* xhat s2 = (x - mean - rest) per_x */
     for (int64_t i = 0; i < j->B; i++)
         j->k->vaxpbypc(n->src[0]->grad + first + i * step, (float)a, n->out->grad + first + i * step,
-                       (float)(-a * slope / N), n->src[0]->data + first + i * step, at.mean,
-                       (float)(a * ((double)at.rest * slope - s1) / N), j->P, n->accumulate[0]);
+                       (float)(-a * per_x / N), n->src[0]->data + first + i * step, at.mean,
+                       (float)(a * ((double)at.rest * per_x - s1) / N), j->P, n->accumulate[0]);
 }
 
 HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
 {
     const hpmli_bn_job *j = (const hpmli_bn_job *)arg;
-    if (j->measure) j->backward ? hpmli_bn_back_measure(j, c) : hpmli_bn_measure(j, c);
-    if (j->apply) j->backward ? hpmli_bn_back_apply(j, c) : hpmli_bn_apply(j, c);
+    if (j->measure && j->backward) hpmli_bn_back_measure(j, c);
+    else if (j->measure) hpmli_bn_measure(j, c);
+    if (j->apply && j->backward) hpmli_bn_back_apply(j, c);
+    else if (j->apply) hpmli_bn_apply(j, c);
 }
 
-/* Squares about a rank's own mean do not add up; those about 0 do, and an f64 has the digits for it. */
+/* Converts the sums of squared differences to this rank's mean to sums of squares (sign 1) or back (sign -1), because
+   only the latter can be added up over ranks; a double has digits enough for that. */
 HPMLI_FN void hpmli_bn_recenter(const hpmli_bn_job *j, double sign)
 {
     double *s = j->sums, N = s[2 * j->C];
@@ -6059,7 +6387,7 @@ HPMLI_FN void hpmli_bn_recenter(const hpmli_bn_job *j, double sign)
 
 HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    const int64_t *y = n->out->shape; /* the dimensions that are not there are 1 */
+    const int64_t *y = n->out->shape; /* absent dimensions are 1 */
     bool           measure = run->train || backward, shared = run->sum && run->train;
     hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
                          backward, measure, !shared };
@@ -6069,7 +6397,8 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     hpmli_bn_recenter(&j, 1);
     hpml_status status = run->sum(run->sum_user, j.sums, 2 * j.C + 1);
     hpmli_bn_recenter(&j, -1);
-    j.measure = false, j.apply = true;
+    j.measure = false;
+    j.apply   = true;
     if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
     return status;
 }
@@ -6078,9 +6407,9 @@ HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH,
          HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
-/* softmax(x)_i = exp(x_i - max) / sum, sum = sum of exp(x_j - max); its logarithm is (x_i - max) - log(sum), in this
-   order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
-   logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
+/* softmax: y_i = exp(x_i - max) / sum, with sum = sum over j of exp(x_j - max). log_softmax: y_i = (x_i - max) -
+   log(sum), in this order, because max + log(sum) would be rounded to the precision of max. Backward: dx = y (dy - <dy,
+   y>) and dx = dy - exp(y) sum(dy). Rows are independent. */
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_op op, hpml_tensor *x)
 {
@@ -6130,8 +6459,8 @@ HPMLI_OP(log_softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
-   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block leaves
-   its part of dgamma and dbeta, and the parts are added in order. Sources: x, gamma, beta (NULL without). */
+   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block computes
+   a partial sum of dgamma and dbeta, and these are added in order. Sources: x, gamma, beta (NULL: absent). */
 
 HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
@@ -6144,7 +6473,7 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
     w->k->vmoments(about, NULL, x, saved->mean, w->cols);
     if (n->op == HPML_OP_LAYERNORM) rest = about[0] / C;
     var = about[1] / C - rest * rest;
-    if (var < 0) var = 0; /* a NaN stays one */
+    if (var < 0) var = 0; /* a NaN stays a NaN */
     saved->rest = (float)rest;
     saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
     w->k->vcentred(y, x, saved->mean, saved->rstd, -saved->rest * saved->rstd, false, w->cols);
@@ -6152,7 +6481,7 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
     if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
 }
 
-/* One row; part: dgamma (cols) and dbeta (cols) of its block. */
+/* Backward of one row. part: the sums of dgamma (cols) and dbeta (cols) of the row's block. */
 HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
@@ -6162,10 +6491,13 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     hpmli_centre     at  = ((const hpmli_centre *)n->saved)[row];
     double           sum = 0, dot = 0;
     if (row % HPMLI_NORM_ROWS == 0) w->k->vfill(part, 0, 2 * w->cols);
-    HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's share of dgamma, dbeta */
+    HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's contribution to dgamma and dbeta */
         const float *gi = dy + i;
         w->k->vcentred(h, x + i, at.mean, at.rstd, -at.rest * at.rstd, false, c); /* xhat */
-        if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
+        if (gamma) {
+            w->k->vmul(g, dy + i, gamma + i, c);
+            gi = g;
+        }
         sum += (double)w->k->vsum(gi, c);
         dot += (double)w->k->vdot(gi, h, c);
         w->k->vmul(h, h, dy + i, c);
@@ -6177,7 +6509,10 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     dot = dot / (double)w->cols;
     HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot (x - mean) + rstd (rest rstd dot - sum) */
         const float *gi = dy + i;
-        if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
+        if (gamma) {
+            w->k->vmul(g, dy + i, gamma + i, c);
+            gi = g;
+        }
         w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, at.rstd, gi, (float)(-dot) * at.rstd * at.rstd, x + i,
                        at.mean, at.rstd * (float)(dot * (double)(at.rest * at.rstd) - sum), c, n->accumulate[0]);
     }
@@ -6204,8 +6539,9 @@ HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
 // >>dropout   dropout and embedding
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The mask of element i is word i of the stream (step, node): it is computed in both passes and stored in neither. i
-   counts from the first sample of the global batch, so every rank that holds a sample draws the same mask for it. */
+/* Element i is dropped if word i of the random stream (step, node) is below p 2^32. Both passes compute the mask;
+   neither stores it. i counts from the first sample of the global batch, so that the mask of a sample does not depend
+   on the rank that holds the sample. */
 
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
@@ -6226,7 +6562,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
     float          *to    = w->back ? x->grad : y->data, p = w->n->attr.dropout.p, scale = 1 / (1 - p);
     int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (count / y->shape[0]);
     int64_t         at = piece * HPMLI_PIECE, c = hpmli_min(count - at, HPMLI_PIECE);
-    uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->index ^ UINT64_C(0xd) << 60;
+    uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->index ^ HPMLI_STREAM_DROPOUT;
     uint32_t        words[HPMLI_PIECE], least = (uint32_t)((double)p * 4294967296.0);
     bool            add = w->back && w->n->accumulate[0];
     if (!run->train || p == 0) {
@@ -6244,20 +6580,22 @@ HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
               (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
               dropout_piece);
 
-/* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
+/* Embedding: y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
+   Sources: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc)
 {
     hpml_embedding_desc d;
     int64_t             shape[HPML_MAX_DIMS], table[2];
     hpml_tensor        *src[2];
-    if (!hpmli_recordable(1, &tokens) || !HPMLI_TAKE(tokens->ctx, "embedding", d, desc)) return NULL;
+    if (!hpmli_recordable(1, &tokens) || !HPMLI_COPY_DESC(tokens->ctx, "embedding", d, desc)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
         return hpmli_null(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d "
-                          "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_text(tokens), HPML_MAX_DIMS - 1,
-                          (long long)vocabulary, (long long)width);
+                          "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_describe(tokens),
+                          HPML_MAX_DIMS - 1, (long long)vocabulary, (long long)width);
     const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
-    table[0] = vocabulary, table[1] = width;
+    table[0] = vocabulary;
+    table[1] = width;
     src[0]   = tokens;
     src[1]   = d.weight ? d.weight : hpmli_layer_param(tokens->ctx, name, "weight",
                    d.init == HPML_INIT_DEFAULT ? HPML_INIT_NORMAL : d.init,
@@ -6265,7 +6603,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     if (!hpmli_recordable(2, src)) return NULL;
     if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width)
         return hpmli_null(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld",
-                          name, hpmli_text(src[1]), (long long)vocabulary, (long long)width);
+                          name, hpmli_describe(src[1]), (long long)vocabulary, (long long)width);
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
     return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
@@ -6273,12 +6611,13 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
 
 HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
 {
-    const int32_t *token = (const int32_t *)(const void *)n->src[0]->data; /* (B, T) */
+    const int32_t *token = (const int32_t *)n->src[0]->raw; /* (B, T) */
     int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
     for (int64_t i = 0; i < count; i++) {
         if (token[i] < 0 || token[i] >= vocabulary)
             return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
-                              n->out->name, (long long)(n->edge.index + i), token[i], (long long)vocabulary - 1);
+                              n->out->name, (long long)(n->state->first_index + i), token[i],
+                              (long long)vocabulary - 1);
         memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
     }
     return HPML_OK;
@@ -6286,7 +6625,7 @@ HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
 {
-    const int32_t *token = (const int32_t *)(const void *)n->src[0]->data;
+    const int32_t *token = (const int32_t *)n->src[0]->raw;
     int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
     float         *dw    = n->src[1]->grad;
     if (dw && !n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
@@ -6301,23 +6640,41 @@ HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n
 // >>sequence   multi-head attention; long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block
-   of S is ever in memory, (64, T) per thread; what is kept for backward is one number for each query, log sum exp(S).
-   Backward computes P again from it (Dao et al. 2022):
-       delta = rowsum(dO O),  dP = dO V^T,  dS = scale P (dP - delta),  dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
-   Blocks are done from the last to the first: with a causal mask the last one touches every key, so it writes dK and dV
-   and the others add. One task is one sample and head. */
+/* Multi-head attention. For each sample and head, with Q, K, V (T, D) and D = C / heads:
+       S = scale Q K^T,  P = softmax of the rows of S (causal: row t has the columns 0 .. t),  O = P V.
+   A scalar reference of the forward pass; q(t)[d] is number h D + d of position t, k and v are C and 2 C numbers
+   further:
+       for (int t = 0; t < T; t++) {                         // query
+           int    keys = causal ? t + 1 : T;
+           double p[T], o[D] = { 0 }, sum = 0, max = -INFINITY;
+           for (int s = 0; s < keys; s++) {                  // key: scores
+               p[s] = 0;
+               for (int d = 0; d < D; d++) p[s] += scale * q(t)[d] * k(s)[d];
+               max = fmax(max, p[s]);
+           }
+           for (int s = 0; s < keys; s++) sum += p[s] = exp(p[s] - max);
+           for (int s = 0; s < keys; s++)
+               for (int d = 0; d < D; d++) o[d] += p[s] / sum * v(s)[d];
+           lse[t] = max + log(sum);                          // saved for the backward pass
+       }
+   The functions below do the same for a block of HPMLI_QUERIES queries at a time, with matrix products. Only this block
+   of S is in memory, (64, T) numbers for each thread; saved is one number for each query, lse = log sum exp of its row
+   of S, from which backward computes P again (Dao et al. 2022):
+       P = exp(S - lse),  delta = row sums of dO O,  dP = dO V^T,  dS = scale P (dP - delta),
+       dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
+   Backward goes from the last block to the first, because with a causal mask the last block attends to all keys: it
+   overwrites dK and dV, and the other blocks add to them. One task is one sample and head. */
 
 #define HPMLI_QUERIES 64
 
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc)
 {
     hpml_attention_desc d;
-    if (!hpmli_recordable(1, &qkv) || !HPMLI_TAKE(qkv->ctx, "attention", d, desc)) return NULL;
+    if (!hpmli_recordable(1, &qkv) || !HPMLI_COPY_DESC(qkv->ctx, "attention", d, desc)) return NULL;
     const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
     if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
-                          "a multiple of the heads", hpmli_text(qkv), d.heads);
+                          "a multiple of the heads", hpmli_describe(qkv), d.heads);
     hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
     n->attr.attention.heads  = d.heads;
     n->attr.attention.causal = !d.not_causal;
@@ -6327,13 +6684,13 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     return n->out;
 }
 
-/* Keys that a query may see. */
+/* Number of keys to which a query attends. */
 HPMLI_FN int64_t hpmli_visible(const hpml_node *n, int64_t query)
 {
     return n->attr.attention.causal ? query + 1 : n->out->shape[1];
 }
 
-/* c (+)= alpha a b, within a task. */
+/* c = alpha a b, or c += alpha a b, computed by one thread. */
 HPMLI_FN void hpmli_head_product(const hpmli_work *w, int thread, float alpha, hpmli_mat a, hpmli_mat b, hpmli_mat c,
                                  bool accumulate)
 {
@@ -6357,11 +6714,11 @@ HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread
         hpmli_head_product(w, thread, n->attr.attention.scale, q, hpmli_transposed(k), s, false);
         for (int64_t r = 0; r < rows; r++) {
             float  *row = s.p + r * keys;
-            int64_t see = hpmli_visible(n, q0 + r);
-            float   max = w->k->vmax(row, see), sum = w->k->vexp_sum(row, row, max, see);
+            int64_t visible = hpmli_visible(n, q0 + r);
+            float   max = w->k->vmax(row, visible), sum = w->k->vexp_sum(row, row, max, visible);
             lse[q0 + r] = max + logf(sum);
-            w->k->vscale_add(row, row, 1 / sum, 0, see);
-            if (see < keys) w->k->vfill(row + see, 0, keys - see);
+            w->k->vscale_add(row, row, 1 / sum, 0, visible);
+            if (visible < keys) w->k->vfill(row + visible, 0, keys - visible);
         }
         hpmli_head_product(w, thread, 1, s, v, o, false);
     }
@@ -6389,12 +6746,14 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
         hpmli_head_product(w, thread, 1, d_o, hpmli_transposed(v), ds, false);
         for (int64_t r = 0; r < rows; r++) {
             float  *pr = p.p + r * keys, *dr = ds.p + r * keys;
-            int64_t see = hpmli_visible(n, q0 + r);
+            int64_t visible = hpmli_visible(n, q0 + r);
             float   delta = w->k->vdot(d_o.p + r * C, o.p + r * C, D);
-            w->k->vexp_sum(pr, pr, lse[q0 + r], see);
-            w->k->vscale_add(dr, dr, scale, -delta * scale, see);
-            w->k->vmul(dr, dr, pr, see);
-            if (see < keys) w->k->vfill(pr + see, 0, keys - see), w->k->vfill(dr + see, 0, keys - see);
+            w->k->vexp_sum(pr, pr, lse[q0 + r], visible);
+            w->k->vscale_add(dr, dr, scale, -delta * scale, visible);
+            w->k->vmul(dr, dr, pr, visible);
+            if (visible == keys) continue;
+            w->k->vfill(pr + visible, 0, keys - visible);
+            w->k->vfill(dr + visible, 0, keys - visible);
         }
         hpmli_head_product(w, thread, 1, ds, k, dq, n->accumulate[0]);
         hpmli_head_product(w, thread, 1, hpmli_transposed(ds), q, dk, add);
@@ -6414,10 +6773,11 @@ HPMLI_FN double hpmli_flops_attention(const hpml_node *n, bool back)
 HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_flops_attention(n, back),
               n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
 
-/* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
-   h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
-   one per step. Backward runs t down, turns the kept gates into da in place, and ends with one product for each
-   gradient. Sources: x, w_x, w_h, bias. Kept: gates (B, T, 4H), cells (B, T, H). */
+/* LSTM, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are the sigmoid, g the tanh
+   of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The products with x of all time
+   steps are one matrix product; the recurrent product with h is one for each time step. Backward goes from the last
+   time step to the first, overwrites the saved gates with da, and ends with one product for each gradient. Sources: x,
+   w_x, w_h, bias. Saved: gates (B, T, 4H), cells (B, T, H). */
 
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
@@ -6425,7 +6785,7 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim != 3 || hidden < 1 || hidden > INT64_MAX / 4)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld",
-                          given ? given : "", hpmli_text(x), (long long)hidden);
+                          given ? given : "", hpmli_describe(x), (long long)hidden);
     const char *name = hpmli_layer_name(x->ctx, given, "lstm");
     const int64_t shape[3] = { x->shape[0], x->shape[1], hidden };
     const int64_t w_x[2] = { 4 * hidden, x->shape[2] }, w_h[2] = { 4 * hidden, hidden };
@@ -6442,8 +6802,9 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
 typedef struct hpmli_lstm_job {
     const hpmli_kernels *k;
     hpml_node           *n;
-    int64_t              B, T, H, t;
-    float               *gates, *cells, *dh, *dc;
+    int64_t              B, T, H, t;         /* t: the time step that is computed */
+    float               *gates, *cells;      /* (B, T, 4H), (B, T, H) */
+    float               *dh, *dc;            /* (B, H) of the next time step */
 } hpmli_lstm_job;
 
 HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
@@ -6454,6 +6815,7 @@ HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
     return j;
 }
 
+/* Computes gates, cell and output of sample b at time step t, from a, which stands in the gates' memory. */
 HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -6488,6 +6850,7 @@ HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
     }
 }
 
+/* Overwrites the gates of sample b at time step t with da, and updates dc. */
 HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -6536,20 +6899,20 @@ HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEE
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss
-   arrives in out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
+/* All losses are means over elements or over the rows that are not ignored; sums are added in double, in order. The
+   gradient of the loss itself is out->grad[0]. Cross-entropy of logits x and label l, with smoothing s and V classes:
        loss = log(sum) - (1 - s) d_l - s mean(d),  dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V,
        with d_i = x_i - max(x),  sum = sum of exp(d_i).
-   Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
-   all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
+   Each row saves max and 1 / sum, not max + log(sum), because the latter is rounded to the precision of max: a constant
+   added to all logits would cost digits. Probabilities are not saved: backward computes the exponentials again. */
 
 HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target, float delta)
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
-        return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
-                          hpml_op_name(op), hpmli_text(y), hpmli_text(target));
+        return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 tensors of the same shape",
+                          hpml_op_name(op), hpmli_describe(y), hpmli_describe(target));
     if (!(delta >= 0))
         return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", hpml_op_name(op),
                           (double)delta);
@@ -6562,12 +6925,12 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
 {
     hpml_cross_entropy_desc d;
     hpml_tensor            *src[2] = { logits, labels };
-    if (!hpmli_recordable(2, src) || !HPMLI_TAKE(logits->ctx, "cross_entropy", d, desc)) return NULL;
+    if (!hpmli_recordable(2, src) || !HPMLI_COPY_DESC(logits->ctx, "cross_entropy", d, desc)) return NULL;
     bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
     for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
     if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
         return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
-                          "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
+                          "and i32 (..), label_smoothing in 0..1", hpmli_describe(logits), hpmli_describe(labels));
     hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
     n->attr.cross_entropy.smoothing = d.label_smoothing;
     n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
@@ -6575,7 +6938,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     return n->out;
 }
 
-/* sum of exp(x - shift) without a place for the exponentials */
+/* Returns the sum of exp(x - shift) without storing the exponentials. */
 HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
 {
     float piece[HPMLI_PIECE], sum = 0;
@@ -6587,7 +6950,7 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
 {
     const hpml_node *n     = w->n;
     const float     *x     = n->src[0]->data + row * w->cols; /* (V) */
-    int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
+    int32_t          label = ((const int32_t *)n->src[1]->raw)[row];
     float           *max   = (float *)n->saved + row, *inverse = max + w->count, *loss = inverse + w->count;
     float            s     = n->attr.cross_entropy.smoothing;
     *loss = *max = *inverse = 0;
@@ -6605,7 +6968,7 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
 HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x     = n->src[0];
-    const int32_t     *label = (const int32_t *)(const void *)n->src[1]->data;
+    const int32_t     *label = (const int32_t *)n->src[1]->raw;
     int64_t            V = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / V, counted = 0;
     const float       *loss = (const float *)n->saved + 2 * rows;
     double             sum  = 0;
@@ -6613,7 +6976,7 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
         if (label[i] == n->attr.cross_entropy.ignore) continue;
         if (label[i] < 0 || label[i] >= V)
             return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
-                              "%lld (or %d to be ignored)", (long long)(n->edge.index + i), label[i],
+                              "%lld (or %d to be ignored)", (long long)(n->state->first_index + i), label[i],
                               (long long)V - 1, n->attr.cross_entropy.ignore);
         counted++;
     }
@@ -6629,7 +6992,7 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     const hpml_node *n     = w->n;
     const float     *x     = n->src[0]->data + row * w->cols;
     float           *dx    = n->src[0]->grad + row * w->cols, piece[HPMLI_PIECE];
-    int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
+    int32_t          label = ((const int32_t *)n->src[1]->raw)[row];
     const float     *saved = (const float *)n->saved;
     float            max   = saved[row], s = n->attr.cross_entropy.smoothing;
     float            scale = saved[3 * w->count] * n->out->grad[0], share = scale * saved[w->count + row];
@@ -6665,8 +7028,8 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
     return hpmli_loss_record(HPML_OP_HUBER, y, target, delta);
 }
 
-/* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
-   delta, then delta (|d| - delta / 2). delta 0: |d|. */
+/* The loss of one element. bce_with_logits: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with
+   d = x - t. huber: d^2 / 2 if |d| <= delta, else delta (|d| - delta / 2); with delta 0: |d|. */
 HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 {
     double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
@@ -6676,14 +7039,15 @@ HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
     return d <= delta ? d * d / 2 : delta * (d - delta / 2);
 }
 
-/* Its derivative by x. */
+/* The derivative of the loss of one element with respect to x. */
 HPMLI_FN float hpmli_pair_derivative(const hpml_node *n, float x, float t)
 {
     float d = x - t, delta = n->attr.huber.delta;
     if (n->op == HPML_OP_BCE_WITH_LOGITS) return 1 / (1 + expf(-x)) - t;
     if (n->op == HPML_OP_MSE) return 2 * d;
-    if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
-    return d > delta ? delta : d < -delta ? -delta : d;
+    if (delta == 0) return (float)((d > 0) - (d < 0));
+    if (d > delta) return delta;
+    return d < -delta ? -delta : d;
 }
 
 HPMLI_FN void hpmli_pairs_pass(hpml_node *n)
@@ -6702,7 +7066,7 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
     if (n->op == HPML_OP_BCE_WITH_LOGITS && n->src[1]->grad)
         return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
                           "parameters; only the logits get a gradient", n->src[1]->name);
-    for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
+    for (int s = 0; s < 2; s++) { /* a target that is a result gets a gradient, too: minus that of y */
         float *d = n->src[s]->grad, sign = s ? -scale : scale;
         for (int64_t i = 0; d && i < count; i++)
             d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_derivative(n, x[i], t[i]);
@@ -6718,88 +7082,106 @@ HPMLI_OP(huber, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back
          return hpmli_pairs_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
+// >>half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients take 2 bytes a number; arithmetic, and
-   what is added up over a training, stay f32. The ops know nothing of halves. One wrapper stands in for all of them: it
-   gives an op f32 copies, in scratch memory, of the halves that the op reads, and rounds the op's results (to nearest,
-   ties to even) into their place. Most ops treat samples independently, so the wrapper cuts a batch into blocks of
-   samples whose copies stay in the cache; gradients of parameters are added up over the blocks in f32. An op that joins
-   samples (batchnorm, a sum over the batch) gets a copy of the whole batch, and a loss is the mean over the blocks,
-   weighted by the number of rows that count in each. Blocks do not depend on the number of threads, so results do not.
+/* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients are stored in 2 bytes a number;
+   arithmetic, parameters, their gradients and optimizer states stay f32. The ops themselves know f32 only. One wrapper
+   replaces all of them in ctx->ops: it gives an op f32 copies, in scratch memory, of the halves that the op reads, and
+   rounds the results of the op (to nearest, ties to even) to their stored type. Most ops treat samples independently,
+   so the wrapper cuts a batch into blocks of samples whose copies stay in the cache; gradients of parameters are added
+   up over the blocks in f32. An op that joins samples (batchnorm, a sum over the batch) gets a copy of the whole batch;
+   a loss is the mean over the blocks, weighted by the number of rows that are not ignored in each. The blocks do not
+   depend on the number of threads, so neither do the results.
 
    The weights of products (parameters of two or more dimensions) are rounded, too, in an f32 copy. In a model of few
-   samples and large layers the copy of the largest weight makes up most of the scratch memory. */
+   samples and large layers the copy of the largest weight is most of the scratch memory. */
 
-#define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
-#define HPMLI_EDGE_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
+#define HPMLI_WRAP_NUMBERS ((int64_t)1 << 18) /* numbers in the f32 copies of a block: 1 MB, or one sample if larger */
+#define HPMLI_WRAP_ROWS    256 /* least rows of a block: with fewer, packing would slow matrix products down */
 
-enum { HPMLI_LOAD = 1, HPMLI_SAVE = 2, HPMLI_ROUND = 4 }; /* before the op; behind it; load what is f32, rounded */
+enum {
+    HPMLI_LOAD  = 1, /* before the op: copy halves to f32 */
+    HPMLI_SAVE  = 2, /* after the op: round the f32 copy to halves */
+    HPMLI_ROUND = 4  /* before the op: copy f32 to f32, rounded to the precision of halves */
+};
 
 typedef struct hpmli_copy {
-    void    *stored; /* (n) halves; for HPMLI_ROUND f32 */
-    float   *plain;  /* (n) what the op reads or writes */
+    void    *stored; /* (n) halves; with HPMLI_ROUND f32 */
+    float   *f32;    /* (n) the copy that the op reads or writes */
     int64_t  n;
-    unsigned how;
+    unsigned how;    /* HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND */
 } hpmli_copy;
 
-/* An op and the block of samples that it is about to run on. */
-typedef struct hpmli_edge {
+/* An op and a block of samples, ready to run. */
+typedef struct hpmli_wrap {
     const hpml_ctx *ctx;
-    hpml_node       node;                /* the op as recorded, but with these tensors: */
-    hpml_tensor     t[HPML_MAX_SRC + 1]; /* of its sources, and at the end of its result */
+    hpml_node       node;                /* the op as recorded, but with the tensors t ... */
+    struct hpmli_node_state state;       /* ... and this state */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* the sources and, last, the result */
     hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
-    int             count;               /* of copies */
-    unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: what is being done to them */
-    char           *at;                  /* where the f32 copies are; NULL while planning */
-    size_t          used;                /* bytes of it */
-    int64_t         first, samples;      /* of this block */
-    bool            last;                /* no block follows */
-} hpmli_edge;
+    int             count;               /* number of copies */
+    unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: the phase that hpmli_wrap_task runs */
+    char           *at;                  /* memory of the f32 copies; NULL while planning */
+    size_t          used;                /* bytes of that memory in use */
+    int64_t         first, samples;      /* the first sample and the number of samples of this block */
+    bool            last;                /* the last block of the batch */
+} hpmli_wrap;
 
-HPMLI_FN float *hpmli_edge_copy(hpmli_edge *e, void *stored, int64_t n, int64_t most, unsigned how)
+/* Adds a copy of n numbers, with memory for `most`, and returns the copy's address. */
+HPMLI_FN float *hpmli_wrap_copy(hpmli_wrap *e, void *stored, int64_t n, int64_t most, unsigned how)
 {
-    float     *plain = e->at ? (float *)(void *)(e->at + e->used) : NULL;
-    hpmli_copy c     = { stored, plain, n, how };
+    float     *f32 = e->at ? (float *)(void *)(e->at + e->used) : NULL;
+    hpmli_copy c   = { stored, f32, n, how };
     e->used += ((size_t)most * sizeof(float) + 63) / 64 * 64;
     e->copy[e->count++] = c;
-    return plain;
+    return f32;
 }
 
-/* t as the op gets it; value and grad: what this pass does with them. 0: nothing, but there are floats at the place, as
-   kernels may read what they do not use. What has no batch dimension is copied before the first block and behind the
+/* *to = the tensor that the op gets instead of t: this block's samples, with f32 copies of halves. value and grad say
+   how values and gradient are copied (HPMLI_LOAD ...); with 0 there is memory for the copy, because kernels may read
+   numbers that they do not use. A tensor without a batch dimension is loaded before the first block and saved after the
    last. */
-HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tensor *t, unsigned value, unsigned grad)
+HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, unsigned value, unsigned grad)
 {
-    int64_t  block = e->node.edge.samples, n = hpml_tensor_count(t), most = n;
+    int64_t  block = e->state.block_samples, n = hpml_tensor_count(t), most = n;
     unsigned once  = (e->first > 0 ? HPMLI_LOAD | HPMLI_ROUND : 0) | (e->last ? 0 : HPMLI_SAVE);
-    bool     half  = hpmli_is_half(t->dtype), has_grad = e->at ? t->grad != NULL : t->needs_grad;
+    bool     half  = hpmli_is_half(t->dtype), has_grad = e->at ? t->raw_grad != NULL : t->needs_grad;
+    char    *raw   = (char *)t->raw, *raw_grad = (char *)t->raw_grad;
     *to = *t;
     if (block > 0 && t->batch_rows > 0) {
         int64_t each = n / t->shape[0] * t->batch_rows; /* numbers of a sample */
         size_t  skip = (size_t)(e->first * each) * hpml_dtype_size(t->dtype);
-        if (t->data) to->data = (float *)(void *)((char *)t->data + skip);
-        if (t->grad) to->grad = (float *)(void *)((char *)t->grad + skip);
-        if (t->dtype == HPML_DTYPE_I32) e->node.edge.index = e->first * each;
+        if (raw) raw += skip;
+        if (raw_grad) raw_grad += skip;
+        if (t->dtype == HPML_DTYPE_I32) e->state.first_index = e->first * each;
         to->shape[0] = e->samples * t->batch_rows;
-        n = e->samples * each, most = block * each, once = 0;
+        n    = e->samples * each;
+        most = block * each;
+        once = 0;
     }
-    if (half || value & HPMLI_ROUND) to->data = hpmli_edge_copy(e, to->data, n, most, value & ~once);
-    if (half && has_grad) to->grad = hpmli_edge_copy(e, to->grad, n, most, grad & ~once);
-    if (half) to->dtype = HPML_DTYPE_F32; /* as its copies are: ops count bytes by it */
+    if (half || value & HPMLI_ROUND) raw = (char *)hpmli_wrap_copy(e, raw, n, most, value & ~once);
+    if (half && has_grad) raw_grad = (char *)hpmli_wrap_copy(e, raw_grad, n, most, grad & ~once);
+    if (half) to->dtype = HPML_DTYPE_F32; /* the type of the copies */
+    hpmli_set_memory(to, raw, raw_grad);
 }
 
-/* The op on samples [first, first + samples), its copies laid out from `at` on. */
-HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
+/* Sets up the op of n on samples first .. first + samples - 1, with its copies from address `at` on. */
+HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
     unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
     bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
     memset(e, 0, sizeof *e);
-    e->node = *n;
-    memset(e->node.update, 0, sizeof e->node.update); /* steps are taken when the gradient of all blocks is there */
-    e->ctx = ctx, e->at = at, e->first = first, e->samples = samples, e->last = last;
+    e->node       = *n;
+    e->state      = *n->state;
+    e->node.state = &e->state;
+    memset(e->state.update, 0, sizeof e->state.update); /* optimizer steps wait for the gradients of all blocks */
+    e->ctx     = ctx;
+    e->at      = at;
+    e->first   = first;
+    e->samples = samples;
+    e->last    = last;
     for (int i = 0, same; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
         unsigned           value = 0, grad = back ? HPMLI_SAVE : 0;
@@ -6812,64 +7194,67 @@ HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_nod
             if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
         if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
         if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write a part of it */
-        hpmli_edge_tensor(e, &e->t[i], s, value, grad);
+        hpmli_wrap_tensor(e, &e->t[i], s, value, grad);
     }
     hpml_tensor *y     = e->node.out = &e->t[HPML_MAX_SRC];
     unsigned     value = back ? 0 : HPMLI_SAVE;
     if (back && needs & HPMLI_NEED_OUT) value = HPMLI_LOAD;
-    hpmli_edge_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
+    hpmli_wrap_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
     if (hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM) && n->saved_bytes > 0) { /* stored in halves, as the result is */
         hpml_tensor z = *n->out;
-        z.data = (float *)n->saved;
-        hpmli_edge_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
+        hpmli_set_memory(&z, n->saved, NULL);
+        hpmli_wrap_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
         e->node.saved = e->t[3].data;
     } else if (n->saved && first > 0)
-        e->node.saved = (char *)n->saved + (size_t)(first / n->edge.samples) * n->edge.saved;
+        e->node.saved = (char *)n->saved + (size_t)(first / n->state->block_samples) * n->state->block_saved;
 }
 
-HPMLI_FN int64_t hpmli_edge_tasks(const hpmli_edge *e, const hpmli_copy *c)
+/* Number of tasks that a copy needs in this phase. */
+HPMLI_FN int64_t hpmli_wrap_tasks(const hpmli_wrap *e, const hpmli_copy *c)
 {
     bool wanted = c->how & (e->now == HPMLI_LOAD ? HPMLI_LOAD | HPMLI_ROUND : HPMLI_SAVE);
     return wanted ? (c->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN : 0;
 }
 
-/* One task: loads or saves a piece of one of the copies. */
-HPMLI_FN void hpmli_edge_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+/* One task: loads or saves a chunk of one of the copies. */
+HPMLI_FN void hpmli_wrap_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
-    const hpmli_edge    *e = (const hpmli_edge *)arg;
+    const hpmli_wrap    *e = (const hpmli_wrap *)arg;
     const hpmli_copy    *c = e->copy;
     const hpmli_kernels *k = e->ctx->k;
-    hpml_dtype           store = e->ctx->activation_dtype;
+    hpml_dtype           dtype = e->ctx->activation_dtype;
     uint16_t             piece[HPMLI_PIECE];
-    for (int64_t tasks; tasks = hpmli_edge_tasks(e, c), task >= tasks; c++) task -= tasks;
+    for (int64_t tasks; tasks = hpmli_wrap_tasks(e, c), task >= tasks; c++) task -= tasks;
     int64_t   at = task * HPMLI_GRAIN, n = hpmli_min(c->n - at, HPMLI_GRAIN);
     uint16_t *half = (uint16_t *)c->stored + at;
-    if (e->now == HPMLI_SAVE) k->from_f32(store, half, c->plain + at, n);
-    else if (c->how & HPMLI_LOAD) k->to_f32(c->plain + at, store, half, n);
+    if (e->now == HPMLI_SAVE) k->from_f32(dtype, half, c->f32 + at, n);
+    else if (c->how & HPMLI_LOAD) k->to_f32(c->f32 + at, dtype, half, n);
     else
         HPMLI_PIECES(i, count, n) {
-            k->from_f32(store, piece, (const float *)c->stored + at + i, count);
-            k->to_f32(c->plain + at + i, store, piece, count);
+            k->from_f32(dtype, piece, (const float *)c->stored + at + i, count);
+            k->to_f32(c->f32 + at + i, dtype, piece, count);
         }
 }
 
-HPMLI_FN void hpmli_edge_move(hpmli_edge *e, hpml_ctx *ctx, unsigned now)
+/* Loads or saves all copies, by all threads. */
+HPMLI_FN void hpmli_wrap_move(hpmli_wrap *e, hpml_ctx *ctx, unsigned now)
 {
     int64_t tasks = 0;
     e->now = now;
-    for (int i = 0; i < e->count; i++) tasks += hpmli_edge_tasks(e, &e->copy[i]);
-    if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_edge_task, e);
+    for (int i = 0; i < e->count; i++) tasks += hpmli_wrap_tasks(e, &e->copy[i]);
+    if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_wrap_task, e);
 }
 
 HPMLI_FN bool hpmli_is_mean(const hpml_node *n) { return hpmli_has_trait(n, HPMLI_OP_IS_MEAN); }
 
-/* The tensor whose samples are cut into blocks. */
-HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n) ? n->src[0] : n->out; }
+/* Returns the tensor whose samples are cut into blocks. */
+HPMLI_FN const hpml_tensor *hpmli_wrap_batch(const hpml_node *n) { return hpmli_is_mean(n) ? n->src[0] : n->out; }
 
-/* Number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is small. */
-HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
+/* Returns the number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is
+   small. */
+HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
 {
-    const hpml_tensor *y = hpmli_edge_batch(n);
+    const hpml_tensor *y = hpmli_wrap_batch(n);
     bool    product = hpmli_has_trait(n, HPMLI_OP_PRODUCT), pairs = hpmli_has_trait(n, HPMLI_OP_PAIRS_ROWS);
     int64_t numbers = hpml_tensor_count(n->out), batch;
     if (!y->batch_rows || n->mixes_batch || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH)) return 0;
@@ -6881,76 +7266,84 @@ HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
     }
     batch = y->shape[0] / y->batch_rows;
     int64_t rows  = hpml_tensor_count(y) / y->shape[y->ndim - 1] / batch, each = 2 * numbers / batch;
-    int64_t block = hpmli_max((HPMLI_EDGE_NUMBERS + each - 1) / each, (HPMLI_EDGE_ROWS + rows - 1) / rows);
+    int64_t block = hpmli_max((HPMLI_WRAP_NUMBERS + each - 1) / each, (HPMLI_WRAP_ROWS + rows - 1) / rows);
     return block < batch ? block : 0;
 }
 
-/* hpml_backend.plan, once for each node: sets the size of its blocks, the bytes of their copies and saved values. */
-HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
+/* hpml_backend.plan of the CPU, once for each node: sets the samples of a block and the bytes of its copies and saved
+   values. */
+HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
-    hpmli_edge      e;
-    if (ctx->activation_dtype == HPML_DTYPE_F32 || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS) || n->edge.at > 0) return;
-    const hpml_tensor *y = hpmli_edge_batch(n);
-    int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = n->edge.samples = hpmli_edge_block(n);
+    hpmli_wrap      e;
+    if (ctx->activation_dtype == HPML_DTYPE_F32 || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return;
+    if (n->state->copies_at > 0) return;
+    const hpml_tensor *y = hpmli_wrap_batch(n);
+    int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = hpmli_wrap_block(n);
+    n->state->block_samples = block;
     size_t  most  = 0;
     for (int back = 0; back < 2; back++) {
-        hpmli_edge_open(&e, ctx, n, back, 0, block, true, NULL);
+        hpmli_wrap_open(&e, ctx, n, back, 0, block, true, NULL);
         if (e.used > most) most = e.used;
     }
-    n->edge.at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
-    n->scratch_bytes = n->edge.at + most;
+    n->state->copies_at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
+    n->scratch_bytes = n->state->copies_at + most;
     if (block == 0 || n->saved_bytes == 0 || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM)) return;
-    n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64; /* a loss saves one number more */
+    /* rounded up, because a loss saves one number more */
+    n->state->block_saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64;
     n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
 }
 
-/* Numbers that the loss n is the mean of. */
-HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
+/* Returns the number of rows or elements of which the loss n is the mean. */
+HPMLI_FN double hpmli_wrap_weight(const hpml_node *n)
 {
     bool           labels = hpmli_has_trait(n, HPMLI_OP_INDEX_1);
     int64_t        count  = hpml_tensor_count(n->src[labels ? 1 : 0]), ignored = 0;
-    const int32_t *label  = (const int32_t *)(const void *)n->src[1]->data;
+    const int32_t *label  = (const int32_t *)n->src[1]->raw;
     for (int64_t i = 0; labels && i < count; i++)
         ignored += label[i] == n->attr.cross_entropy.ignore;
     return (double)(count - ignored);
 }
 
-/* Both passes of all ops but reshape, which copies bytes of any type. */
-HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back)
+/* Runs both passes of all ops, block by block; a reshape runs as it is, because it copies bytes of any type. */
+HPMLI_FN hpml_status hpmli_wrap_run(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpml_op_impl *op = &hpmli_op_of(n)->run;
-    const hpml_tensor  *y  = hpmli_edge_batch(n);
+    const hpml_tensor  *y  = hpmli_wrap_batch(n);
     hpml_status         status = HPML_OK;
-    int64_t             block = n->edge.samples, batch = block > 0 ? y->shape[0] / y->batch_rows : 1;
+    int64_t             block = n->state->block_samples, batch = block > 0 ? y->shape[0] / y->batch_rows : 1;
     bool                mean = block > 0 && hpmli_is_mean(n);
-    double              all = mean ? hpmli_edge_weight(n) : 1, sum = 0;
+    double              all = mean ? hpmli_wrap_weight(n) : 1, sum = 0;
     if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return back ? op->backward(run, n) : op->forward(run, n);
     for (int64_t first = 0, count; first < batch && status == HPML_OK; first += count) {
-        hpmli_edge e;
+        hpmli_wrap e;
         hpml_run   part = *run;
         float      dloss = 0;
         count = block > 0 ? hpmli_min(block, batch - first) : batch;
-        hpmli_edge_open(&e, run->ctx, n, back, first, count, first + count == batch, (char *)n->scratch + n->edge.at);
+        hpmli_wrap_open(&e, run->ctx, n, back, first, count, first + count == batch,
+                        (char *)n->scratch + n->state->copies_at);
         part.sample += (uint64_t)first;
-        double share = mean && all > 0 ? hpmli_edge_weight(&e.node) / all : 1;
-        if (mean && back) dloss = (float)(share * (double)n->out->grad[0]), e.node.out->grad = &dloss;
-        hpmli_edge_move(&e, run->ctx, HPMLI_LOAD);
+        double share = mean && all > 0 ? hpmli_wrap_weight(&e.node) / all : 1;
+        if (mean && back) {
+            dloss = (float)(share * (double)n->out->grad[0]);
+            e.node.out->grad = &dloss;
+        }
+        hpmli_wrap_move(&e, run->ctx, HPMLI_LOAD);
         status = back ? op->backward(&part, &e.node) : op->forward(&part, &e.node);
-        if (status == HPML_OK) hpmli_edge_move(&e, run->ctx, HPMLI_SAVE);
+        if (status == HPML_OK) hpmli_wrap_move(&e, run->ctx, HPMLI_SAVE);
         if (mean && !back) sum += share * (double)n->out->data[0];
     }
     if (mean && !back) n->out->data[0] = (float)sum;
     return status;
 }
 
-HPMLI_FN hpml_status hpmli_edge_forward(const hpml_run *run, hpml_node *n) { return hpmli_edge_run(run, n, false); }
-HPMLI_FN hpml_status hpmli_edge_backward(const hpml_run *run, hpml_node *n) { return hpmli_edge_run(run, n, true); }
+HPMLI_FN hpml_status hpmli_wrap_forward(const hpml_run *run, hpml_node *n) { return hpmli_wrap_run(run, n, false); }
+HPMLI_FN hpml_status hpmli_wrap_backward(const hpml_run *run, hpml_node *n) { return hpmli_wrap_run(run, n, true); }
 
-HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
+HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_X(op, name) { hpmli_edge_forward, hpmli_edge_backward },
+#define HPMLI_X(op, name) { hpmli_wrap_forward, hpmli_wrap_backward },
         HPML_OPS(HPMLI_X)
 #undef HPMLI_X
     };
@@ -6964,7 +7357,7 @@ HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
-    if (ctx->activation_dtype != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
+    if (ctx->activation_dtype != HPML_DTYPE_F32) ctx->ops = hpmli_wrap_ops();
     return HPML_OK;
 }
 
@@ -6975,8 +7368,8 @@ HPMLI_FN hpml_dtype hpmli_cpu_activation_dtype(void *device)
 
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
-/* Fresh memory is cleared by all threads, in pieces, as a first touch is slow: the system has to find each page. Asked
-   for all pages of a stretch at once it takes half the time. */
+/* New memory is zeroed by all threads, in pieces of HPMLI_CLEAR bytes, because the first access to each page is slow:
+   the system has to provide the page. Requesting the pages of a piece at once halves the time. */
 #define HPMLI_CLEAR (UINT32_C(1) << 21)
 
 typedef struct hpmli_clear_job {
@@ -6988,7 +7381,7 @@ HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
     size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
-    for (size_t n; at < end; at += n) { /* cleared while it is in the cache */
+    for (size_t n; at < end; at += n) { /* parts that are in the cache when they are zeroed */
         n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
 #ifdef MADV_POPULATE_WRITE
         char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
@@ -7049,14 +7442,17 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
                                      int64_t n, double *out)
 {
     hpmli_sumsq_job j;
-    j.k = ctx->k, j.dtype = dtype, j.x = x, j.n = n;
+    j.k     = ctx->k;
+    j.dtype = dtype;
+    j.x     = x;
+    j.n     = n;
     j.piece = hpmli_max((n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS, HPMLI_GRAIN);
     int64_t tasks = (n + j.piece - 1) / j.piece;
     hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
     *out = 0;
     for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
     if (*out - *out == 0) return HPML_OK;
-    float piece[HPMLI_PIECE]; /* squares of finite floats that overflow as floats do not as doubles */
+    float piece[HPMLI_PIECE]; /* squares that overflow in float do not in double, so a finite sum may remain */
     *out = 0;
     HPMLI_PIECES(at, c, n) {
         j.k->to_f32(piece, dtype, (const char *)x + (size_t)at * hpml_dtype_size(dtype), c);
@@ -7085,9 +7481,29 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         HPML_OPS(HPMLI_X)
 #undef HPMLI_X
     };
-    static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
-        hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        hpmli_cpu_activation_dtype, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
+    static const hpml_backend cpu = {
+        "cpu",
+        hpmli_cpu_open,
+        hpmli_cpu_close,
+        hpmli_cpu_alloc,
+        hpmli_cpu_free,
+        hpmli_cpu_copy,             /* write */
+        hpmli_cpu_copy,             /* read */
+        hpmli_cpu_zero,
+        NULL,                       /* sync: all calls are complete on return */
+        ops,
+        hpmli_cpu_update,
+        hpmli_cpu_sumsq,
+        hpmli_cpu_activation_dtype,
+        hpmli_wrap_plan,
+        NULL,                       /* begin: passes are not recorded */
+        NULL,                       /* end */
+        NULL,                       /* correct: the trainer counts on the host */
+        NULL,                       /* encode: hpml_packing_encode is the CPU's */
+        NULL,                       /* decode */
+        NULL,                       /* time_op: the host's clock times ops */
+        true                        /* layouts */
+    };
     return &cpu;
 }
 
@@ -7233,8 +7649,8 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
     return true;
 }
 
-/* Copies into g the gradient of numbers i .. i + n - 1, unscaled. Where u checks for non-finite numbers these become 0;
-   returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be their place in u->g. */
+/* Writes to g the gradient of numbers i .. i + n - 1 of u's parameter, times u->grad_scale. With u->found_nonfinite a
+   NaN or infinity becomes 0. Returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be u->g + i. */
 HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, int64_t n)
 {
     int found = 0;
@@ -7247,8 +7663,8 @@ HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, in
     return found;
 }
 
-/* Restores those of n weights that are not finite from `was` (NULL: leaves all weights) and sets the states of a number
-   to 0 where one of them is not finite. Returns HPML_NONFINITE_STEP if there was one, else 0. */
+/* After a step of n numbers: restores each weight that is not finite from `was` (NULL: changes no weight), and sets all
+   states of a number to 0 if one of them is not finite. Returns HPML_NONFINITE_STEP if it did one or the other. */
 HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *state, int64_t n)
 {
     int found = 0;
@@ -7266,8 +7682,8 @@ HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *stat
     return found;
 }
 
-/* Steps numbers i .. i + n - 1 by the row of u, where g is for their gradient. was: n floats, or NULL where the row
-   writes a direction. Returns HPML_NONFINITE_ bits. */
+/* Calls the step of u's own row for numbers i .. i + n - 1. g: (n) memory for their gradient; was: (n) memory for their
+   weights, NULL if the row writes a direction. Returns HPML_NONFINITE_ bits. */
 HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
 {
     float *state[HPML_MAX_STATES], *w = u->w + i;
@@ -7279,7 +7695,7 @@ HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int6
     return found;
 }
 
-/* Steps numbers i .. i + n - 1 of a parameter; returns HPML_NONFINITE_ bits. */
+/* Steps numbers i .. i + n - 1 of a parameter, by kernel or by the user's row; returns HPML_NONFINITE_ bits. */
 HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64_t i, int64_t n)
 {
     const hpml_update *u = &o->u;
@@ -7295,8 +7711,8 @@ HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64
     return found;
 }
 
-/* The step of a parameter, cut into pieces. With d, the product that makes the gradient, both go by the same blocks of
-   rows, because a block is still in the cache when its step reads it. */
+/* The step of a parameter, cut into tasks. With d, the product that makes the gradient, a task computes a block of rows
+   of the gradient and then steps these rows, because the block is still in the cache. */
 typedef struct hpmli_update_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
@@ -7346,9 +7762,9 @@ HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
     return sqrt(sum);
 }
 
-/* LARS (You et al. 2017): lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the
-   paper's code. The rate goes into what the momentum adds up, so that a change of either has effect from this step on:
-   step then is SGD with lr 1. */
+/* LARS (You et al. 2017): the rate is lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as
+   in the paper's code. The rate multiplies the gradient before it enters the momentum, not the momentum afterwards, so
+   that a new rate does not rescale older gradients: the step is then SGD with lr 1. */
 HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm)
 {
     double length = grad_norm + (double)u->weight_decay * weight_norm;
@@ -7359,8 +7775,8 @@ HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad
     u->lr = 1;
 }
 
-/* Steps along the direction r that stands in the gradient's array: w -= lr r, a step of plain SGD; layer_ratio (LAMB,
-   You et al. 2020): w -= lr |w| / |r| r. */
+/* Steps along the direction r, which the row has written over the gradient: w -= lr r, a step of plain SGD. With
+   layer_ratio (LAMB, You et al. 2020): w -= lr |w| / |r| r. */
 HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u)
 {
     if (row->layer_ratio) {
@@ -7641,16 +8057,16 @@ typedef struct hpmli_named_array { /* an array of the user's that checkpoints ho
 
 /* Results of a step on the device: the loss; rows of the output whose largest number is at the label, and rows that
    have a label; the gradients' sum of squares. They stand in the memory of the loss, because one copy to the host then
-   reads all: the planner rounds each array up to 64 bytes and gives a scalar's to no other array (hpmli_plan_slots). */
+   reads all: the planner gives each scalar a slot of HPMLI_SCALAR_SLOT bytes (hpmli_plan_slots). */
 typedef struct hpmli_step_scalars { float loss, unused; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
-typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= 64 ? 1 : -1];
+typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= HPMLI_SCALAR_SLOT ? 1 : -1];
 
 #define HPMLI_LOSS_SCALE_START 65536.0f /* dynamic: 2^16, and at most ... */
 #define HPMLI_LOSS_SCALE_MAX   1099511627776.0f /* 2^40, because gradients that stay 0 never overflow */
 
 struct hpml_trainer {
     hpml_ctx           *ctx;
-    hpml_trainer_desc   d;               /* resolved */
+    hpml_trainer_desc   d;               /* the user's desc, with defaults in place of zeros */
     hpml_graph         *graph;
     hpml_tensor        *target, *loss;
     const hpml_optimizer *optimizer;     /* its row */
@@ -7662,21 +8078,21 @@ struct hpml_trainer {
     hpmli_named_array  *states;          /* list: what hpml_trainer_add_state has named */
     hpml_hooks          hooks;
     int                 rank, ranks;
-    int64_t             global_batch, grain; /* samples */
+    int64_t             global_batch, grain; /* samples; see hpml_trainer_set_shard */
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
     const int32_t      *labels;          /* host: labels of this micro-batch; NULL: its accuracy is not wanted */
     int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
     int64_t             step, epoch, epoch_step;
     int32_t             micro_batch;     /* micro-batches since the last update */
     int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
-    float               accumulate_weight; /* s of the introduction above: 1 if all micro-batches are full */
+    float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): divides gradients */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
     hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
     hpmli_step_scalars *device_scalars;  /* where they are: t->loss->data */
     bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
-    bool                norm_ready;      /* this step: the norm is in device_scalars ... */
-    bool                norm_fetched;    /* ... and in scalars */
+    bool                norm_ready;      /* this step's norm is in device_scalars */
+    bool                norm_fetched;    /* this step's norm is in scalars, too */
     bool                update_follows;  /* no hook comes between this backward pass and the update */
     bool                overflowed;      /* this step: a gradient is infinite or NaN because of the loss scale */
 };
@@ -7756,7 +8172,7 @@ HPMLI_FN bool hpmli_trainer_ranges_check(hpml_ctx *ctx, const hpml_trainer_desc 
 HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     if (hpmli_failed(ctx)) return false;
-    if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
+    if (d && !HPMLI_DESC_OK(ctx, "trainer", d)) return false;
     if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
     if (!hpmli_trainer_ranges_check(ctx, d)) return false;
@@ -7785,11 +8201,11 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
     for (int i = 0; i < 2; i++)
         if (missing[i])
             hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: .%s is %s, expected an input that the loss depends on",
-                       i ? "target" : "input", hpmli_text(missing[i]));
+                       i ? "target" : "input", hpmli_describe(missing[i]));
     if (t->graph->grad_count == 0)
         hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained; is "
                    "every layer frozen?");
-    if (hpmli_failed(t->ctx)) hpmli_graph_leave(t->graph);
+    if (hpmli_failed(t->ctx)) hpmli_graph_release_nodes(t->graph);
     return !hpmli_failed(t->ctx);
 }
 
@@ -7833,7 +8249,7 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
     if (out) memset(out, 0, sizeof *out);
     if (!t) return hpml_ctx_status(ctx);
     *out = t->graph->memory;
-    hpmli_graph_leave(t->graph);
+    hpmli_graph_release_nodes(t->graph);
     return HPML_OK;
 }
 
@@ -7907,7 +8323,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
     hpmli_trainer_alloc(t);
     for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) hpmli_update_init(t, i);
     if (ctx->status == HPML_OK) return t;
-    if (!t->graph->arena) hpmli_graph_leave(t->graph);
+    if (!t->graph->arena) hpmli_graph_release_nodes(t->graph);
     return NULL;
 }
 
@@ -7972,7 +8388,7 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
 HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *input, const void *from, int64_t samples)
 {
     int64_t n = hpml_tensor_count(input) / input->shape[0] * input->batch_rows * samples;
-    t->ctx->backend->write(t->ctx->device, input->data, from, (size_t)n * hpml_dtype_size(input->dtype));
+    t->ctx->backend->write(t->ctx->device, input->raw, from, (size_t)n * hpml_dtype_size(input->dtype));
 }
 
 /* Sets the batch and copies x and y (NULL: none) into the inputs. A graph that mixes samples cannot run fewer rows than
@@ -8042,7 +8458,7 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
     int64_t             classes = out->shape[out->ndim - 1];
     bool                on_device = labels && b->correct && !confusion;
     if (on_device)
-        b->correct(t->ctx->device, t->ctx, out->dtype, out->data, (const int32_t *)(const void *)t->target->data,
+        b->correct(t->ctx->device, t->ctx, out->dtype, out->raw, (const int32_t *)t->target->raw,
                    hpml_tensor_count(out) / classes, classes, t->device_scalars->counts);
     b->read(t->ctx->device, &t->scalars, t->device_scalars, sizeof t->scalars);
     t->norm_fetched = t->norm_ready;
@@ -8058,10 +8474,10 @@ HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
     g->shift += samples;
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
-        hpml_tensor *root = x->node ? x->node->out_root : x;
+        hpml_tensor *root = x->node ? x->node->state->out_root : x;
         if (root->node || !root->batch_rows) continue;
         int64_t sample_bytes = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
-        x->data = (float *)(void *)((char *)x->data + samples * sample_bytes);
+        hpmli_set_memory(x, (char *)x->raw + samples * sample_bytes, x->raw_grad);
     }
 }
 
@@ -8089,7 +8505,7 @@ HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
 
 /* True if one of the numbers x (on the device, laid out as tensor y) is not finite. If the device's sum of squares is
    not finite, which an overflow may be, the host checks each number. */
-HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
+HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const void *x)
 {
     int64_t     count = hpml_tensor_count(y);
     size_t      size  = hpml_dtype_size(y->dtype);
@@ -8099,7 +8515,7 @@ HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const f
     hpmli_read_step_scalars(t, NULL, NULL);
     if (t->scalars.sumsq - t->scalars.sumsq == 0) return false;
     HPMLI_PIECES(i, c, count) {
-        piece.data = (float *)(void *)((char *)(uintptr_t)x + (size_t)i * size);
+        piece.raw = (char *)(uintptr_t)x + (size_t)i * size;
         hpmli_read_floats(t->ctx, &piece, c, host);
         if (hpmli_first_nonfinite(host, c) < c) return true;
     }
@@ -8109,7 +8525,7 @@ HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const f
 /* Fails with an error that names `place` of tensor y, if a number of x there is not finite, or `known` says so; false:
    all are finite. what, value: the quantity in which the step has found a NaN or infinity. */
 HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double value, const char *place,
-                                     const hpml_tensor *y, const float *x, bool known)
+                                     const hpml_tensor *y, const void *x, bool known)
 {
     if (!known && (!x || !hpmli_has_nonfinite(t, y, x))) return false;
     bool stepped = hpmli_updates_found(t) != 0;
@@ -8135,7 +8551,7 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
         const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
         const char *place = i < 0 ? "the data of" : "the result of";
-        if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, place, y, y->data, false)) return ctx->status;
+        if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, place, y, y->raw, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
         if (hpmli_report_nonfinite(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
@@ -8164,8 +8580,8 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* hpml_trainer_step runs the lines of the table at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
-   hpmli_step_update and hpmli_step_fill_info. Data parallelism calls two of its pieces by itself, from its hooks:
-   hpml_trainer_forward_backward and hpml_trainer_apply. */
+   hpmli_step_update and hpmli_step_fill_info. The hooks of data parallelism replace the last lines of the second and
+   third of these, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
 
 /* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs it. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
@@ -8198,7 +8614,7 @@ HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
     if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-/* Reads loss, and hits where they are wanted, of the pass over `samples` samples from `first` on. */
+/* Reads the loss of the pass that began with sample `first`, and adds its hits to the step's if t->labels are set. */
 HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 {
     const int32_t *labels = t->labels;
@@ -8215,7 +8631,7 @@ HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, b
     hpml_graph *g      = t->graph;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
     if (status != HPML_OK) return status;
-    if (g->updates && !t->d.no_finite_check) { /* before a NaN gets into parameters, which step during this pass */
+    if (g->updates && !t->d.no_finite_check) { /* now, because parameters step within the backward pass */
         hpmli_read_step_scalars(t, NULL, NULL);
         float loss = t->scalars.loss;
         if (loss - loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)loss);
@@ -8304,29 +8720,30 @@ HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
     return (float)((double)samples / first) / (float)t->d.accumulate;
 }
 
-/* Where the parameters take their step, in one call of hpml_trainer_step. */
-typedef enum hpmli_road {
-    HPMLI_NO_UPDATE,    /* nowhere: more micro-batches of this update follow */
-    HPMLI_UPDATE_EARLY, /* each with the op that makes its gradient final, because the gradient is in the cache then */
+/* When the parameters take their step, in one call of hpml_trainer_step. */
+typedef enum hpmli_update_mode {
+    HPMLI_NO_UPDATE,    /* never: more micro-batches of this update follow */
+    HPMLI_UPDATE_EARLY, /* each after the op that makes its gradient final, because the gradient is in the cache then */
     HPMLI_UPDATE_HOOK,  /* in hooks.update, which calls hpml_trainer_apply */
     HPMLI_UPDATE_LOCAL  /* in hpml_trainer_apply, after the backward pass */
-} hpmli_road;
+} hpmli_update_mode;
 
 /* One call of hpml_trainer_step. */
 typedef struct hpmli_step {
     int64_t    number;    /* updates before */
     int64_t    samples;
-    hpmli_road road;
+    hpmli_update_mode mode;
     double     start, traced_start; /* seconds: of hpml_now, of the timeline */
-    float      weight;    /* see hpmli_batch_weight */
-    float      lr, scale; /* learning rate; loss scale times accumulate_weight */
-    float      loss;      /* 0 unless loss_known */
-    bool       loss_known, info;
+    float      weight;     /* factor of this micro-batch's gradients */
+    float      lr, scale;  /* learning rate; loss scale times accumulate_weight */
+    float      loss;       /* 0 unless loss_known */
+    bool       loss_known; /* the host reads the loss, or a hook returns it */
+    bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
-/* Chooses the road of this micro-batch. Early steps need a host that neither waits for all gradients (a norm) nor for a
-   device, and no hook that uses gradients. */
-HPMLI_FN hpmli_road hpmli_step_road(const hpml_trainer *t)
+/* Chooses when the parameters step. Early steps are possible on the CPU, if no norm of all gradients is needed first,
+   and no hook uses gradients. */
+HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
 {
     const hpml_backend *b = t->ctx->backend;
     if (t->micro_batch + 1 < t->d.accumulate) return HPMLI_NO_UPDATE;
@@ -8335,7 +8752,7 @@ HPMLI_FN hpmli_road hpmli_step_road(const hpml_trainer *t)
     return HPMLI_UPDATE_EARLY;
 }
 
-/* Copies the micro-batch into the inputs and sets what this call works with. */
+/* Copies the micro-batch into the inputs, clears the results of the last step, and fills in *s. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
     int64_t samples = s->samples;
@@ -8358,21 +8775,21 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->weight       = hpmli_batch_weight(t, samples);
     s->lr           = hpml_trainer_lr(t);
     s->scale        = t->loss_scale * t->accumulate_weight;
-    s->road         = hpmli_step_road(t);
+    s->mode         = hpmli_step_mode(t);
     s->loss_known   = t->hooks.run || s->info || !t->d.no_finite_check;
     return HPML_OK;
 }
 
-/* Forward and backward of the micro-batch, by the hook or here, with the steps of the parameters that go early. */
+/* Runs forward and backward, by hooks.run if there is one, and early steps within. Fails if the loss is not finite. */
 HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 {
     hpml_status status;
     if (t->hooks.run) status = t->hooks.run(t->hooks.user, t, s->samples, &s->loss);
     else {
         float *loss = s->loss_known ? &s->loss : NULL;
-        bool   updates = s->road == HPMLI_UPDATE_EARLY || s->road == HPMLI_UPDATE_LOCAL;
+        bool   updates = s->mode == HPMLI_UPDATE_EARLY || s->mode == HPMLI_UPDATE_LOCAL;
         t->update_follows = updates && !t->hooks.grad;
-        if (s->road == HPMLI_UPDATE_EARLY) {
+        if (s->mode == HPMLI_UPDATE_EARLY) {
             hpmli_updates_prepare(t, 0, t->graph->param_count);
             t->graph->updates = t->updates;
         }
@@ -8385,13 +8802,13 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
     return HPML_OK;
 }
 
-/* Counts the micro-batch, and after the last of an update takes the rest of the road. */
+/* Counts the micro-batch; after the last one of an update steps the parameters, or checks their early steps. */
 HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t, const hpmli_step *s)
 {
     hpml_status status = HPML_OK;
     t->micro_batch++;
-    if (s->road == HPMLI_NO_UPDATE) return HPML_OK;
-    switch (s->road) {
+    if (s->mode == HPMLI_NO_UPDATE) return HPML_OK;
+    switch (s->mode) {
     case HPMLI_NO_UPDATE: break;
     case HPMLI_UPDATE_EARLY: status = hpmli_updates_check(t); break;
     case HPMLI_UPDATE_HOOK: status = t->hooks.update(t->hooks.user, t); break;
@@ -8440,12 +8857,14 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
 // >>fit   passes over data, evaluation, prediction
 // ---------------------------------------------------------------------------------------------------------------------
 
+HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d); /* defined in >>dataset */
+
 /* Fails if a sample of the data has not the shape and type of the model's input and target. */
 HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool augments)
 {
     const hpml_tensor *x = t->d.input, *y = t->target;
-    int64_t x_data = hpmli_cropped(data), x_model = hpml_tensor_count(x) / t->graph->batch; /* numbers of a sample */
-    int64_t y_model = hpml_tensor_count(y) / t->graph->batch;
+    int64_t x_data  = hpmli_sample_floats(data); /* numbers of a sample: of the data, as the model's input and target */
+    int64_t x_model = hpml_tensor_count(x) / t->graph->batch, y_model = hpml_tensor_count(y) / t->graph->batch;
     bool    tokens = data->x_dtype == HPML_DTYPE_I32; /* pixels become floats */
     bool    x_fits = x_data == x_model && x->dtype == (tokens ? HPML_DTYPE_I32 : HPML_DTYPE_F32);
     bool    y_fits = !data->y || (data->y_size == y_model && data->y_dtype == y->dtype);
@@ -8459,7 +8878,7 @@ HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool au
     if (x->layout == HPML_NHWC && moves)
         return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
                            "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
-                           "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x),
+                           "hpml_to_layout(input, HPML_NHWC)", hpmli_describe(x),
                            hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
     return true;
 }
@@ -8471,7 +8890,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
 {
     hpml_loader_desc d = HPMLI_ZEROED;
     if (hpmli_failed(t->ctx) || !data) return NULL;
-    hpmli_graph_whole(t->graph);
+    hpmli_graph_restore_batch(t->graph);
     if (given) d = *given;
     if (!hpmli_data_fits(t, data, d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0)) return NULL;
     if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
@@ -8531,7 +8950,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     hpml_status   status = HPML_OK;
     hpmli_fit     f      = { hpml_now(), 0, 0 };
     if (!t) return HPML_ERR_ARGUMENT;
-    if (!HPMLI_TAKE(t->ctx, "fit", d, desc)) return t->ctx->status;
+    if (!HPMLI_COPY_DESC(t->ctx, "fit", d, desc)) return t->ctx->status;
     if (d.epochs < 0 || d.max_steps < 0)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "fit: %d epochs, max_steps %lld: expected 0 or more", d.epochs,
                           (long long)d.max_steps);
@@ -8546,7 +8965,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         status = hpmli_fit_epoch(t, l, &d, &f);
     }
     hpml_loader_free(l);
-    hpmli_graph_whole(t->graph);
+    hpmli_graph_restore_batch(t->graph);
     if (status == HPML_ERR_STOPPED && d.max_steps > 0 && f.updates >= d.max_steps) status = HPML_OK;
     /* waits for the device, which returns an error if its last step has found a non-finite number */
     if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
@@ -8578,7 +8997,8 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
-/* Adds one batch to the metrics, accuracy: the number of hits; false: an error. */
+/* Evaluates one batch and adds its loss, samples and hits to *out, whose accuracy counts hits until all batches are in;
+   *counted: rows that have a label. False: an error. */
 HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
 {
     bool classifier = hpmli_is_classifier(t);
@@ -8611,7 +9031,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     out->confusion = confusion;
     while (hpml_loader_next(l, &b) && hpmli_evaluate_batch(t, &b, out, &counted)) {}
     hpml_loader_free(l);
-    hpmli_graph_whole(t->graph);
+    hpmli_graph_restore_batch(t->graph);
     if (out->samples > 0) out->loss /= (double)out->samples;
     out->accuracy = counted > 0 ? out->accuracy / (double)counted : -1;
     out->seconds  = hpml_now() - start;
@@ -8634,7 +9054,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g = t->graph;
-    hpmli_graph_whole(g);
+    hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
     int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* both of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
@@ -8650,7 +9070,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
                        "whether training has left the parameters finite", (long long)(at % out_floats),
                        (long long)(i + at / out_floats), hpmli_plain_nan((double)out[i * out_floats + at]));
     }
-    hpmli_graph_whole(g);
+    hpmli_graph_restore_batch(g);
     return t->ctx->status;
 }
 
@@ -9313,6 +9733,14 @@ HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
 // >>dataset   datasets; images as data: IDX, CIFAR
 // ---------------------------------------------------------------------------------------------------------------------
 
+/* Numbers of a sample as loaders deliver it: a crop of it, if the data set has one. */
+HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d)
+{
+    int64_t n = hpmli_shape_count(d->x_ndim, d->x_shape), crop = d->x_crop;
+    if (crop <= 0 || d->x_ndim < 2) return n;
+    return n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * crop * crop;
+}
+
 /* A dataset that owns its arrays, which follow it in the same block of memory. A slice is a hpml_dataset alone. */
 typedef struct hpmli_samples {
     hpml_dataset  d;
@@ -9823,7 +10251,7 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
     if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
     if (data && hpmli_file_read(&f, data, (size_t)count * kinds[kind].size) &&
         (kinds[kind].size < 8 || hpmli_npy_narrow(ctx, path, kinds[kind].dtype, data, count)))
-        hpml_tensor_set(t, data, count);
+        hpml_tensor_set_raw(t, data, hpmli_tensor_bytes(t));
     hpmli_free(ctx, data);
     hpmli_file_close(&f);
     if (t && ctx->status != HPML_OK) {
@@ -9840,19 +10268,20 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     int          n;
     hpmli_writer w;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (!code || !t->data || !hpmli_contiguous(t))
+    if (!code || !t->raw || !hpmli_contiguous(t))
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
                           "contiguous with memory", path);
-    hpmli_table text = hpmli_table_of(header, sizeof header);
-    hpmli_table_add(&text, "{'descr': '%s', 'fortran_order': False, 'shape': (", code);
+    hpmli_text_buffer text = hpmli_text_begin(header, sizeof header);
+    hpmli_text_add(&text, "{'descr': '%s', 'fortran_order': False, 'shape': (", code);
     for (int i = 0; i < t->ndim; i++)
-        hpmli_table_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
-    hpmli_table_add(&text, "), }");
+        hpmli_text_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
+    hpmli_text_add(&text, "), }");
     n = text.used;
     while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data begin at a multiple of 64 bytes */
     header[n++] = '\n';
     void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
-    if (!host || hpmli_transfer(t, "save", NULL, host, hpml_tensor_count(t), false) != HPML_OK ||
+    if (!host || !hpmli_transferable(t, "save", host, hpml_tensor_count(t)) ||
+        t->ctx->backend->read(t->ctx->device, host, t->raw, hpmli_tensor_bytes(t)) != HPML_OK ||
         !hpmli_writer_open(t->ctx, &w, path, false)) {
         hpmli_free(t->ctx, host);
         return t->ctx->status;
@@ -10073,7 +10502,7 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
     int64_t  dx, dy, cx, cy;
     int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of the result */
     uint32_t word[4];
-    l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
+    l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, HPMLI_STREAM_AUGMENT | epoch, (uint64_t)(4 * sample), 4);
     dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
     dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
     if (l->crop > 0 && l->d.in_order) { /* evaluation: the middle */
@@ -10256,7 +10685,7 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
 {
     hpml_loader_desc d;
     if (hpmli_failed(ctx) || !data) return NULL;
-    if (!HPMLI_TAKE(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
+    if (!HPMLI_COPY_DESC(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
     hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_destroy);
     if (!l) return NULL;
     l->ctx  = ctx;
@@ -10264,7 +10693,7 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     l->data = data;
     l->d    = d;
     l->crop = data->x_crop;
-    l->size = hpmli_cropped(data);
+    l->size = hpmli_sample_floats(data);
     l->stored_size = hpmli_shape_count(data->x_ndim, data->x_shape);
     l->steps = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
     l->image = hpmli_new(ctx, float, l->stored_size);
@@ -10553,10 +10982,10 @@ HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *
 HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_safetensor *t, uint64_t at)
 {
     char        text[256];
-    hpmli_table line = hpmli_table_of(text, sizeof text);
-    hpmli_table_add(&line, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_dtypes[t->dtype].safe);
-    for (int i = 0; i < t->ndim; i++) hpmli_table_add(&line, "%s%lld", i ? "," : "", (long long)t->shape[i]);
-    hpmli_table_add(&line, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
+    hpmli_text_buffer line = hpmli_text_begin(text, sizeof text);
+    hpmli_text_add(&line, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_dtypes[t->dtype].safe);
+    for (int i = 0; i < t->ndim; i++) hpmli_text_add(&line, "%s%lld", i ? "," : "", (long long)t->shape[i]);
+    hpmli_text_add(&line, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
                     (unsigned long long)(at + t->bytes));
     hpmli_write_json(w, before, t->name);
     hpmli_write(w, text, (size_t)line.used);
@@ -10985,7 +11414,7 @@ struct hpmli_trace {
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
 {
     hpml_trace_desc d;
-    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "trace", d, desc)) return hpml_ctx_status(ctx);
+    if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "trace", d, desc)) return hpml_ctx_status(ctx);
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
@@ -11226,44 +11655,44 @@ HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capac
 
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 {
-    hpmli_table t     = hpmli_table_of(buffer, size);
+    hpmli_text_buffer t     = hpmli_text_begin(buffer, size);
     double     total = 0;
     if (hpml_profile(g, NULL, 0) == 0) return 0;
     for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
-    hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s",
+    hpmli_text_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s",
                     "MB");
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
+        hpmli_text_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
     }
-    hpmli_table_add(&t, "total %.3f ms a step\n", g->count > 0 && g->profile[0].calls > 0 ?
+    hpmli_text_add(&t, "total %.3f ms a step\n", g->count > 0 && g->profile[0].calls > 0 ?
                    1e3 * total / (double)g->profile[0].calls : 0);
     return t.used;
 }
 
 HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
 {
-    hpmli_table t = hpmli_table_of(buffer, size);
+    hpmli_text_buffer t = hpmli_text_begin(buffer, size);
     if (!g) return 0;
-    hpmli_table_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
+    hpmli_text_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
     for (int i = 0; i < g->count; i++) {
         const hpml_node *n      = g->nodes[i];
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
+        hpmli_text_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
                        1e-6 * hpmli_op_of(n)->flops(n, false));
     }
-    hpmli_table_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
+    hpmli_text_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
                     (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),
                     1e-6 * hpml_graph_flops(g, true), (long long)g->batch);
     const hpml_memory *m = &g->memory;
-    hpmli_table_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without "
+    hpmli_text_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without "
                     "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m->parameters, 1e-6 * (double)m->gradients,
                     1e-6 * (double)m->optimizer, 1e-6 * (double)m->activations, 1e-6 * (double)m->unshared,
                     1e-6 * (double)m->scratch, 1e-6 * (double)m->total);
@@ -12371,18 +12800,18 @@ HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, flo
     HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), old, f, c);
 }
 
-/* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if a gradient was not finite, which
-   cannot be known after LAMB, because it has overwritten the gradient, else HPML_NONFINITE_STEP. Sets the non-finite
-   elements of the optimizer's state to 0, because no later gradient would make them finite. */
+/* After an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if the gradient was not finite (LAMB has
+   overwritten the gradient), else HPML_NONFINITE_STEP. Resets the state of these elements, because no later gradient
+   would make it finite. */
 HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_NONFINITE_STEP;
     for (int64_t i = 0; i < n; i++) {
         float g = dw[i] * o->u.grad_scale;
-        bool  nonfinite = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
+        bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
         if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
-        if (nonfinite && m && o->u.found_nonfinite) m[i] = 0;
-        if (nonfinite && v && o->u.found_nonfinite) v[i] = 0;
+        if (lost && m && o->u.found_nonfinite) m[i] = 0;
+        if (lost && v && o->u.found_nonfinite) v[i] = 0;
     }
     return found;
 }

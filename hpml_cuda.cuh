@@ -844,8 +844,8 @@ HPMLG_FN hpmlg_array hpmlg_array_of(void *p, hpml_dtype type)
 }
 
 HPMLG_FN hpmlg_array hpmlg_array_null(void) { return hpmlg_array_of(NULL, HPML_DTYPE_F32); }
-HPMLG_FN hpmlg_array hpmlg_value(const hpml_tensor *t) { return hpmlg_array_of(t->data, t->dtype); }
-HPMLG_FN hpmlg_array hpmlg_grad(const hpml_tensor *t) { return hpmlg_array_of(t->grad, t->dtype); }
+HPMLG_FN hpmlg_array hpmlg_value(const hpml_tensor *t) { return hpmlg_array_of(t->raw, t->dtype); }
+HPMLG_FN hpmlg_array hpmlg_grad(const hpml_tensor *t) { return hpmlg_array_of(t->raw_grad, t->dtype); }
 
 HPMLG_FN hpmlg_array hpmlg_value_or_grad(const hpml_tensor *t, bool grad)
 {
@@ -1586,7 +1586,7 @@ HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
     hpmlg_binary b = hpmlg_binary_make(n);
     unsigned     blocks = hpmlg_grid_blocks(d, b.w.count, 2048);
     bool         flat = b.same_shape[0] && b.same_shape[1];
-    if (!back && n->with && d->in_whole_forward) return; /* fused into the norm that follows */
+    if (!back && n->fused_with && d->in_whole_forward) return; /* fused into the norm that follows */
     if (!back) return HPMLG_RUN_BOOL(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0];
@@ -1595,7 +1595,7 @@ HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
         if (b.same_shape[s]) b.grad[s] = hpmlg_grad(n->src[s]);
     if (b.grad[0].p || b.grad[1].p) HPMLG_RUN_BOOL(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
     for (int s = 0; s < 2; s++)
-        if (!b.same_shape[s] && n->src[s]->grad)
+        if (!b.same_shape[s] && n->src[s]->raw_grad)
             hpmlg_reduce_run(d, &b, s, hpmlg_grad(n->src[s]), 1, n->accumulate[s]);
 }
 HPMLG_FN void hpmlg_op_add(HPMLG_OP_ARGUMENTS) { hpmlg_binary_pass(d, n, back); }
@@ -1769,12 +1769,14 @@ enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
    is |x - t|. */
 HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
 {
-    float d = fabsf(x - t), huber = d <= delta ? 0.5f * d * d : delta * (d - 0.5f * delta);
+    float d = fabsf(x - t);
     switch (what) {
     case HPMLG_SQUARE: return x * x;
     case HPMLG_BCE: return (x > 0 ? x : 0) - x * t + log1pf(expf(-fabsf(x)));
     case HPMLG_MSE: return d * d;
-    default: return delta == 0 ? d : huber;
+    default:
+        if (delta == 0) return d;
+        return d <= delta ? 0.5f * d * d : delta * (d - 0.5f * delta);
     }
 }
 
@@ -1984,7 +1986,7 @@ HPMLG_FN void hpmlg_op_concat(HPMLG_OP_ARGUMENTS)
     int64_t start = 0;
     int     dim = n->attr.slice.dim;
     for (int i = 0; i < n->src_count; i++) {
-        if (!back || n->src[i]->grad)
+        if (!back || n->src[i]->raw_grad)
             hpmlg_copy_slice(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
     }
@@ -2249,7 +2251,7 @@ HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
     for (int s = 0; s < 2; s++)
         if (add->src[s]->ndim != n->out->ndim || memcmp(add->src[s]->shape, n->out->shape, sizeof n->out->shape) != 0)
             return;
-    add->with = n;
+    add->fused_with = n;
 }
 
 HPMLG_FN void hpmlg_norm(hpmlg_device *d, hpml_node *n, bool back)
@@ -2261,7 +2263,7 @@ HPMLG_FN void hpmlg_norm(hpmlg_device *d, hpml_node *n, bool back)
     bool         centred = n->op == HPML_OP_LAYERNORM;
     if (!back) {
         const hpml_node *sum = n->src[0]->node;
-        if (sum && sum->with == n && d->in_whole_forward) {
+        if (sum && sum->fused_with == n && d->in_whole_forward) {
             p = hpmlg_value(sum->src[0]);
             q = hpmlg_value(sum->src[1]);
         }
@@ -2449,7 +2451,7 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
     s.width = s.P == 1 ? 32 : 1;
     int64_t   blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
     int64_t   of_block = 8 * (256 / s.width), useful = (s.N + of_block - 1) / of_block; /* 8 numbers a thread */
-    uintptr_t addresses = (uintptr_t)src[0]->data | (uintptr_t)n->out->data | (uintptr_t)n->out->grad;
+    uintptr_t addresses = (uintptr_t)src[0]->raw | (uintptr_t)n->out->raw | (uintptr_t)n->out->raw_grad;
     s.splits = splits < useful ? splits : useful;
     if (s.splits > HPMLG_BN_SPLITS) s.splits = HPMLG_BN_SPLITS;
     s.unit   = s.P % 8 == 0 && addresses % 16 == 0 ? 8 : 1;
@@ -2832,7 +2834,7 @@ HPMLG_FN void hpmlg_op_embedding(HPMLG_OP_ARGUMENTS)
     hpmlg_array       table = hpmlg_value_or_grad(n->src[1], back), y = hpmlg_value_or_grad(n->out, back);
     int64_t           width = n->src[1]->shape[1], parts = (width + 255) / 256;
     hpmlg_token_lists b = {};
-    b.token = (const int *)(const void *)n->src[0]->data;
+    b.token = (const int *)n->src[0]->raw;
     hpmlg_embedding_layout(n, &b);
     if (!back)
         return HPMLG_RUN_ITEMS(d, hpmlg_k_embedding, b.tokens, 8, y, table, b, width, d->note, d->note_taken,
@@ -3895,11 +3897,11 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
     if (!back)
         return hpmlg_batched_product(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_operand(n, &s, a, false, false),
                                      hpmlg_matmul_operand(n, &s, b, true, false), hpmlg_value(n->out), false, false);
-    if (ta->grad) /* dA (m, k) = dC op(B)^T, as A is stored */
+    if (ta->raw_grad) /* dA (m, k) = dC op(B)^T, as A is stored */
         hpmlg_batched_product(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true),
                               hpmlg_matmul_operand(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
                               n->attr.matmul.trans_a);
-    for (int64_t i = 0; tb->grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
+    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
         bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
         hpmlg_array ai = hpmlg_array_at(a, i * s.m * s.k), ci = hpmlg_array_at(dc, i * mn);
         hpmlg_batched_product(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_operand(n, &s, ai, false, true),
@@ -3945,10 +3947,10 @@ HPMLG_FN void hpmlg_linear_dw(hpmlg_device *d, hpml_node *n, hpml_act act)
     hpmlg_array   dz = hpmlg_grad(n->out), null = hpmlg_array_null();
     hpmlg_strides columns = hpmlg_broadcast_strides(1, rows, out);
     float        *db = bias ? bias->grad : NULL;
-    bool          fuse = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
+    bool          fuse = act == HPML_ACT_NONE && w->raw_grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
     if (!fuse)
         hpmlg_act_bias_grad(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, columns, db, n->accumulate[2]);
-    if (!w->grad) return;
+    if (!w->raw_grad) return;
     hpmlg_gemm dw = hpmlg_gemm_of(out, in, rows, hpmlg_matrix(dz, out, 0, false),
                                   hpmlg_matrix(hpmlg_product_input(d, x, n->scratch), in, 0, false), hpmlg_grad(w), in,
                                   n->accumulate[1]);
@@ -3968,7 +3970,7 @@ HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     bool             act_done = d->op_notes.activation_grad_done == n; /* by the dx of the layer after this one */
     d->op_notes.activation_grad_done = NULL;
     hpmlg_linear_dw(d, n, act_done ? HPML_ACT_NONE : n->attr.act.act);
-    if (!x->grad) return;
+    if (!x->raw_grad) return;
     hpmlg_gemm dx = hpmlg_gemm_of(rows, in, out, hpmlg_matrix(hpmlg_grad(n->out), out, 0, true),
                                   hpmlg_matrix(hpmlg_product_input(d, w, NULL), in, 0, false), hpmlg_grad(x), in,
                                   n->accumulate[0]);
@@ -4173,10 +4175,10 @@ HPMLG_FN void hpmlg_op_conv2d(HPMLG_OP_ARGUMENTS)
     hpmlg_strides_push(&planes, y->shape[0], 0, 0);
     hpmlg_act_bias_grad(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, 0.01f, planes, hpmlg_param_grad(n, 2),
                         n->accumulate[2]);
-    if (w->grad)
+    if (w->raw_grad)
         hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_product_input(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
                        n->accumulate[1]);
-    if (x->grad)
+    if (x->raw_grad)
         hpmlg_conv_run(d, n, HPMLG_DNN_DX, hpmlg_grad(x), hpmlg_product_input(d, w, NULL), hpmlg_grad(y),
                        n->accumulate[0]);
 }
@@ -5078,7 +5080,7 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
         hpmlg_gemm_run(d, &g);
     }
     hpmlg_operand da = hpmlg_matrix(l.da, 4 * H, 0, true), da_transposed = hpmlg_matrix(l.da, 4 * H, 0, false);
-    if (x->grad) {
+    if (x->raw_grad) {
         hpmlg_array w = hpmlg_product_input(d, w_x, NULL);
         hpmlg_batched_product(d, 1, rows, l.in, 4 * H, da, hpmlg_matrix(w, l.in, 0, false), hpmlg_grad(x),
                               n->accumulate[0], false);
@@ -5223,7 +5225,7 @@ HPMLG_FN void hpmlg_op_cross_entropy(HPMLG_OP_ARGUMENTS)
 {
     const hpml_tensor  *x = n->src[0];
     int64_t             V = x->shape[x->ndim - 1];
-    hpmlg_cross_entropy p = hpmlg_cross_entropy_make(hpmlg_value(x), n->src[1]->data, hpml_tensor_count(x) / V, V);
+    hpmlg_cross_entropy p = hpmlg_cross_entropy_make(hpmlg_value(x), n->src[1]->raw, hpml_tensor_count(x) / V, V);
     hpmlg_sum_finish    f = {};
     p.dx          = hpmlg_grad(x);
     p.dloss       = n->out->grad;
@@ -5269,9 +5271,12 @@ HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t
     float d = x - t;
     if (what == HPMLG_BCE) return hpmlg_act_sigmoid(x) - t;
     if (what == HPMLG_MSE) return 2 * d;
-    float sign = d < 0 ? -1.0f : 0.0f, clipped = d < -delta ? -delta : d;
-    if (delta == 0) return d > 0 ? 1.0f : sign;
-    return d > delta ? delta : clipped;
+    if (delta == 0) {
+        if (d > 0) return 1;
+        return d < 0 ? -1.0f : 0.0f;
+    }
+    if (d > delta) return delta;
+    return d < -delta ? -delta : d;
 }
 
 /* Computes dx (+)= f'(x - t) dloss / n, dt (+)= the opposite; p NULL: not wanted. */
@@ -5303,7 +5308,7 @@ HPMLG_FN void hpmlg_loss_pass(hpmlg_device *d, hpml_node *n, bool back)
     f.divisor = (double)count;
     f.out     = n->out->data;
     if (!back) return hpmlg_sum_terms_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_loss_kind_of(n), delta, count);
-    if (n->op == HPML_OP_BCE_WITH_LOGITS && t->grad)
+    if (n->op == HPML_OP_BCE_WITH_LOGITS && t->raw_grad)
         hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from parameters; "
                       "only the logits get a gradient", t->name);
     HPMLG_RUN_ITEMS(d, hpmlg_k_loss_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
@@ -5775,7 +5780,9 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
             for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
         }
         for (int j = 0; j < 8; j++) {
-            unsigned low = v.v[j] <= -p.threshold ? 2 : 0, code = v.v[j] >= p.threshold ? 3 : low;
+            unsigned code = 0;
+            if (v.v[j] >= p.threshold) code = 3;
+            else if (v.v[j] <= -p.threshold) code = 2;
             float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_round_to(v.v[j], HPML_DTYPE_BF16);
             codes |= code << 2 * j;
             lost.v[j] = v.v[j] - sent;

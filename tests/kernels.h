@@ -1,4 +1,4 @@
-/* For tests that run on each instruction set. */
+/* For tests that run with each set of kernels: the names of the instruction sets, contexts and noise. */
 #include "../hpml.h"
 
 #include <string.h>
@@ -6,7 +6,7 @@
 static const char *const isas[] = { "scalar", "avx2", "avx512", "neon" };
 #define ISAS ((int)(sizeof isas / sizeof isas[0]))
 
-/* Returns a context that uses the kernels of this name, or NULL when the CPU or the build lacks them. */
+/* Creates a context with the kernels of an instruction set; NULL if this CPU or build has none. */
 static inline hpml_ctx *context(const char *isa, int threads)
 {
     hpml_ctx_desc d;
@@ -21,7 +21,7 @@ static inline hpml_ctx *context(const char *isa, int threads)
 }
 
 static uint32_t noise;
-static inline float uniform(void) /* the next pseudo-random number in [-1, 1) */
+static inline float uniform(void) /* returns the next number of a sequence in [-1, 1) */
 {
     noise = noise * 1664525u + 1013904223u;
     return (float)(noise >> 8) / 8388608.0f - 1.0f;

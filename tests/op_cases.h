@@ -1,4 +1,4 @@
-/* One small graph for each op, in all its variants: what the tests of the backends run. */
+/* One small graph for each variant of each op; the tests of all backends run them. */
 #ifndef HPML_OP_CASES_H
 #define HPML_OP_CASES_H
 
@@ -6,7 +6,7 @@ typedef struct op_case {
     const char *name;
     hpml_tensor *(*record)(hpml_tensor *x); /* x (3, 4, 9, 7) */
     double  tolerance;
-    int64_t shape[4]; /* of x, where it is another one */
+    int64_t shape[4]; /* of x, if not (3, 4, 9, 7) */
 } op_case;
 
 #define OP(name, e, tolerance) { #name, op_##name, tolerance, { 0 } },
@@ -89,21 +89,21 @@ static hpml_tensor *weight(hpml_tensor *x, int64_t a, int64_t b, int64_t c)
 
 static hpml_tensor *nhwc(hpml_tensor *x) { return hpml_to_layout(x, HPML_NHWC); }
 
-/* x (3, 4, 9, 7) taken for 4 x 9 pixels of 7 channels: hpml_to_layout would round its numbers where halves are stored,
-   and others would win a maximum */
+/* Declares x (3, 4, 9, 7) as 4 x 9 pixels of 7 channels. hpml_to_layout would round the numbers where halves are
+   stored, and then a maximum could be at another pixel. */
 static hpml_tensor *as_nhwc(hpml_tensor *x)
 {
     hpml_tensor_set_layout(x, HPML_NHWC);
     return x;
 }
 
-/* a sum that two norms and a third op read */
+/* Two norms and a third op that read the same sum. */
 static hpml_tensor *norms(hpml_tensor *x)
 {
     return hpml_add(hpml_mul(hpml_layernorm(x, NULL), hpml_rmsnorm(x, NULL)), x);
 }
 
-/* (B, T, 12) */
+/* Returns (B, T, 12). */
 static hpml_tensor *three(hpml_tensor *x) { return hpml_reshape_3d(hpml_slice(x, 2, 0, 6), -1, 14, 12); }
 
 #define DEFINE(name, e, tolerance) static hpml_tensor *op_##name(hpml_tensor *x) { return e; }
@@ -117,7 +117,7 @@ static void fill(hpml_tensor *t, uint64_t seed)
     float   *x = (float *)malloc((size_t)n * sizeof(float));
     hpml_rng_fill_normal(&r, x, n);
     for (int64_t i = 0; i < n; i++)
-        if (fabsf(x[i]) < 0.05f) x[i] = 0.1f; /* away from the kinks of relu and max */
+        if (fabsf(x[i]) < 0.05f) x[i] = 0.1f; /* not near 0, where relu and max have no derivative */
     hpml_tensor_set(t, x, n);
     free(x);
 }

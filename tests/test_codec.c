@@ -245,7 +245,7 @@ TEST(bad_arguments)
     ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
 }
 
-/* A NaN, an infinity or an overflow anywhere: this row is dropped, the others are as ever, and the caller is told. */
+/* A row with a NaN, an infinity or an overflow is packed as zeros and reported; the other rows do not change. */
 TEST(nonfinite_rows_are_dropped_and_reported)
 {
     static const hpml_codec_kind kinds[] = { HPML_CODEC_BF16, HPML_CODEC_ONEBIT };

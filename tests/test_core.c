@@ -18,7 +18,8 @@ static hpml_tensor *small_model(hpml_tensor *x)
     return hpml_linear(hpml_dropout(hpml_gelu(hpml_layernorm(hpml_flatten(x), NULL)), 0.1f), 3, NULL);
 }
 
-/* Fails the k-th allocation for every k until none fails: always an error or success, nothing left behind. */
+/* Fails the k-th allocation, for k = 2, 3, ... until no allocation fails: each run ends with an error or with success,
+   and frees all its memory. */
 TEST(failing_allocator_leaks_nothing)
 {
     const float   x[2 * 64] = { 0 };
@@ -56,8 +57,8 @@ TEST(a_step_does_not_allocate)
     hpml_ctx_free(ctx);
 }
 
-/* What is said is what is taken, but for the records of nodes and names. */
-TEST(memory_is_known_before_it_is_taken)
+/* The memory that hpml_trainer_memory reports is the memory allocated, except for the lists of nodes and names. */
+TEST(memory_is_known_before_it_is_allocated)
 {
     for (int kind = 0; kind < 2; kind++) {
         hpml_ctx         *ctx = hpml_ctx_create(NULL);
@@ -76,7 +77,7 @@ TEST(memory_is_known_before_it_is_taken)
         ENSURE(m.gradients + 4096 >= m.parameters && m.optimizer == m.gradients);
         if (kind == 0)
             ENSURE(m.parameters == 4 * (2000 * 1000 + 2000 + 2000 * 500 + 500) && m.activations >= 4 * 1000 * 3000);
-        /* the one with layers behind each other */
+        /* layers in a chain */
         ENSURE(kind ? m.activations < m.unshared * 3 / 4 : m.activations <= m.unshared);
         hpml_trainer *t = hpml_trainer_create(ctx, &d);
         ENSURE(t && hpml_ctx_bytes(ctx) >= held + m.total && hpml_ctx_bytes(ctx) < held + m.total + 24000);
@@ -93,7 +94,7 @@ TEST(errors_stick_and_name_things)
     ENSURE(hpml_ctx_status(ctx) == HPML_ERR_SHAPE);
     ENSURE(strstr(hpml_ctx_error(ctx), "4x5") && strstr(hpml_ctx_error(ctx), "4x7"));
     ENSURE(hpml_relu(hpml_linear(NULL, 3, NULL)) == NULL);
-    ENSURE(hpml_linear(x, 3, NULL) == NULL); /* nothing happens on a failed context */
+    ENSURE(hpml_linear(x, 3, NULL) == NULL); /* calls on a failed context do nothing */
     hpml_ctx_clear_error(ctx);
     ENSURE(hpml_linear(x, 3, &(hpml_linear_desc){ .name = "fc1" }) == NULL &&
            strstr(hpml_ctx_error(ctx), "fc1.weight"));
@@ -111,7 +112,7 @@ TEST(errors_stick_and_name_things)
     ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "-3 threads"));
     hpml_ctx_free(ctx);
     hpml_ctx_desc garbage;
-    memset(&garbage, 0xff, sizeof garbage); /* nothing it points to is called */
+    memset(&garbage, 0xff, sizeof garbage); /* no function of it is called */
     ctx = hpml_ctx_create(&garbage);
     ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "canary"));
     hpml_ctx_free(ctx);
@@ -147,7 +148,7 @@ static hpml_status refuse(hpml_ctx *ctx, const void *desc, void **device)
     return HPML_ERR_STATE;
 }
 
-TEST(contexts_tell)
+TEST(contexts_report_their_settings)
 {
     char         said[160] = "";
     hpml_backend dead = *hpml_backend_cpu();
@@ -165,7 +166,7 @@ TEST(contexts_tell)
     hpml_ctx_free(ctx);
 }
 
-TEST(tensors_refuse)
+TEST(wrong_calls_on_tensors_are_errors)
 {
     hpml_ctx     *ctx = hpml_ctx_create(NULL), *other = hpml_ctx_create(NULL);
     const int64_t six[6] = { 1, 1, 1, 1, 1, 1 };
@@ -199,14 +200,17 @@ TEST(tensors_refuse)
     ENSURE(hpml_relu(early) && hpml_tensor_require_grad(early) == HPML_OK);
     u = hpml_tensor_create(ctx, HPML_DTYPE_BF16, 2, t->shape);
     ENSURE(hpml_tensor_set(t, x, 6) == HPML_OK && hpml_tensor_copy(u, t) == HPML_OK &&
-           ((uint16_t *)u->data)[1] == 0x4000);
+           ((uint16_t *)u->raw)[1] == 0x4000);
+    ENSURE(hpml_tensor_get(u, x, 6) == HPML_OK && x[1] == 2 && !u->data);
+    ENSURE_ERROR(ctx, hpml_tensor_get_raw(u, x, sizeof x), HPML_ERR_SHAPE, "expected 12 bytes, got 24");
+    ENSURE_ERROR(ctx, hpml_tensor_set_raw(u, x, 13), HPML_ERR_SHAPE, "expected 12 bytes, got 13");
     ENSURE(hpml_tensor_get(t, x, 6) == HPML_OK && x[5] == 6);
     hpml_ctx_free(ctx);
     hpml_ctx_free(other);
 }
 
-/* A result that is stored in halves says so in its dtype, takes half the memory and is f32 on the host; combinations
-   without a meaning are refused by a sentence. */
+/* A result that is stored in halves has that dtype, takes half the memory, and is f32 in host memory and NULL as
+   `data`; combinations without a meaning are errors. */
 TEST(results_stored_in_halves_are_f32_on_the_host)
 {
     static const char *const names[] = { "f32", "bf16", "f16" };
@@ -228,8 +232,9 @@ TEST(results_stored_in_halves_are_f32_on_the_host)
         for (int i = 0; i < 4; i++) ENSURE(back[i] == v[i]);
         ENSURE(back[4] == (store == 1 ? 1 : v[4]) && back[6] == (store == 2 ? INFINITY : last));
         ENSURE(store == 1 || fabsf(back[5] - v[5]) <= (store == 2 ? 0x1p-25f : 0));
-        memcpy(&raw, y->data, sizeof raw);
+        memcpy(&raw, y->raw, sizeof raw);
         ENSURE(store == 0 || raw == (store == 1 ? 0x3f80 : 0x3c00));
+        ENSURE((y->data == NULL) == (store > 0) && sum->data && sum->raw == sum->data); /* no halves read as floats */
         ENSURE(hpml_tensor_set(y, v, 8) == HPML_OK && hpml_tensor_get(y, back, 8) == HPML_OK && back[1] == -2.5f);
         if (store > 0) {
             hpml_graph_desc rows = { .loss = hpml_sum(hpml_mean(y, 1), 0) };
@@ -260,7 +265,7 @@ TEST(results_stored_in_halves_are_f32_on_the_host)
     hpml_ctx_free(ctx);
 }
 
-TEST(graphs_refuse)
+TEST(wrong_calls_on_graphs_are_errors)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
     hpml_tensor *a = hpml_input_2d(ctx, 4, 1), *b = hpml_input_2d(ctx, 2, 1), *y = hpml_relu(a),
@@ -282,7 +287,7 @@ TEST(graphs_refuse)
     hpml_ctx_free(ctx);
 }
 
-/* Ops of one graph are refused by others from the moment they are planned; a plan that is only asked for keeps none. */
+/* The nodes of a planned graph cannot be planned by another graph; hpml_trainer_memory releases its nodes. */
 TEST(an_op_is_of_one_graph)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
@@ -302,7 +307,7 @@ TEST(an_op_is_of_one_graph)
     hpml_ctx_free(ctx);
 }
 
-/* An input has one memory and, in each pass, the batch of its graph. */
+/* Graphs share the memory of an input; in each pass the input has the batch of the graph that runs. */
 TEST(graphs_share_an_input)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
@@ -320,7 +325,7 @@ TEST(graphs_share_an_input)
     hpml_ctx_free(ctx);
 }
 
-/* Results that are inputs themselves have memory as well; an input is one even when nothing reads it. */
+/* An input may be an output of a graph, and has memory even if no op reads it. */
 TEST(inputs_as_outputs)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
@@ -371,7 +376,7 @@ TEST(both_placement_algorithms_give_the_same_offsets)
     hpml_ctx_free(ctx);
 }
 
-/* Each allocation of the tree fails in turn: an error, and no memory leaks. */
+/* Each allocation of the tree fails in turn: each time an error, and all memory is freed. */
 TEST(placement_survives_failing_allocations)
 {
     private_slot slots[200];
@@ -391,8 +396,8 @@ TEST(placement_survives_failing_allocations)
     }
 }
 
-/* Seconds of CPU to record and plan a model of n parts: 0 ops on one number; 1 layers that are trained, found by name
-   afterwards; 2 inputs that are added up. The least of three. Negative: an error. */
+/* Returns the CPU seconds, the least of three runs, to record and plan a model of n parts. kind 0: ops on one number;
+   1: layers with parameters, which are then found by name; 2: inputs that are added up. Negative: an error. */
 static double time_of_model(int kind, int n)
 {
     double least = -1;
@@ -431,8 +436,8 @@ TEST(planning_time_is_linear_in_model_size)
     }
 }
 
-/* A layer that is refused leaves no parameter: after the error is dealt with its name is free. */
-TEST(refused_layers_leave_nothing)
+/* A layer whose recording fails leaves no parameter: after hpml_ctx_clear_error its name may be used again. */
+TEST(a_layer_that_fails_leaves_no_parameter)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
     hpml_tensor *tokens = hpml_input_tokens(ctx, 4, 8), *x = hpml_input_2d(ctx, 4, 8),
@@ -453,8 +458,8 @@ TEST(refused_layers_leave_nothing)
     hpml_ctx_free(ctx);
 }
 
-/* Any type to any other, from and to odd addresses: what comes from files is not aligned. */
-TEST(conversions_of_what_is_not_aligned)
+/* Conversions between all types from and to odd addresses, because arrays in files are not aligned. */
+TEST(conversions_of_unaligned_arrays)
 {
     float   plain[1030], there[1030];
     uint8_t x[4 * 1030 + 1], y[4 * 1030 + 1];
@@ -472,7 +477,7 @@ TEST(conversions_of_what_is_not_aligned)
     }
 }
 
-/* Whole numbers, with every set of kernels: rounded to even, held within the type. */
+/* Conversions to integers, on every set of kernels: rounded to nearest, ties to even, saturated to the type's range. */
 TEST(integers_saturate_on_all_kernels)
 {
     const float   x[20] = { 0.5f, 1.5f, 2.5f, -0.5f, -3.5f, 255, 256, 1e9f, 3e9f, -3e9f, NAN, 254.6f, INFINITY,
@@ -509,7 +514,7 @@ TEST(each_task_runs_once)
     static int64_t count[5000];
     hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
     for (int round = 1; round <= 300; round++) private_parallel(ctx, round % 3 ? round * 16 : 5000, add_task, count);
-    for (int i = 0; i < 5000; i++) { /* 100 times all, and those of other rounds that reach so far */
+    for (int i = 0; i < 5000; i++) { /* 100 rounds count every task, the others only their first ones */
         int64_t want = 100;
         for (int round = 1; round <= 300; round++) want += round % 3 && i < round * 16;
         ENSURE(count[i] == want);
@@ -518,7 +523,7 @@ TEST(each_task_runs_once)
 }
 
 #ifdef __linux__
-/* Threads of this process that may not use all the cores that the caller may. */
+/* Returns the number of threads of this process that may use fewer cores than the caller. */
 static int confined(void)
 {
     unsigned long  all[16] = { 0 }, cores[16];
@@ -536,8 +541,9 @@ static int confined(void)
     return count;
 }
 
-/* They wake off the caller's core, and then go where they like: even when the job was over before they were awake. */
-TEST(workers_are_free_once_awake)
+/* Workers are woken off the caller's core and may use all cores again when they are awake, even if the job has ended by
+   then. */
+TEST(workers_may_use_all_cores_once_awake)
 {
     static int64_t count[5000];
     hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
@@ -551,7 +557,7 @@ TEST(workers_are_free_once_awake)
 }
 #endif
 
-/* Views of views of views: what is read and written through them, and where they are copied to another dtype. */
+/* Views of views: reading and writing through them, and copying them to another dtype. */
 TEST(views_of_views)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);

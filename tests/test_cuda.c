@@ -596,7 +596,7 @@ TEST(a_token_out_of_range_is_an_error)
         hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
         int32_t      token[6] = { 1, 2, 3, 4, bad, 5 };
         float        v[24];
-        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, token, 6) == HPML_OK);
+        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set_raw(x, token, sizeof token) == HPML_OK);
         hpml_graph_forward(g, true, 0);
         ENSURE(hpml_tensor_get(y, v, 24) == HPML_ERR_LABEL);
         ENSURE(strstr(hpml_ctx_error(ctx), "token 4 is"));
@@ -1095,7 +1095,7 @@ static hpml_status run_loss(const loss_case *c, bool gpu, hpml_cuda_precision pr
         for (int64_t i = 0; i < c->rows; i++)
             labels[i] = i % 5 == 4 ? HPML_IGNORE : (int32_t)(c->classes - 1 - i * 7 % ((c->classes + 1) / 2));
         if (c->bad) labels[2] = c->bad;
-        if (l->data) hpml_tensor_set(l, labels, c->rows);
+        if (l->raw) hpml_tensor_set_raw(l, labels, (size_t)c->rows * sizeof *labels);
         hpml_graph_forward(g, true, 0), hpml_graph_backward(g, 2, false);
     }
     free(labels);

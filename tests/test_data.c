@@ -230,7 +230,7 @@ TEST(other_numpy_types)
     ENSURE_ERROR(ctx, !t, HPML_ERR_FORMAT, "element 1 is -1e+300, more than f32 holds");
     t = hpml_npy_load(ctx, npy("q.npy", "{'descr': '<i8', 'fortran_order': False, 'shape': (1, 3), }", i, sizeof i));
     ENSURE(t && t->dtype == HPML_DTYPE_I32 && t->ndim == 2);
-    const int32_t *v = (const int32_t *)(const void *)t->data;
+    const int32_t *v = (const int32_t *)t->raw;
     ENSURE(v[0] == 7 && v[1] == INT32_MAX && v[2] == INT32_MIN);
     t = hpml_npy_load(ctx, npy("q.npy", "{'descr': '<i8', 'fortran_order': False, 'shape': (2,), }", huge, 16));
     ENSURE_ERROR(ctx, !t, HPML_ERR_FORMAT, "element 1 is 2147483648, more than i32 holds");
@@ -265,8 +265,8 @@ TEST(names_and_metadata_of_any_text)
     hpml_ctx_free(ctx);
 }
 
-/* Characters that JSON writes as codes; other writers have more of those. Two tensors of one name, or one called as the
-   metadata is, would make a file that nobody reads. */
+/* Characters that JSON writes as codes; other writers have more of those. Two tensors of one name, or one with the
+   metadata's name, would make a file that no reader accepts. */
 TEST(names_with_codes)
 {
     static const char *const names[] = { "a\nb", "a\tb\rc", "\b\f\x01\x1f", "\"\\/", "\xc3\xa9\x7f" };

@@ -1,5 +1,5 @@
-/* Tests matrix products and the other BLAS functions against plain loops in double on each instruction set, and that
-   the bits do not depend on the number of threads. */
+/* Matrix products and the rest of BLAS: against plain double loops on every instruction set, and the same bits at any
+   thread count. */
 #include "kernels.h"
 #include "private_api.h"
 #include "test.h"
@@ -19,7 +19,6 @@ typedef struct product { /* a product to test; pad: unused columns of each matri
     float   alpha, beta;
 } product;
 
-/* Computes element (i, j) of product t of a batch; *scale is the sum of the magnitudes of its terms. */
 static double reference(const private_product *d, const float *c, int64_t t, int64_t i, int64_t j, double *scale)
 {
     double sum = 0, size = 1e-3;

@@ -4,9 +4,9 @@
 #include "test.h"
 #include "op_cases.h"
 
-/* Loss = mean of (tanh(op(x)) - t)^2; returns the graph, the context in *ctx. */
-static hpml_dtype   store; /* of what is built: f32 but where a test changes it */
+static hpml_dtype   store; /* type of stored results in the next graph; f32 unless a test changes it */
 static hpml_tensor *built_x, *built_loss;
+/* Builds the graph of a case with loss = mean of (tanh(op(x)) - t)^2; its context goes to *ctx. */
 static hpml_graph *build(const op_case *c, const char *cpu, int threads, int64_t batch, hpml_ctx **ctx)
 {
     hpml_tensor *x, *y, *t, *loss;
@@ -47,7 +47,7 @@ TEST(gradients_on_all_kernels)
         }
 }
 
-/* Loss and all gradients, the same bits with 1, 2 and 3 threads. */
+/* Compares loss and all gradients of 1, 2 and 3 threads bit by bit. */
 static void compare_threads(void)
 {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
@@ -76,20 +76,22 @@ TEST(bits_do_not_depend_on_threads)
     store = HPML_DTYPE_F32;
 }
 
-/* Loss, gradients of the parameters and of x, in a row of `room` floats; returns how many. */
-static int64_t results(hpml_graph *g, hpml_ctx *ctx, hpml_tensor *x, hpml_tensor *loss, float *out, int64_t room)
+/* Writes the loss, the gradients of the parameters and that of x to `out`, at most `capacity` floats; returns their
+   number. */
+static int64_t results(hpml_graph *g, hpml_ctx *ctx, hpml_tensor *x, hpml_tensor *loss, float *out,
+                       int64_t capacity)
 {
     int64_t n = 1;
     if (hpml_graph_forward(g, true, 5) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return 0;
     out[0] = loss->data[0];
     for (int p = 0; p <= hpml_param_count(ctx); p++) {
         hpml_tensor *t = p < hpml_param_count(ctx) ? hpml_param_at(ctx, p) : x;
-        for (int64_t i = 0; t->grad && i < hpml_tensor_count(t) && n < room; i++) out[n++] = t->grad[i];
+        for (int64_t i = 0; t->grad && i < hpml_tensor_count(t) && n < capacity; i++) out[n++] = t->grad[i];
     }
     return n;
 }
 
-/* A short batch, between two whole ones, gives what its samples give in a graph of just that batch. */
+/* A short batch between two full ones gives the same results as its samples in a graph of that batch size. */
 static void compare_short_batches(void)
 {
     static float of_short[8192], of_small[8192];
@@ -126,8 +128,9 @@ TEST(short_batches)
     store = HPML_DTYPE_F32;
 }
 
-/* Loss and gradients of one case, of `batch` samples: to *out, as many as returned. x has 8 bits of precision, which
-   bf16 and f16 hold, because a maximum of numbers that were rounded may have another winner. */
+/* Computes loss and gradients of a case with `batch` samples and returns their number; *out is an array of them. x has
+   8 bits of precision, which bf16 and f16 represent exactly, because rounding could move a maximum to another element.
+   */
 static int64_t gradients(const op_case *c, hpml_dtype kept, int64_t batch, float scale, float **out, hpml_memory *m)
 {
     hpml_ctx *ctx;
@@ -160,8 +163,8 @@ static int64_t gradients(const op_case *c, hpml_dtype kept, int64_t batch, float
     return n;
 }
 
-/* A number stored in halves is off by at most u of itself, half of its last bit: 2^-8 in bf16, 2^-11 in f16. On the way
-   to the loss a case stores at most 8 arrays and rounds at most one weight, and on the way back it stores as many
+/* A number stored in halves has a relative error of at most u, half of its last bit: 2^-8 in bf16, 2^-11 in f16. The
+   forward pass of a case stores at most 8 arrays and rounds at most one weight, and the backward pass stores as many
    gradients. Their errors have either sign and do not depend on each other, so that their squares add up: sqrt(17) u at
    most, 4 u of a gradient's norm, where no op makes a relative error larger. A logarithm under tanh does, by half:
    log_softmax has 6 u. The limit is 8 u. The loss, a mean of many errors of either sign, is off by less than u. In f16
@@ -196,8 +199,8 @@ TEST(every_op_in_halves)
         }
 }
 
-/* Three samples so large that each is a block: a loss is the mean over all of them, however many labels count in each,
-   and an error names the place of a label or a token in the whole batch. */
+/* Three samples, each so large that it is a block: a loss is the mean over all of them, whatever the number of ignored
+   labels in each, and an error names the index of a label or a token in the whole batch. */
 TEST(losses_and_labels_of_many_blocks)
 {
     enum { B = 3, ROWS = 256, COLS = 512 };
@@ -217,16 +220,16 @@ TEST(losses_and_labels_of_many_blocks)
             ENSURE(hpml_graph_alloc(g) == HPML_OK);
             fill(x, 1);
             if (kind) fill(t, 2);
-            for (int i = 0; i < B * ROWS; i++) /* all, a half, and none of a sample count */
+            for (int i = 0; i < B * ROWS; i++) /* all, half and none of a sample's labels are used */
                 label[i] = i / ROWS == 2 || i % (i / ROWS + 1) ? HPML_IGNORE : i * 7 % COLS;
-            if (!kind) hpml_tensor_set(l, label, B * ROWS);
+            if (!kind) hpml_tensor_set_raw(l, label, sizeof label);
             for (int pass = 0; pass < 2; pass++)
                 ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK && hpml_graph_backward(g, 64, false) == HPML_OK);
             loss[halves] = (double)y->data[0];
             memcpy(grad[halves], x->grad, sizeof grad[0]);
             label[2 * ROWS + 3] = COLS;
             if (!kind) {
-                hpml_tensor_set(l, label, B * ROWS);
+                hpml_tensor_set_raw(l, label, sizeof label);
                 ENSURE_ERROR(ctx, hpml_graph_forward(g, true, 0) != HPML_OK, HPML_ERR_LABEL,
                              "label 515 of the batch is 512");
             }
@@ -240,12 +243,13 @@ TEST(losses_and_labels_of_many_blocks)
     hpml_tensor *x = hpml_input_tokens(ctx, B, ROWS), *y = hpml_embedding(x, 9, COLS, NULL);
     hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
     for (int i = 0; i < B * ROWS; i++) label[i] = i == ROWS + 7 ? 9 : i % 9;
-    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, label, B * ROWS) == HPML_OK);
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set_raw(x, label, sizeof label) == HPML_OK);
     ENSURE_ERROR(ctx, hpml_graph_forward(g, true, 0) != HPML_OK, HPML_ERR_LABEL, "token 263 is 9");
     hpml_ctx_free(ctx);
 }
 
-/* A parameter with a row for each sample of a batch that is larger than a block: each sample meets its own row. */
+/* A parameter with a row for each sample of a batch that is larger than a block: each sample is combined with its own
+   row. */
 TEST(each_block_reads_its_own_rows_of_a_parameter)
 {
     enum { B = 3, ROWS = 256, COLS = 512, N = B * ROWS * COLS };
@@ -268,7 +272,7 @@ TEST(each_block_reads_its_own_rows_of_a_parameter)
     hpml_ctx_free(ctx);
 }
 
-/* The f16 next to x, ties to even, by arithmetic in double. */
+/* Returns the f16 nearest to x, ties to even, computed in double. */
 static float to_f16(float x)
 {
     int    e;
@@ -310,7 +314,7 @@ TEST(products_of_f16_add_up_in_f32)
             hpml_tensor *in[3] = { a, b, c };
             for (int i = 0; i < 3; i++) {
                 hpml_convert(ctx, HPML_DTYPE_F16, raw, HPML_DTYPE_F32, x[i], 16);
-                ENSURE(hpml_tensor_set(in[i], raw, 16) == HPML_OK);
+                ENSURE(hpml_tensor_set_raw(in[i], raw, sizeof raw) == HPML_OK);
             }
             ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
             for (int i = 0; i < 2; i++) ENSURE(hpml_tensor_get(d[i], got[i], 16) == HPML_OK);
@@ -328,10 +332,11 @@ TEST(products_of_f16_add_up_in_f32)
     }
 }
 
-/* What has no batch dimension, but as many rows as a batch has: a short batch leaves the others' gradients at zero. */
-TEST(short_batches_beside_rows_of_a_parameter)
+/* A tensor without a batch dimension that has as many rows as the batch: a short batch leaves the gradients of the
+   other rows zero. */
+TEST(short_batches_combined_with_rows_of_a_parameter)
 {
-    for (int i = 0; i < 16; i++) { /* of a parameter, of what is computed from one; in f32, in halves */
+    for (int i = 0; i < 16; i++) { /* a parameter or a result computed from one; in f32 or in halves */
         int          kind = i % 4;
         hpml_dtype   dtype = i / 8 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32;
         hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .activation_dtype = dtype });
@@ -353,7 +358,8 @@ TEST(short_batches_beside_rows_of_a_parameter)
     }
 }
 
-/* A batch that a product sums over is a shorter sum where both sides have it; else there is no short one. */
+/* A product that sums over the batch of both operands may run on a short batch, which is a shorter sum; a product that
+   sums over the batch of one operand may not. */
 TEST(short_batches_that_are_summed_over)
 {
     for (int kind = 0; kind < 4; kind++) {
@@ -368,7 +374,7 @@ TEST(short_batches_that_are_summed_over)
     }
 }
 
-/* A batch that is broadcast to a later dimension has no short form, though the first one be as long. */
+/* A batch that is broadcast to a later dimension cannot be shortened, even if the first dimension is as long. */
 TEST(short_batches_of_fewer_dimensions)
 {
     for (int apart = 0; apart < 2; apart++) {
@@ -382,7 +388,7 @@ TEST(short_batches_of_fewer_dimensions)
 }
 
 /* An output that the loss does not depend on is computed; it gives its parameters no gradient. */
-TEST(outputs_beside_the_loss_have_no_gradient)
+TEST(outputs_that_the_loss_does_not_depend_on_have_no_gradient)
 {
     hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 1 });
     hpml_tensor *x = hpml_input_2d(ctx, 4, 3), *h = hpml_linear(x, 5, NULL), *loss = hpml_mean(h, HPML_ALL_DIMS);
@@ -397,7 +403,7 @@ TEST(outputs_beside_the_loss_have_no_gradient)
     hpml_ctx_free(ctx);
 }
 
-/* A reshape of an input is a copy of just its bytes, whatever it holds. */
+/* A reshape of an input copies its bytes, of any dtype, and no others. */
 TEST(reshape_of_every_dtype)
 {
     for (int dtype = 0; dtype < 5; dtype++) {
@@ -409,11 +415,11 @@ TEST(reshape_of_every_dtype)
         size_t         size = 192 * hpml_dtype_size((hpml_dtype)dtype);
         unsigned char  bytes[192 * 4];
         for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = (unsigned char)(i * 7);
-        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, bytes, 192) == HPML_OK);
-        memset((char *)y->data, 1, size);
-        memset((char *)z->node->src[0]->data, 0x7f, 32);
-        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && memcmp(y->data, bytes, size) == 0);
-        for (int i = 0; i < 32; i++) ENSURE(((unsigned char *)z->node->src[0]->data)[i] == 0x7f);
+        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set_raw(x, bytes, size) == HPML_OK);
+        memset(y->raw, 1, size);
+        memset(z->node->src[0]->raw, 0x7f, 32);
+        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && memcmp(y->raw, bytes, size) == 0);
+        for (int i = 0; i < 32; i++) ENSURE(((unsigned char *)z->node->src[0]->raw)[i] == 0x7f);
         hpml_ctx_free(ctx);
     }
 }
@@ -485,7 +491,7 @@ TEST(losses_against_formulas)
     ENSURE(hpml_graph_alloc(g) == HPML_OK);
     fill(x, 3);
     x->data[0] = 1e4f; /* must not overflow */
-    hpml_tensor_set(l, label, 5);
+    hpml_tensor_set_raw(l, label, sizeof label);
     ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
     for (int i = 0; i < 5; i++) {
         double most = -1e30, sum = 0, mean = 0;
@@ -497,7 +503,7 @@ TEST(losses_against_formulas)
     }
     ENSURE_NEAR(loss->data[0], want, 1e-6 * fabs(want) + 1e-5);
     label[1] = 7;
-    hpml_tensor_set(l, label, 5);
+    hpml_tensor_set_raw(l, label, sizeof label);
     ENSURE(hpml_graph_forward(g, false, 0) == HPML_ERR_LABEL &&
            strstr(hpml_ctx_error(ctx), "label 1 of the batch is 7"));
     hpml_ctx_free(ctx);
@@ -527,18 +533,18 @@ TEST(embedding_gradient_and_range)
     hpml_graph  *g    = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });
     int32_t      token[10] = { 0, 8, 3, 3, 3, 1, 0, 2, 8, 3 };
     ENSURE(hpml_graph_alloc(g) == HPML_OK);
-    hpml_tensor_set(x, token, 10);
+    hpml_tensor_set_raw(x, token, sizeof token);
     fill(t, 4);
     ENSURE(hpml_check_grad(g, 1e-2f, 36) < 1e-2 && hpml_check_grad(g, 0, 36) == hpml_check_grad(g, 1e-2f, 36));
     ENSURE_ERROR(ctx, hpml_check_grad(g, -1, 36) < 0, HPML_ERR_ARGUMENT, "eps -1");
     ENSURE_ERROR(ctx, hpml_check_grad(g, 0, 0) < 0, HPML_ERR_ARGUMENT, "0 samples");
     token[7] = 9;
-    hpml_tensor_set(x, token, 10);
+    hpml_tensor_set_raw(x, token, sizeof token);
     ENSURE(hpml_graph_forward(g, true, 0) == HPML_ERR_LABEL && strstr(hpml_ctx_error(ctx), "token 7 is 9"));
     hpml_ctx_free(ctx);
 }
 
-TEST(wrong_shapes_are_refused)
+TEST(wrong_shapes_are_errors)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
     hpml_tensor *x   = hpml_input_4d(ctx, 2, 3, 8, 8), *v = hpml_input_2d(ctx, 2, 7);
@@ -559,7 +565,7 @@ TEST(wrong_shapes_are_refused)
     REFUSED(hpml_slice(x, 1, 2, 2));
     REFUSED(hpml_permute(x, (int[]){ 0, 1, 1, 2 }));
     REFUSED(hpml_concat((hpml_tensor *[]){ x, v }, 2, 0));
-    ENSURE(hpml_concat(NULL, 0, 0) == NULL && hpml_ctx_status(ctx) == HPML_OK); /* whose error would it be? */
+    ENSURE(hpml_concat(NULL, 0, 0) == NULL && hpml_ctx_status(ctx) == HPML_OK); /* no context for an error */
     ENSURE(hpml_mse(x, v) == NULL && strncmp(hpml_ctx_error(ctx), "mse: ", 5) == 0);
     hpml_ctx_clear_error(ctx);
     REFUSED(hpml_cross_entropy(v, v, NULL));
@@ -593,7 +599,7 @@ TEST(wrong_shapes_are_refused)
     hpml_ctx_free(ctx);
 }
 
-TEST(refusals_say_why)
+TEST(errors_give_the_reason)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
     hpml_tensor *v = hpml_input_2d(ctx, 2, 7), *row = hpml_input(ctx, HPML_DTYPE_F32, 1, (int64_t[]){ 2 });
@@ -623,7 +629,7 @@ TEST(refusals_say_why)
     hpml_ctx_free(ctx);
 }
 
-/* Every way a parameter may start: mean and standard deviation of 60,000 numbers, and the largest uniform one. */
+/* Each initializer: mean and standard deviation of 60,000 numbers, and the largest number of a uniform one. */
 TEST(initial_weights)
 {
     const struct { hpml_init init; double scale, deviation, most; } of[] = {
@@ -648,7 +654,7 @@ TEST(initial_weights)
     }
 }
 
-/* What went wrong stays visible behind a relu, alone and fused, on all kernels. */
+/* relu passes NaN on, as an op and fused, on all kernels. */
 TEST(relu_keeps_nan)
 {
     static const char *const isas[] = { "scalar", "avx2", "avx512", "neon" };

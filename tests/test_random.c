@@ -1,5 +1,4 @@
-/* Tests random numbers: known answers, the same bits however a range is cut and on each instruction set, moments,
-   permutations. */
+/* Random numbers: known answers, the same bits in any cut and on every instruction set, moments, permutations. */
 #include "private_api.h"
 #include "kernels.h"
 #include "test.h"

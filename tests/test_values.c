@@ -5,9 +5,9 @@
 #include "op_cases.h"
 
 enum { NODES = 64, LEAVES = 32, SAMPLES = 8 };
-typedef struct world { /* a graph in double */
+typedef struct world { /* a graph whose values are computed in double */
     hpml_profile_row   row[NODES];
-    double            *made[NODES], *leaf[LEAVES]; /* values of results and of leaves */
+    double            *made[NODES], *leaf[LEAVES]; /* values of results; of inputs and parameters */
     const hpml_tensor *of[LEAVES];
     int                nodes, leaves;
 } world;
@@ -26,7 +26,7 @@ static void add_leaf(world *w, const hpml_tensor *t)
     int64_t n = hpml_tensor_count(t);
     void   *x = malloc((size_t)n * 4);
     double *v = (double *)malloc((size_t)n * sizeof(double));
-    hpml_tensor_get(t, x, n);
+    hpml_tensor_get_raw(t, x, (size_t)n * 4);
     for (int64_t i = 0; i < n; i++) v[i] = t->dtype == HPML_DTYPE_I32 ? ((int32_t *)x)[i] : (double)((float *)x)[i];
     free(x);
     w->of[w->leaves] = t, w->leaf[w->leaves++] = v;
@@ -51,7 +51,8 @@ static void close_world(world *w)
     for (int i = 0; i < w->leaves; i++) free(w->leaf[i]);
 }
 
-/* Element f of y as indices, and where those indices lie in t, whose dimensions are matched from the last. */
+/* split: element number f of y as indices. place: the number of the element at these indices in t, whose dimensions are
+   matched from the last. */
 static void split(const hpml_tensor *y, int64_t f, int64_t *at)
 {
     for (int d = y->ndim - 1; d >= 0; d--) at[d] = f % y->shape[d], f /= y->shape[d];
@@ -110,14 +111,14 @@ static void linear(const hpml_node *n, double **s, double *y)
     }
 }
 
-/* Convolution and pooling: one walk over the windows; a pool has no weights. */
+/* Convolution and pooling: a loop over the windows; pooling has no weights. */
 static void windows(const hpml_node *n, double **s, double *y)
 {
     const hpml_tensor *x = n->src[0];
     const int32_t *k = n->attr.conv.kernel, *stride = n->attr.conv.stride;
     const int32_t *pad = n->attr.conv.padding, *dil = n->attr.conv.dilation;
     bool    conv = n->op == HPML_OP_CONV2D;
-    bool    last = x->layout == HPML_NHWC; /* of the dimensions, the channels */
+    bool    last = x->layout == HPML_NHWC; /* channels are the last dimension */
     int64_t C = x->shape[last ? 3 : 1], H = x->shape[last ? 1 : 2], W = x->shape[last ? 2 : 3];
     int64_t O = n->out->shape[last && n->out->ndim == 4 ? 3 : 1], cg = conv ? C / n->attr.conv.groups : 1, at[5];
     for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
@@ -244,7 +245,7 @@ static double loss_of(const hpml_node *n, double **s)
     return sum / counted;
 }
 
-/* What moves numbers, or takes them one by one. */
+/* Ops that copy numbers, or compute each element of the result from one element of each source. */
 static void element(const hpml_node *n, double **s, double *y)
 {
     const hpml_tensor *x = n->src[0], *o = n->out;
@@ -300,7 +301,9 @@ static double run_world(world *w)
         case HPML_OP_MATMUL: matmul(n, s, y); break;
         case HPML_OP_LINEAR: linear(n, s, y); break;
         case HPML_OP_CONV2D: case HPML_OP_MAX_POOL2D: case HPML_OP_AVG_POOL2D: windows(n, s, y); break;
-        case HPML_OP_SOFTMAX: case HPML_OP_LOG_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM: rows(n, s, y); break;
+        case HPML_OP_SOFTMAX: case HPML_OP_LOG_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
+            rows(n, s, y);
+            break;
         case HPML_OP_BATCHNORM: batchnorm(n, s, y); break;
         case HPML_OP_ATTENTION: attention(n, s, y); break;
         case HPML_OP_LSTM: lstm(n, s, y); break;
@@ -313,7 +316,7 @@ static double run_world(world *w)
     return w->made[w->nodes - 1][0];
 }
 
-/* More shapes: of x, and what is done with it. */
+/* More cases: an op and the shape of x. */
 #define ROW(x, b, t) hpml_reshape_3d(x, b, t, -1)
 #define MORE(X)                                                                                                        \
     X(one_linear, hpml_linear(x, 1, NULL), 1, 1, 1, 1) X(wide_linear, hpml_linear(x, 131, NULL), 1, 1, 3, 1031)        \
@@ -347,7 +350,7 @@ static double run_world(world *w)
 MORE(MORE_DEFINE)
 static const op_case more[] = { MORE(MORE_ROW) };
 
-/* Losses of their own: the result is the loss. */
+/* Cases whose result is a loss. */
 static hpml_tensor *loss_case(hpml_ctx *ctx, int kind, hpml_tensor **x)
 {
     hpml_tensor *y = *x = hpml_input_2d(ctx, 5, 37), *t = hpml_tensor_create_2d(ctx, 5, 37), *l;
@@ -358,11 +361,11 @@ static hpml_tensor *loss_case(hpml_ctx *ctx, int kind, hpml_tensor **x)
     fill(t, 2);
     if (kind < 2) {
         l = hpml_tensor_create(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 5 });
-        hpml_tensor_set(l, kind ? kept : label, 5);
+        hpml_tensor_set_raw(l, kind ? kept : label, sizeof label);
         return hpml_cross_entropy(y, l, &d);
     }
     l = hpml_tensor_create(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 5 });
-    hpml_tensor_set(l, token, 5);
+    hpml_tensor_set_raw(l, token, sizeof token);
     if (kind == 2) return hpml_mse(hpml_embedding(l, 9, 37, NULL), t);
     return kind == 3 ? hpml_bce_with_logits(y, t) : hpml_huber(y, t, kind == 4 ? 0 : 0.7f);
 }
@@ -387,7 +390,7 @@ static hpml_graph *record(const op_case *c, int kind, const char *cpu, hpml_ctx 
     return g;
 }
 
-/* How far a is from b, seen from the size of the whole. */
+/* The difference of a and b relative to `size`. */
 static double apart(double a, double b, double size) { return fabs(a - b) / (size + 1e-4); }
 
 static void check(const op_case *c, int kind, const char *name)
@@ -446,7 +449,7 @@ static void check(const op_case *c, int kind, const char *name)
 TEST(every_op_in_double)
 {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
-        /* theirs is random: see below */
+        /* not the cases with dropout, which is random: see the test of dropout */
         if (!strstr("dropout residual", cases[i].name)) check(&cases[i], 0, cases[i].name);
 }
 
@@ -461,8 +464,9 @@ TEST(losses_in_double)
     for (int kind = 0; kind < 6; kind++) check(NULL, kind, names[kind]);
 }
 
-/* A dropout keeps some 1 - p of all numbers, times 1 / (1 - p); gradients pass where they did; evaluation keeps all. */
-TEST(dropout_keeps_its_share)
+/* Dropout keeps about 1 - p of the numbers, multiplied by 1 / (1 - p); gradients pass for the same elements; evaluation
+   keeps all numbers. */
+TEST(dropout_keeps_the_right_number_of_elements)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
     hpml_tensor *x = hpml_input_2d(ctx, 7, 1009), *y, *loss;
@@ -485,7 +489,7 @@ TEST(dropout_keeps_its_share)
     hpml_ctx_free(ctx);
 }
 
-/* A constant added to all logits changes nothing but the roundings of the logits themselves, which both sides get. */
+/* A constant added to all logits changes only the rounding of the logits, which is the same in the reference. */
 typedef struct softmax_errors { double loss, gradient, sum, log, log_gradient; } softmax_errors;
 
 static void softmax_of_row(const float *x, int64_t n, double *p, double *log_sum, double *most)
@@ -542,7 +546,7 @@ static void shifted_logits(const char *cpu, float shift, float smoothing, bool l
     hpml_tensor *dy  = hpml_tensor_create_2d(ctx, ROWS, CLASSES), *y = NULL, *loss;
     hpml_tensor_require_grad(x);
     if (dy) fill(dy, 2);
-    hpml_tensor_set(t, label, ROWS);
+    hpml_tensor_set_raw(t, label, sizeof label);
     if (log) y = hpml_log_softmax(x), loss = hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS);
     else loss = hpml_cross_entropy(x, t, &(hpml_cross_entropy_desc){ .label_smoothing = smoothing });
     hpml_tensor *outputs[] = { loss, y };
@@ -576,8 +580,9 @@ TEST(log_softmax_and_cross_entropy_keep_their_digits_when_all_logits_are_shifted
         }
 }
 
-/* Norms of 2 to 9 numbers with an offset, against sums in double of the same f32 numbers. Errors in units of 2^-24 of
-   what is added up: y of its largest, dx of rstd times the largest g, dgamma of the sum of its terms' sizes. */
+/* Norms of 2 to 9 numbers with an offset, against sums in double of the same f32 numbers. Errors are in units of 2^-24
+   times: for y its largest element; for dx rstd times the largest g; for dgamma the sum of its terms' absolute values.
+   */
 typedef struct norm_case { hpml_op op; int64_t B, C, P; float offset, spread; } norm_case;
 typedef struct norm_errors { double y, dx, dgamma, dbeta; } norm_errors;
 
