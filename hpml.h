@@ -12808,7 +12808,7 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     int found = HPML_NONFINITE_STEP;
     for (int64_t i = 0; i < n; i++) {
         float g = dw[i] * o->u.grad_scale;
-        bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
+        bool  nonfinite = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
         if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
         if (nonfinite && m && o->u.found_nonfinite) m[i] = 0;
         if (nonfinite && v && o->u.found_nonfinite) v[i] = 0;
