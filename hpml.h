@@ -111,12 +111,13 @@
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
 // PART IV   OPS: forward and backward of each, and the products under them
-//     gemm-threads   dealing a matrix product out to threads
+//     gemm-threads   cutting a matrix product into tasks for threads
 //     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
-//     conv   two-dimensional convolution
+//     conv   two-dimensional convolution: recording, sizes
+//     conv-run   convolution: its forward and backward pass
 //     pool   max, average and global pooling
 //     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
@@ -142,22 +143,24 @@
 //     checkpoint   parameters and whole trainings in safetensors files
 //     trace   the timeline; where the time goes, and what a model is
 // PART VII  KERNELS: one text, compiled once for each instruction set
-//     passes   the header includes itself, once for each instruction set; which set runs
-//     simd   vectors: one kernel text for all instruction sets
+//     passes   the header includes itself, once for each instruction set
+//     isa   instruction sets: for each one block of constants
+//     simd   vectors: one kernel text for all instruction sets; the scalar set
 //     simd-x86   vectors: AVX2, AVX-512
-//     simd-neon   vectors: NEON; what all have in common
+//     simd-neon   vectors: NEON; operations made of others, for all instruction sets
 //     vmath   exp, log, tanh, erf and the activations
 //     vreduce   sums, maxima, norms
 //     vupdate   optimizer steps, one pass over the data
 //     vconvert   storage types, checksums
 //     gemm   matrix product: tiles
-//     gemm-pack   matrix product: packing and turning
+//     gemm-pack   matrix product: packing, transposing, storing
 //     gemm-part   matrix product: one rectangle of C
 //     gemm-thin   matrix product: small and thin shapes
 //     random   Philox: random numbers by number
 //     onebit   gradient codecs: 1 bit and bf16, one row
 //     conv-kernels   convolution: tiles of pixels by channels
 //     table   the kernels of this pass
+//     choose   which of the kernels run: the best instruction set of the CPU
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
 
@@ -1471,8 +1474,8 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
-/* Encloses code that is not performance-critical. Turning off these gcc passes there shortens compilation by a third
-   and costs no speed. */
+/* Between these macros stands all code but the kernels. Six passes of gcc are off there: that cuts compile time by a
+   third and makes nothing slower. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define HPMLI_COMPILE_FAST_BEGIN                                                                                       \
     _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-tree-pre,no-tree-vrp,no-tree-dominator-opts\")")            \
@@ -1486,6 +1489,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
 #if defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__) /* editors show the body */
+#define HPMLI_EDITOR
 #ifndef HPML_IMPLEMENTATION
 #define HPML_IMPLEMENTATION
 #endif
@@ -1602,116 +1606,129 @@ HPMLI_COMPILE_FAST_BEGIN
 // >>kernels   the table of kernels: what each computes, and the structs that they take
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One matrix product, C = act(alpha A B + beta C + bias); see >>gemm. Strides in elements; any operand may be
-   transposed. Set the whole struct to zero first. */
+/* Matrix products C = act(alpha A B + beta C + bias), see >>gemm. A stride is the number of elements from one row (k,
+   column) to the next, so that any operand may be transposed. Set the whole struct to zero first. */
 typedef struct hpmli_gemm_desc {
     int64_t      m, n, k;
-    const float *a;             /* (m, k): a[i a_row + p a_k] */
+    const float *a;             /* (m, k): a[i * a_row + p * a_k] */
     int64_t      a_row, a_k;
-    const float *b;             /* (k, n): b[p b_k + j b_col] */
+    const float *b;             /* (k, n): b[p * b_k + j * b_col] */
     int64_t      b_k, b_col;
-    float       *c;             /* (m, n), rows ldc apart */
+    float       *c;             /* (m, n): c[i * ldc + j] */
     int64_t      ldc;
-    float        alpha, beta;   /* beta 0 never reads C, alpha 0 never reads A and B */
+    float        alpha, beta;   /* for beta 0 C is not read, for alpha 0 A and B are not */
     const float *bias_n;        /* (n), added to each row, or NULL */
     const float *bias_m;        /* (m), added to each column, or NULL */
     int          act;           /* 1: relu */
-    int64_t      batch, a_batch, b_batch, c_batch; /* that many products, operands so far apart */
+    int64_t      batch;         /* number of products */
+    int64_t      a_batch, b_batch, c_batch; /* elements from an operand of one product to that of the next */
 } hpmli_gemm_desc;
 
-/* A rectangle of C computed by one thread: rows [i0, i1), columns [j0, j1) of one product of the batch. */
+/* A rectangle of C that one thread computes: rows [i0, i1), columns [j0, j1) of product number `batch`. */
 typedef struct hpmli_gemm_part {
     const hpmli_gemm_desc *d;
     int64_t                batch, i0, i1, j0, j1;
-    float                 *ws; /* packing space of this thread */
+    float                 *ws; /* packing space of this thread: HPMLI_GEMM_WS floats */
 } hpmli_gemm_part;
 
-/* Blocks: MC rows of A, KC deep, stay in the second-level cache while the panels of B pass by; NC columns of B are kept
-   packed for the next MC rows. Deep blocks read and write C less often. */
+/* Sizes of blocks: MC rows of A, KC deep, fit into the second-level cache while all panels of B are multiplied by them;
+   NC columns of B stay packed for the next MC rows. Deep blocks read and write C less often. */
 #define HPMLI_GEMM_KC 800
 #define HPMLI_GEMM_MC 168
 #define HPMLI_GEMM_NC 1024
-#define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
-#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* where a block of A is packed, behind B */
+#define HPMLI_GEMM_SUMS 65536 /* floats for the partial sums of a product that is cut along k */
+#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* offset of packed A in the packing space, behind B */
 #define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16) + HPMLI_GEMM_SUMS)
 
 /* Loops over registers must be unrolled at any optimization level. */
 #if defined(__clang__)
 #define HPMLI_UNROLL   _Pragma("clang loop unroll(full)")
-#define HPMLI_UNROLL_4 /* clang makes it slower */
+#define HPMLI_UNROLL_4 /* clang's code is slower with it */
 #else
 #define HPMLI_UNROLL   _Pragma("GCC unroll 16")
 #define HPMLI_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
-/* What one optimizer step needs; see >>vupdate. */
+/* The arguments of an optimizer step that are the same for all weights, see >>vupdate. */
 typedef struct hpmli_opt_args {
     hpml_update u;                         /* LARS: lr is in grad_scale and weight_decay */
     float       correction1, correction2;  /* 1 - beta^step */
 } hpmli_opt_args;
 
-#define HPMLI_PHILOX_CHUNK     64          /* random words made at a time */
-#define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox ... */
+#define HPMLI_PHILOX_CHUNK 64       /* random words that are made at once */
+#define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox */
 #define HPMLI_PHILOX_M1 0xCD9E8D57u
-#define HPMLI_PHILOX_W0 0x9E3779B9u /* ... and what a round adds to its key */
+#define HPMLI_PHILOX_W0 0x9E3779B9u /* added to its key in each round */
 #define HPMLI_PHILOX_W1 0xBB67AE85u
-typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw; /* what becomes of the words */
+typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw; /* the kind of random numbers */
 
 #define HPMLI_ONEBIT_LANES 16   /* elements in a step: two bytes of bits */
-#define HPMLI_ONEBIT_CHUNK 1024 /* elements summed in float */
+#define HPMLI_ONEBIT_CHUNK 1024 /* elements that are summed in float */
 
-/* What pass 1 finds out about a row: [0] the elements below zero, [1] the others. */
+/* Statistics of a row for the 1-bit codec: [0] of the elements below zero, [1] of the others. */
 typedef struct hpmli_onebit_row {
     double  sum[2];
     int64_t count[2];
     float   least[2], most[2];
 } hpmli_onebit_row;
 
-/* A convolution, see >>conv. Images are in NHWC order; their sizes and distances are counted in floats. */
+/* A convolution, see >>conv. Images are in NHWC order. All distances and sizes are in floats; a `step` is the distance
+   from one to the next. */
 typedef struct hpmli_conv {
     hpml_ctx  *ctx;
     hpml_node *n;
-    int64_t    B, C, H, W, OC, OH, OW, groups, taps; /* C, OC of one group */
-    int64_t    x_pitch, x_size, x_first;             /* image of x, with its zeros: a row, all; its first pixel */
-    int64_t    y_size;                               /* image of dy */
-    bool       nhwc;                                 /* x and y are NHWC */
-    int64_t    x_ld, y_ld;                           /* NHWC: floats from one pixel to the next; else 1 */
-    int64_t    row_at, col_at;                       /* in x from one row, one pixel of the result to the next */
-    int64_t    blocks[2], block, block_at[2];        /* taps: blocks[0] x blocks[1] runs, so far apart in x */
-    int64_t    band, splits;                         /* forward: rows computed at a time, pieces of the channels */
+    int64_t    B, C, H, W, OC, OH, OW; /* C and OC: channels of one group */
+    int64_t    groups, taps;           /* taps: height x width of the kernel */
+    int64_t    x_pitch;                /* a row of the padded image of x */
+    int64_t    x_floats;               /* the padded image of x, and memory behind it that a tile may touch */
+    int64_t    x_first;                /* offset of the first pixel in the padded image that is not padding */
+    int64_t    y_floats;               /* the image of dy, and memory behind it that a tile may touch */
+    bool       nhwc;                   /* x and y are NHWC */
+    int64_t    x_pixel, y_pixel;       /* step of pixels in x and y, NHWC; else 1 */
+    int64_t    x_row_step;             /* in x, for the next row of y */
+    int64_t    x_pixel_step;           /* in x, for the next pixel of y */
+    int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
+    int64_t    run_floats;             /* length of a run */
+    int64_t    run_step[2];            /* steps of the runs in x */
+    int64_t    band_rows;              /* forward: rows of y that are computed before they are stored */
+    int64_t    channel_pieces;         /* forward: tasks for one image */
     bool       want_dx, want_dw, want_db;
-    int64_t    parts, part_size, joint; /* backward: partial sums of dw and db; images whose dw is summed at once */
-    float     *packed, *part, *own;     /* weights as tiles read them, partial sums, space of each thread */
-    int64_t    packed_size, own_size;   /* of one group, of one thread */
-    int64_t    scratch;                 /* all of them */
+    int64_t    sums, sum_floats;       /* backward: number and size of partial sums of dw and db */
+    int64_t    images_at_once;         /* backward: images whose dw is summed by one product */
+    float     *packed;                 /* packed weights: (groups, packed_floats) */
+    float     *sum_space;              /* partial sums: (sums, sum_floats) */
+    float     *thread_space;           /* (threads, thread_floats) */
+    int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: all three together */
 } hpmli_conv;
 
-/* Rows of pixels with some channels, and how far apart rows and pixels are. */
+/* Rows of pixels to copy, with their first `channels` channels; steps of rows and pixels in both images. */
 typedef struct hpmli_conv_copy {
     int64_t rows, pixels, channels, to_row, to_pixel, from_row, from_pixel;
 } hpmli_conv_copy;
 
-/* A strip of a product: C (rows, up to two vectors) (+)= sum over runs u, v, over p < length of
-   a[u a_at[0] + v a_at[1] + i ars + p acs] times the vectors at b + u b_at[0] + v b_at[1] + p ldb. */
+/* A product C (rows, one or two vectors) = sum over runs u, v and over k < length of
+   a[u * a_run[0] + v * a_run[1] + i * a_row + k * a_k] times the vectors at b + u * b_run[0] + v * b_run[1] + k * b_k,
+   added to C when `add`. */
 typedef struct hpmli_conv_product {
-    int64_t rows, ars, acs, ldb, ldc, length, runs[2], a_at[2], b_at[2];
+    int64_t rows, a_row, a_k, b_k, c_row, length, runs[2], a_run[2], b_run[2];
     int     add;
 } hpmli_conv_product;
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 
-#define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
+#define HPMLI_CONV_PANEL 32 /* channels in a task; a multiple of HPMLI_NR in every instruction set */
 
-/* The kernels: loops over f32 arrays that are contiguous and need no alignment. Each instruction set has a copy of each
-   (PART VII), with the same bits as the others up to rounding; a context points to the table of the best one that its
-   CPU runs. `accumulate` adds to the result instead of writing it. Results may be one of the operands where a comment
-   of the kernel does not deny it. */
+/* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own copy of each kernel
+   (PART VII), whose results equal the others' up to rounding; ctx->k is the table of the fastest set that the CPU runs.
+   `accumulate` adds to the result instead of writing it. A result may be one of the operands unless the kernel's
+   comment says otherwise. */
 typedef struct hpmli_kernels {
-    const char *name; /* "scalar", "avx2", "avx512", "neon" */
+    const char *name;        /* "scalar", "avx2", "avx512", "neon" */
+    bool (*runs_here)(void); /* true when this CPU has the instructions */
 
     /* Elementwise, n elements each. */
     void (*act_forward)(hpml_act act, float slope, float *y, const float *x, int64_t n); /* y = act(x) */
-    /* dx = dy act'(x), from x or y = act(x); x or y may be NULL where the derivative does not read it */
+    /* dx = dy act'(x) from x or from y = act(x); x or y may be NULL where the derivative does not read it */
     void (*act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *x, const float *y,
                          int64_t n, int accumulate);
     void (*vadd)(float *y, const float *a, const float *b, int64_t n);         /* y = a + b */
@@ -1727,7 +1744,7 @@ typedef struct hpmli_kernels {
     void (*vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                      int64_t n, int accumulate);
 
-    /* Reductions. The `_wide` ones and vmoments add up in double every 1,024 elements. */
+    /* Reductions. The `_wide` ones and vmoments add sums of 1,024 floats in double. */
     float (*vsum)(const float *x, int64_t n);
     float (*vdot)(const float *a, const float *b, int64_t n);
     double (*vsum_wide)(const float *x, int64_t n);
@@ -1735,7 +1752,7 @@ typedef struct hpmli_kernels {
     /* sums[0] += sum of w, sums[1] += sum of w d, where d = x - centre; w NULL: w = d */
     void (*vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n);
     float (*vmax)(const float *x, int64_t n);                            /* -infinity for n = 0 */
-    float (*vamax)(const float *x, int64_t n);                           /* largest |x|, 0 for n = 0; or NaN */
+    float (*vamax)(const float *x, int64_t n);                           /* largest |x|, or NaN; 0 for n = 0 */
     float (*vexp_sum)(float *y, const float *x, float shift, int64_t n); /* y = exp(x - shift); returns the sum of y */
     /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
     void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
@@ -1748,15 +1765,15 @@ typedef struct hpmli_kernels {
     void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
     void (*from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n);
 
-    /* Matrix products: a rectangle of C; row i of C from `count` partial sums over k, `stride` floats apart. */
+    /* Matrix products: a rectangle of C; row i of C from `count` partial sums over k that are `stride` floats apart. */
     void (*gemm_part)(const hpmli_gemm_part *part);
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
 
-    /* Numbers first .. first + n - 1 of a random stream: words, or floats. */
+    /* Numbers first .. first + n - 1 of a random stream: words or floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
 
-    /* Gradient codecs, one row of n elements; e: its residual or NULL. */
-    /* pass 1: e += g; the bits, sums and extremes of both sides; pass 2: e -= each element's level */
+    /* Gradient codecs, for one row of n elements with the residual e, or NULL. */
+    /* pass 1: e += g; writes the bits, the sums and the extremes of both sides; pass 2: subtracts the levels from e */
     void (*onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n);
     void (*onebit_carry)(float *e, float low, float high, int64_t n);
     void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
@@ -1764,7 +1781,8 @@ typedef struct hpmli_kernels {
     bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite as bf16 */
     void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
 
-    /* Convolution: weights into panels (for y, for dx), images to NHWC order and from it, the three products. */
+    /* Convolution: packing of weights (for y, for dx), copies of images to and from NHWC order, the three products,
+       and the sum of partial sums of dw. */
     void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
     void (*conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
     void (*conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
@@ -1772,19 +1790,20 @@ typedef struct hpmli_kernels {
                       int accumulate);
     void (*conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate);
     void (*conv_forward)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
-                       const float *bias, int relu, float *y, float *band);
+                         const float *bias, int relu, float *y, float *band);
     void (*conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
     void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
-    void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate);
+    void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate);
 
-    /* A row of n maxima of 2 x 2 windows, in the rows at x and x + width; at: which corner each was, 0 to 3. */
+    /* A row of n maxima of 2 x 2 windows in the rows at x and x + width; at: the corner of each maximum, 0 to 3. */
     void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
     void (*max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate);
 
-    uint32_t (*crc32c)(uint32_t crc, const void *bytes, size_t n); /* CRC-32C of n bytes more; of no bytes: 0 */
+    /* CRC-32C of some bytes, whose CRC is `crc`, and n more; that of no bytes is 0. */
+    uint32_t (*crc32c)(uint32_t crc, const void *bytes, size_t n);
 } hpmli_kernels;
 
-/* Two kernels are called by name, for single random numbers, see >>rng. */
+/* Two kernels that are called by name, for single random numbers, see >>rng. */
 HPMLI_FN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
 HPMLI_FN void hpmli_box_muller_scalar(const uint32_t *a, const uint32_t *b, float *x, float *y);
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
@@ -4333,29 +4352,31 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gemm-threads   dealing a matrix product out to threads
+// >>gemm-threads   cutting a matrix product into tasks for threads
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* C is cut into rectangles, each computed by one thread with its own packing space: nothing is shared, nobody waits.
-   Each rectangle packs what it needs; at 100 rows or more that is a few percent. */
+/* C is cut into rectangles. One thread computes a rectangle with its own packing space, so that threads share nothing
+   and never wait for each other. Each rectangle packs its operands itself; for 100 rows or more that takes a few
+   percent of the time. */
 
 typedef struct hpmli_gemm_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
-    int64_t                rows, cols; /* pieces of C down and across */
+    int64_t                rows, cols; /* C is cut into rows x cols rectangles */
 } hpmli_gemm_job;
 
-/* Piece t of `pieces` of a length, cut at multiples of `unit`. */
+/* Returns where piece t begins when a length is cut into `pieces` at multiples of `unit`. */
 HPMLI_FN int64_t hpmli_piece_start(int64_t length, int64_t pieces, int64_t t, int64_t unit)
 {
-    int64_t units = (length + unit - 1) / unit, at = units * t / pieces * unit;
-    return at < length ? at : length;
+    int64_t units = (length + unit - 1) / unit, start = units * t / pieces * unit;
+    return start < length ? start : length;
 }
 
 HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
 {
     const hpmli_gemm_job *job = (const hpmli_gemm_job *)arg;
-    int64_t               at  = task % (job->rows * job->cols), r = at / job->cols, c = at % job->cols;
+    int64_t               rectangle = task % (job->rows * job->cols);
+    int64_t               r = rectangle / job->cols, c = rectangle % job->cols;
     hpmli_gemm_part       part;
     part.d     = job->d;
     part.batch = task / (job->rows * job->cols);
@@ -4367,18 +4388,23 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
     if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
 }
 
-/* One thread, from inside a task: uses the packing space of `thread`. */
+/* Computes a product on one thread. Called from a task, with the number of the thread that runs it, whose packing space
+   is used. */
 HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_part part;
-    part.d = d, part.i0 = part.j0 = 0, part.i1 = d->m, part.j1 = d->n;
+    part.d  = d;
+    part.i0 = 0;
+    part.j0 = 0;
+    part.i1 = d->m;
+    part.j1 = d->n;
     part.ws = ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
     if (d->m > 0 && d->n > 0)
         for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
 }
 
-/* A small C over a long k (the gradient of a convolution's weights) is cut along k, into pieces that the shape alone
-   decides; their sums are added in order. */
+/* A product with a small C and a long k (such as the gradient of a convolution's weights) is cut along k. The shape
+   alone decides the pieces, and their sums are added in order, so that the bits do not depend on the threads. */
 typedef struct hpmli_gemm_split {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
@@ -4386,6 +4412,7 @@ typedef struct hpmli_gemm_split {
     float                 *sums; /* (pieces, m, n) */
 } hpmli_gemm_split;
 
+/* Returns into how many pieces of k a product is cut, 1 to 64. */
 HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
 {
     int64_t pieces = d->k / 2048;
@@ -4400,15 +4427,22 @@ HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
     int64_t                 p0 = task * s->d->k / s->pieces, p1 = (task + 1) * s->d->k / s->pieces;
     hpmli_gemm_desc         d  = *s->d;
     d.k = p1 - p0;
-    d.a += p0 * d.a_k, d.b += p0 * d.b_k;
-    d.c = s->sums + task * d.m * d.n, d.ldc = d.n;
-    d.alpha = 1, d.beta = 0, d.bias_n = d.bias_m = NULL, d.act = 0;
+    d.a += p0 * d.a_k;
+    d.b += p0 * d.b_k;
+    d.c      = s->sums + task * d.m * d.n;
+    d.ldc    = d.n;
+    d.alpha  = 1;
+    d.beta   = 0;
+    d.bias_n = NULL;
+    d.bias_m = NULL;
+    d.act    = 0;
     hpmli_gemm_serial(s->ctx, thread, &d);
 }
 
 #ifdef HPML_USE_CBLAS
-/* HPML_USE_CBLAS: whole products of plain matrices go to a BLAS (its threads, its bits); bias first, relu after. Small
-   products inside tasks, convolutions and batches stay with us. */
+/* HPML_USE_CBLAS: lets the BLAS library compute a single product of matrices that it can address, with its own threads
+   and rounding; the bias is copied to C before, relu is applied after. Returns false for all other products, which
+   hpml's kernels compute: batches, products inside tasks, convolutions. */
 HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     bool  ta = d->a_k != 1, tb = d->b_col != 1;
@@ -4432,37 +4466,57 @@ HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 }
 #endif
 
+/* Chooses how many rows and columns of rectangles C is cut into, for `want` threads: the longer side of a rectangle is
+   cut until there is a rectangle for each thread. */
+HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
+{
+    const hpmli_gemm_desc *d = job->d;
+    job->rows = 1;
+    job->cols = 1;
+    while (job->rows * job->cols * d->batch < want) {
+        int64_t height = d->m / job->rows, width = d->n / job->cols;
+        /* a transposed A with columns far apart: cut rows, or else each column of rectangles packs all of A */
+        bool    prefer_rows = d->a_row == 1 && d->a_k * d->k >= 262144 && width >= 256;
+        bool    even_cols   = width >= 256 || d->n % (32 * (job->cols + 1)) == 0; /* cut at multiples of 32 */
+        if (width >= height + prefer_rows && width >= 64 && even_cols) job->cols++;
+        else if (height >= 8) job->rows++;
+        else if (width >= 64) job->cols++;
+        else break;
+    }
+}
+
+/* Computes a product, or a batch of them, on all threads of the context. */
 HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_job   job;
     hpmli_gemm_split split;
-    double           each, size = (double)d->m * (double)d->n * (double)d->batch; /* of C: lines change caches, too */
-    int64_t          want = size * (double)d->k < 250e3 + 4 * fmin(size, 65536) ? 1 : ctx->threads;
+    double           elements = (double)d->m * (double)d->n * (double)d->batch;
+    /* one thread for a product that takes less time than waking the others and moving C between caches */
+    int64_t          want = elements * (double)d->k < 250e3 + 4 * fmin(elements, 65536) ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
     if (hpmli_gemm_cblas(ctx, d)) return;
 #endif
     split.pieces = hpmli_gemm_pieces(d);
     if (split.pieces > 1) {
-        split.ctx = ctx, split.d = d, split.sums = ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS;
+        split.ctx  = ctx;
+        split.d    = d;
+        split.sums = ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS;
         hpmli_parallel(ctx, split.pieces, hpmli_gemm_split_task, &split);
         for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, split.sums, split.pieces, d->m * d->n);
         return;
     }
-    if (want == 1) { hpmli_gemm_serial(ctx, 0, d); return; }
-    job.ctx = ctx, job.d = d, job.rows = job.cols = 1;
-    while (job.rows * job.cols * d->batch < want) { /* cut the longer side of a piece */
-        int64_t height = d->m / job.rows, width = d->n / job.cols;
-        bool    down   = d->a_row == 1 && d->a_k * d->k >= 262144 && width >= 256; /* else each packs all of A */
-        bool    even   = width >= 256 || d->n % (32 * (job.cols + 1)) == 0; /* columns are cut at multiples of 32 */
-        if (width >= height + down && width >= 64 && even) job.cols++;
-        else if (height >= 8) job.rows++;
-        else if (width >= 64) job.cols++;
-        else break;
+    if (want == 1) {
+        hpmli_gemm_serial(ctx, 0, d);
+        return;
     }
-    each = size * (double)d->k / (double)(job.rows * job.cols * d->batch);
-    if (d->a_k == 1) /* 8e6 or more in up to four: a slow core does fewer. Across, so that B is packed but once */
-        job.cols *= (int64_t)fmax(1, fmin(fmin(each / 8e6, 4), (double)(d->n / job.cols / 128)));
+    job.ctx = ctx;
+    job.d   = d;
+    hpmli_gemm_cut(&job, want);
+    /* Rectangles of more than 8e6 multiply-adds are cut into up to four, so that a slow core can take fewer of them:
+       along columns, so that no part of B is packed twice. */
+    double each = elements * (double)d->k / (double)(job.rows * job.cols * d->batch);
+    if (d->a_k == 1) job.cols *= (int64_t)fmax(1, fmin(fmin(each / 8e6, 4), (double)(d->n / job.cols / 128)));
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
 }
 
@@ -4470,71 +4524,80 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 // >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A product whose operands are not all f32: C is cut into tiles, one to a task, and k into blocks. A task makes f32 of
-   its block of A and of B, in the part of its packing space that so small a product leaves free, and adds their product
-   to its tile. The shape alone decides the cuts, so that the bits do not depend on the number of threads. */
-#define HPMLI_MIXED_SIDE  512 /* of a tile, at most */
-#define HPMLI_MIXED_DEPTH 256 /* of a block of k */
+/* Products whose operands are not all f32 are computed in tiles of C, one a task, and in blocks of k. A task converts
+   its blocks of A and B to f32, in the part of its packing space that products of this size do not use, and adds the
+   product of the two blocks to its tile. The shape alone decides the cuts, so that the bits do not depend on the number
+   of threads. */
+#define HPMLI_MIXED_SIDE  512 /* rows and columns of a tile, at most */
+#define HPMLI_MIXED_DEPTH 256 /* a block of k */
 #define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
-#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* behind packed B: where the block of A is, */
-#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK)           /* and that of B; it ends before packed A */
-#define HPMLI_MIXED_THIN  8   /* rows or columns: so few that reading the other operand takes most of the time */
+#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* offset of the block of A, behind packed B */
+#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK) /* offset of the block of B; it ends before packed A */
+#define HPMLI_MIXED_THIN  8   /* so few rows or columns that most of the time is spent on reading the other operand */
 
 typedef struct hpmli_mixed {
     hpml_ctx       *ctx;
-    hpmli_gemm_desc d;       /* a and b: not floats, but of type[0] and type[1] */
+    hpmli_gemm_desc d;          /* a and b point to elements of type[0] and type[1] */
     hpml_dtype      type[2];
-    int64_t         rows, cols, depth; /* of a tile, of a block of k */
+    int64_t         rows, cols; /* of a tile */
+    int64_t         depth;      /* of a block of k */
 } hpmli_mixed;
 
-/* The part (rows, cols) of an operand from (row, col) on, as f32, at `space` if it is not f32; its strides follow. */
-HPMLI_FN const float *hpmli_mixed_block(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row, int64_t col,
-                                       int64_t rows, int64_t cols, int64_t *rs, int64_t *cs, float *space)
+/* Returns the block (rows, cols) of operand x from (row, col) on, as f32. An operand of another type is converted to
+   `space`, and *row_stride and *col_stride become those of the converted block. */
+HPMLI_FN const float *hpmli_mixed_block(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row,
+                                        int64_t col, int64_t rows, int64_t cols, int64_t *row_stride,
+                                        int64_t *col_stride, float *space)
 {
-    bool        across = *cs == 1;
-    int64_t     lines = across ? rows : cols, length = across ? cols : rows, apart = across ? *rs : *cs;
-    const char *from = (const char *)x + (size_t)(row * *rs + col * *cs) * hpml_dtype_size(type);
+    bool        by_rows = *col_stride == 1; /* rows are contiguous, else columns are */
+    int64_t     lines = by_rows ? rows : cols, length = by_rows ? cols : rows;
+    int64_t     step  = by_rows ? *row_stride : *col_stride;
+    const char *from = (const char *)x + (size_t)(row * *row_stride + col * *col_stride) * hpml_dtype_size(type);
     if (type == HPML_DTYPE_F32) return (const float *)(const void *)from;
     for (int64_t i = 0; i < lines; i++)
-        k->to_f32(space + i * length, type, from + (size_t)(i * apart) * hpml_dtype_size(type), length);
-    *rs = across ? length : 1;
-    *cs = across ? 1 : length;
+        k->to_f32(space + i * length, type, from + (size_t)(i * step) * hpml_dtype_size(type), length);
+    *row_stride = by_rows ? length : 1;
+    *col_stride = by_rows ? 1 : length;
     return space;
 }
 
+/* Computes one tile of C: converts and multiplies block after block of k. */
 HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
 {
     const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
     const hpmli_kernels *k  = j->ctx->k;
     float               *ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
     int64_t across = (j->d.n + j->cols - 1) / j->cols, row = task / across * j->rows, col = task % across * j->cols;
-    int64_t at = 0;
+    int64_t k0 = 0;
     do {
         hpmli_gemm_desc d = j->d;
-        d.m = hpmli_min(d.m - row, j->rows), d.n = hpmli_min(d.n - col, j->cols);
-        d.k = hpmli_min(d.k - at, j->depth);
-        d.a = hpmli_mixed_block(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_row, &d.a_k, ws + HPMLI_MIXED_A);
-        d.b = hpmli_mixed_block(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_k, &d.b_col, ws + HPMLI_MIXED_B);
+        d.m = hpmli_min(d.m - row, j->rows);
+        d.n = hpmli_min(d.n - col, j->cols);
+        d.k = hpmli_min(d.k - k0, j->depth);
+        d.a = hpmli_mixed_block(k, j->type[0], d.a, row, k0, d.m, d.k, &d.a_row, &d.a_k, ws + HPMLI_MIXED_A);
+        d.b = hpmli_mixed_block(k, j->type[1], d.b, k0, col, d.k, d.n, &d.b_k, &d.b_col, ws + HPMLI_MIXED_B);
         d.c += row * d.ldc + col;
-        if (at > 0) d.beta = 1;
+        if (k0 > 0) d.beta = 1;
         hpmli_gemm_serial(j->ctx, thread, &d);
-        at += j->depth;
-    } while (at < j->d.k);
+        k0 += j->depth;
+    } while (k0 < j->d.k);
 }
 
-/* Chooses the tiles of C: large, because a tile uses each converted number once a row or column; yet enough for all
-   threads. */
+/* Chooses the tiles of C and runs the tasks. Tiles are large, because each number that is converted is used in all rows
+   or columns of its tile; but small enough to give 16 tasks. */
 HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
 {
     const hpmli_gemm_desc *d = &j->d;
     bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
-    bool    along  = thin_m ? d->b_k == 1 : d->a_k == 1; /* the operand that is not thin is stored along k */
+    bool    along_k = thin_m ? d->b_k == 1 : d->a_k == 1; /* k runs along memory in the operand that is not thin */
     int64_t across, down, side = HPMLI_MIXED_SIDE;
-    if (thin) side = along ? 8 : 1024; /* long lines */
+    if (thin) side = along_k ? 8 : 1024; /* converted lines are long either way */
     j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
-    j->rows = hpmli_min(d->m, side), j->cols = hpmli_min(d->n, side);
+    j->rows  = hpmli_min(d->m, side);
+    j->cols  = hpmli_min(d->n, side);
     for (;;) {
-        down = (d->m + j->rows - 1) / j->rows, across = (d->n + j->cols - 1) / j->cols;
+        down   = (d->m + j->rows - 1) / j->rows;
+        across = (d->n + j->cols - 1) / j->cols;
         if (thin || down * across >= 16 || hpmli_max(j->rows, j->cols) < 128) break;
         if (j->cols >= j->rows) j->cols = (j->cols + 63) / 64 * 32;
         else j->rows = (j->rows + 1) / 2;
@@ -4547,25 +4610,37 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
                                int64_t ldb, float beta, float *c, int64_t ldc)
 {
     hpmli_mixed j;
-    bool        plain = type_a == HPML_DTYPE_F32 && type_b == HPML_DTYPE_F32;
+    bool        all_f32 = type_a == HPML_DTYPE_F32 && type_b == HPML_DTYPE_F32;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
         (m > 0 && n > 0 && (!c || (k > 0 && alpha != 0 && (!a || !b)))))
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
                           "not be negative, a leading dimension not smaller than a stored row, and no array NULL",
-                          plain ? "s" : "", (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb,
+                          all_f32 ? "s" : "", (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb,
                           (long long)ldc);
     if ((unsigned)type_a > HPML_DTYPE_F16 || (unsigned)type_b > HPML_DTYPE_F16)
         return hpmli_fail(ctx, HPML_ERR_DTYPE, "gemm: A is %s and B is %s, expected f32, bf16 or f16",
                           hpml_dtype_name(type_a), hpml_dtype_name(type_b));
     if (m == 0 || n == 0) return HPML_OK;
     memset(&j, 0, sizeof j);
-    j.ctx = ctx, j.type[0] = type_a, j.type[1] = type_b;
-    j.d.m = m, j.d.n = n, j.d.k = alpha == 0 ? 0 : k, j.d.alpha = alpha, j.d.beta = beta, j.d.batch = 1;
-    j.d.a = (const float *)a, j.d.a_row = trans_a ? 1 : lda, j.d.a_k = trans_a ? lda : 1;
-    j.d.b = (const float *)b, j.d.b_k = trans_b ? 1 : ldb, j.d.b_col = trans_b ? ldb : 1;
-    j.d.c = c, j.d.ldc = ldc;
-    if (plain || j.d.k == 0) hpmli_gemm(ctx, &j.d);
+    j.ctx     = ctx;
+    j.type[0] = type_a;
+    j.type[1] = type_b;
+    j.d.m     = m;
+    j.d.n     = n;
+    j.d.k     = alpha == 0 ? 0 : k;
+    j.d.alpha = alpha;
+    j.d.beta  = beta;
+    j.d.batch = 1;
+    j.d.a     = (const float *)a;
+    j.d.a_row = trans_a ? 1 : lda;
+    j.d.a_k   = trans_a ? lda : 1;
+    j.d.b     = (const float *)b;
+    j.d.b_k   = trans_b ? 1 : ldb;
+    j.d.b_col = trans_b ? ldb : 1;
+    j.d.c     = c;
+    j.d.ldc   = ldc;
+    if (all_f32 || j.d.k == 0) hpmli_gemm(ctx, &j.d);
     else hpmli_mixed_run(&j);
     return HPML_OK;
 }
@@ -4578,7 +4653,7 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
                      ldc);
 }
 
-/* n numbers, inc apart: where they are, or together in `space`. */
+/* Returns n numbers of x, `inc` apart, as a contiguous array: x itself for inc 1, else a copy in `space`. */
 HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t inc, int64_t n)
 {
     if (inc == 1) return x;
@@ -4586,15 +4661,16 @@ HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t in
     return space;
 }
 
-/* A matrix times a vector is a product with one column; transposed, into a contiguous y, it is one with one row, which
-   reads A row by row. Neither packs anything, so that packing space has room for vectors that are not contiguous. */
-#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* numbers; longer ones are read as they stand */
+/* A matrix times a vector is a product with one column. A transposed matrix times a vector, with a contiguous y, is
+   a product with one row, which reads A row by row. Neither packs its operands, so that the packing space can hold
+   copies of vectors that are not contiguous. */
+#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* elements of such a copy; longer vectors are not copied */
 
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
 {
     hpmli_gemm_desc d;
-    int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* of y, of x */
+    int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* elements of y, of x */
     float          *to = y;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
@@ -4611,28 +4687,44 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
         if (beta != 0) hpmli_unit_stride(to, y, inc_y, rows);
     }
     memset(&d, 0, sizeof d);
-    d.m = rows, d.n = d.batch = 1, d.k = k, d.alpha = alpha, d.beta = beta, d.c = to, d.ldc = to == y ? inc_y : 1;
-    d.a = a, d.a_row = trans_a ? 1 : lda, d.a_k = trans_a ? lda : 1;
-    d.b = x, d.b_k = inc_x, d.b_col = 1;
+    d.m     = rows;
+    d.n     = 1;
+    d.k     = k;
+    d.batch = 1;
+    d.alpha = alpha;
+    d.beta  = beta;
+    d.a     = a;
+    d.a_row = trans_a ? 1 : lda;
+    d.a_k   = trans_a ? lda : 1;
+    d.b     = x;
+    d.b_k   = inc_x;
+    d.b_col = 1;
+    d.c     = to;
+    d.ldc   = to == y ? inc_y : 1;
     if (trans_a && d.ldc == 1) {
-        d.m = 1, d.n = d.ldc = rows;
-        d.a = x, d.a_row = inc_x == 1 ? k : 1, d.a_k = inc_x;
-        d.b = a, d.b_k = lda, d.b_col = 1;
+        d.m     = 1;
+        d.n     = rows;
+        d.ldc   = rows;
+        d.a     = x;
+        d.a_row = inc_x == 1 ? k : 1;
+        d.a_k   = inc_x;
+        d.b     = a;
+        d.b_k   = lda;
     }
     hpmli_gemm(ctx, &d);
     for (int64_t i = 0; i < rows && to != y; i++) y[i * inc_y] = to[i];
     return HPML_OK;
 }
 
-/* Vectors are cut into pieces of HPMLI_GRAIN numbers, one a task; strided pieces are copied to a contiguous array. */
+/* Vectors are cut into pieces of HPMLI_GRAIN elements, one a task; strided pieces are copied to a contiguous array. */
 typedef struct hpmli_vectors {
     const hpmli_kernels *k;
     int64_t              n, inc_x, inc_y, pieces;
     float                alpha;
     const float         *x;
     float               *y;
-    float                most[HPMLI_SUM_TASKS]; /* of a piece: the largest magnitude, and where it is first */
-    int64_t              at[HPMLI_SUM_TASKS];
+    float                most[HPMLI_SUM_TASKS];  /* isamax: the largest magnitude in a piece, NaN if it has one */
+    int64_t              first[HPMLI_SUM_TASKS]; /* isamax: index of the first element of that magnitude */
 } hpmli_vectors;
 
 /* y = alpha x + y; x NULL: y = alpha y. */
@@ -4662,7 +4754,13 @@ HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, floa
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%s: n %lld, increments %lld and %lld: n must not be negative, "
                           "increments 1 or more, and no array NULL", name, (long long)n, (long long)inc_x,
                           (long long)inc_y);
-    v.k = ctx->k, v.n = n, v.alpha = alpha, v.x = x, v.inc_x = inc_x, v.y = y, v.inc_y = inc_y;
+    v.k     = ctx->k;
+    v.n     = n;
+    v.alpha = alpha;
+    v.x     = x;
+    v.inc_x = inc_x;
+    v.y     = y;
+    v.inc_y = inc_y;
     hpmli_parallel(ctx, (n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_axpy_task, &v);
     return HPML_OK;
 }
@@ -4670,7 +4768,7 @@ HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, floa
 HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
                                 int64_t inc_y)
 {
-    if (alpha == 0) n = hpmli_min(n, 0); /* checked, and nothing read */
+    if (alpha == 0) n = hpmli_min(n, 0); /* y stays as it is; only the arguments are checked */
     return hpmli_axpy(ctx, "saxpy", n, alpha, x, inc_x, y, inc_y, true);
 }
 
@@ -4679,18 +4777,23 @@ HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x,
     return hpmli_axpy(ctx, "sscal", n, alpha, NULL, 1, x, inc_x, false);
 }
 
+/* Finds the first element of the largest magnitude in one piece; a NaN counts as the largest. */
 HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     hpmli_vectors *v   = (hpmli_vectors *)arg;
     int64_t        end = v->n * (task + 1) / v->pieces, best = v->n * task / v->pieces;
     float          most = -1, space[HPMLI_PIECE];
-    for (int64_t i = best, c; i < end && most == most; i += c) { /* which piece of a piece */
+    for (int64_t i = best, c; i < end && most == most; i += c) { /* finds the part that holds the largest, or a NaN */
         c = hpmli_min(end - i, HPMLI_PIECE);
         float here = v->k->vamax(hpmli_unit_stride(space, v->x + i * v->inc_x, v->inc_x, c), c);
-        if (here > most || here != here) most = here, best = i;
+        if (here > most || here != here) {
+            most = here;
+            best = i;
+        }
     }
     while (most == most ? fabsf(v->x[best * v->inc_x]) != most : v->x[best * v->inc_x] == v->x[best * v->inc_x]) best++;
-    v->most[task] = most, v->at[task] = best;
+    v->most[task]  = most;
+    v->first[task] = best;
 }
 
 HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x)
@@ -4704,12 +4807,15 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
         return -1;
     }
     if (n == 0) return -1;
-    v.k = ctx->k, v.n = n, v.x = x, v.inc_x = inc_x;
+    v.k      = ctx->k;
+    v.n      = n;
+    v.x      = x;
+    v.inc_x  = inc_x;
     v.pieces = hpmli_min((n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, HPMLI_SUM_TASKS);
     hpmli_parallel(ctx, v.pieces, hpmli_isamax_task, &v);
     for (int64_t i = 1; i < v.pieces && v.most[best] == v.most[best]; i++)
         if (!(v.most[i] <= v.most[best])) best = i;
-    return v.at[best];
+    return v.first[best];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5464,63 +5570,99 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
 HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>conv   two-dimensional convolution
+// >>conv   two-dimensional convolution: recording, sizes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions side by side.
+/* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions of some channels
+   each, which are computed one after another. With kernel K x K, stride S, padding P and dilation D, as plain C for one
+   image and group in the order NCHW:
 
-   The gradient of the weights is summed image by image into a number of partial sums that depends on the shape alone,
-   added up in order: the same bits at any number of threads. */
+       for (int64_t oc = 0; oc < OC; oc++)
+           for (int64_t oh = 0; oh < OH; oh++)
+               for (int64_t ow = 0; ow < OW; ow++) {
+                   float sum = bias[oc];
+                   for (int64_t c = 0; c < C; c++)
+                       for (int64_t kh = 0; kh < K; kh++)
+                           for (int64_t kw = 0; kw < K; kw++) {
+                               int64_t h = oh * S - P + kh * D, w = ow * S - P + kw * D;
+                               if (h >= 0 && h < H && w >= 0 && w < W) sum += x[c][h][w] * weight[oc][c][kh][kw];
+                           }
+                   y[oc][oh][ow] = act(sum);
+               }
+
+   DIRECT computes this by the kernels of >>conv-kernels, IM2COL by a matrix product with copies of x, in less memory.
+
+   The gradient of the weights is summed image by image into a number of partial sums that depends on the shape alone
+   and that are added up in order, so that the bits do not depend on the number of threads. */
 
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
-/* The same for both passes, so that what is recorded has scratch for either. */
+/* Sets the sizes and places of the scratch memory, which serves the forward and the backward pass alike. */
+HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
+{
+    int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
+    int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
+    int64_t forward, backward; /* floats of a thread */
+    c->band_rows      = hpmli_max(64 / c->OW, 1);
+    c->sums           = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
+    c->images_at_once = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->sums + 1), 1);
+    forward           = c->x_floats + hpmli_round_up(c->band_rows * c->OW, 16) * HPMLI_CONV_PANEL;
+    backward          = c->images_at_once * (2 * c->x_floats + c->y_floats);
+    c->sum_floats     = c->groups * weights + hpmli_round_up(c->groups * c->OC, 16);
+    c->packed_floats  = hpmli_max(weights, for_dx);
+    c->thread_floats  = hpmli_max(forward, backward);
+    c->scratch_floats = c->sums * c->sum_floats + c->groups * c->packed_floats + c->ctx->threads * c->thread_floats;
+    if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
+    c->sum_space    = (float *)n->scratch;
+    c->packed       = c->sum_space + c->sums * c->sum_floats;
+    c->thread_space = c->packed + c->groups * c->packed_floats;
+}
+
+/* Returns the sizes of a convolution. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     const hpml_attr   *a = &n->attr;
     hpmli_conv         c = HPMLI_ZEROED;
-    c.ctx = ctx, c.n = n, c.groups = a->conv.groups;
-    c.B = x->shape[0], c.C = hpmli_image(x, 0) / c.groups, c.H = hpmli_image(x, 1), c.W = hpmli_image(x, 2);
-    c.OC = hpmli_image(y, 0) / c.groups, c.OH = hpmli_image(y, 1), c.OW = hpmli_image(y, 2);
-    c.nhwc = x->layout == HPML_NHWC;
-    c.x_ld = c.nhwc ? c.groups * c.C : 1, c.y_ld = c.nhwc ? c.groups * c.OC : 1;
-    c.taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
-    c.x_pitch   = (c.W + 2 * a->conv.padding[1]) * c.C;
-    c.x_first   = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
-    c.x_size    = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
-    c.y_size    = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16); /* both: tiles are whole */
-    c.row_at    = a->conv.stride[0] * c.x_pitch, c.col_at = a->conv.stride[1] * c.C;
-    c.blocks[0] = a->conv.kernel[0];
-    c.blocks[1] = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is one run */
-    c.block     = c.taps * c.C / (c.blocks[0] * c.blocks[1]);
-    c.block_at[0] = a->conv.dilation[0] * c.x_pitch, c.block_at[1] = a->conv.dilation[1] * c.C;
-    int64_t weights = c.taps * c.C * hpmli_round_up(c.OC, HPMLI_CONV_PANEL);
-    int64_t back    = c.blocks[0] * c.blocks[1] * hpmli_round_up(c.block, HPMLI_CONV_PANEL) * c.OC;
-    c.band        = hpmli_max(64 / c.OW, 1);
-    c.parts       = hpmli_min(c.groups * weights > 65536 ? 8 : 16, c.B);
-    c.joint       = hpmli_max(hpmli_min(128 / (c.OH * c.OW), (c.B - 1) / c.parts + 1), 1);
-    c.part_size   = c.groups * weights + hpmli_round_up(c.groups * c.OC, 16);
-    c.packed_size = hpmli_max(weights, back);
-    c.own_size    = hpmli_max(c.x_size + hpmli_round_up(c.band * c.OW, 16) * HPMLI_CONV_PANEL,
-                              c.joint * (2 * c.x_size + c.y_size));
-    c.scratch     = c.parts * c.part_size + c.groups * c.packed_size + ctx->threads * c.own_size;
-    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return c; /* no memory yet, or not used */
-    HPML_ASSERT((size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
-    c.part   = (float *)n->scratch;
-    c.packed = c.part + c.parts * c.part_size;
-    c.own    = c.packed + c.groups * c.packed_size;
+    c.ctx     = ctx;
+    c.n       = n;
+    c.groups  = a->conv.groups;
+    c.B       = x->shape[0];
+    c.C       = hpmli_image(x, 0) / c.groups;
+    c.H       = hpmli_image(x, 1);
+    c.W       = hpmli_image(x, 2);
+    c.OC      = hpmli_image(y, 0) / c.groups;
+    c.OH      = hpmli_image(y, 1);
+    c.OW      = hpmli_image(y, 2);
+    c.nhwc    = x->layout == HPML_NHWC;
+    c.x_pixel = c.nhwc ? c.groups * c.C : 1;
+    c.y_pixel = c.nhwc ? c.groups * c.OC : 1;
+    c.taps    = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
+    c.x_pitch = (c.W + 2 * a->conv.padding[1]) * c.C;
+    c.x_first = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
+    /* Kernels read and write whole tiles: there is memory behind both images. */
+    c.x_floats     = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
+    c.y_floats     = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16);
+    c.x_row_step   = a->conv.stride[0] * c.x_pitch;
+    c.x_pixel_step = a->conv.stride[1] * c.C;
+    c.runs[0]      = a->conv.kernel[0];
+    c.runs[1]      = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is contiguous in x */
+    c.run_floats   = c.taps * c.C / (c.runs[0] * c.runs[1]);
+    c.run_step[0]  = a->conv.dilation[0] * c.x_pitch;
+    c.run_step[1]  = a->conv.dilation[1] * c.C;
+    hpmli_conv_scratch(&c, n);
     return c;
 }
 
-/* A product without columns: 1 x 1, as it stands. */
+/* Returns true for a convolution of 1 x 1 without stride and padding: a matrix product of x as it stands. */
 HPMLI_FN bool hpmli_conv_is_1x1(const hpmli_conv *c)
 {
-    return c->taps == 1 && c->row_at == c->x_pitch && c->col_at == c->C && c->x_first == 0;
+    return c->taps == 1 && c->x_row_step == c->x_pitch && c->x_pixel_step == c->C && c->x_first == 0;
 }
 
-/* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
+/* Returns the height (i 0) or width (i 1) of the result, or 0 when the kernel is larger than the padded image. */
 HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
 {
     int64_t span = hpmli_image(x, 1 + i) + 2 * (int64_t)a->conv.padding[i] - 1;
@@ -5528,6 +5670,7 @@ HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i
     return span < 0 ? 0 : span / a->conv.stride[i] + 1;
 }
 
+/* Returns what is wrong with the options of a convolution, or NULL. */
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
 {
     if (x->ndim != 4) return "the input must be (B, C, H, W) or, in NHWC, (B, H, W, C)";
@@ -5548,9 +5691,10 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
     return NULL;
 }
 
-HPMLI_FN int32_t hpmli_conv_default(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
+HPMLI_FN int32_t hpmli_conv_default(int32_t value, int32_t if_zero) { return value == 0 ? if_zero : value; }
 
-/* Chooses the algorithm for y, of this shape, within the workspace that d allows; *bytes: the workspace needed. */
+/* Chooses the algorithm for a result of this shape within the workspace that d allows, and sets *bytes to the workspace
+   that the algorithm needs. */
 HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
                                 size_t *bytes)
 {
@@ -5560,14 +5704,14 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
     n.src[0] = x, n.out = &y, n.attr = *a;
     hpmli_conv c    = hpmli_conv_of(x->ctx, &n);
     size_t     row  = (size_t)(c.C * c.taps * c.OW) * sizeof(float), most = d->workspace ? d->workspace : SIZE_MAX;
-    bool       fits = (size_t)c.scratch * sizeof(float) <= most;
-    *bytes = (size_t)c.scratch * sizeof(float);
+    bool       fits = (size_t)c.scratch_floats * sizeof(float) <= most;
+    *bytes = (size_t)c.scratch_floats * sizeof(float);
     a->conv.algorithm = HPML_CONV_DIRECT;
     if (fits && d->algorithm != HPML_CONV_IM2COL) return true;
     if (d->algorithm == HPML_CONV_DIRECT || row > most)
         return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
                            "at least %zu: raise it", d->name ? d->name : "", d->workspace, *bytes, row);
-    if (d->workspace == 0) most = (size_t)4 << 20; /* bytes: about a cache */
+    if (d->workspace == 0) most = (size_t)4 << 20; /* bytes: about the size of a cache */
     a->conv.algorithm = HPML_CONV_IM2COL;
     a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);
     *bytes            = (size_t)a->conv.rows * row;
@@ -5580,7 +5724,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpml_tensor *src[3];
     int64_t      shape[4];
     size_t       bytes = 0;
-    hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
+    hpml_conv2d_desc d; /* all zero is an error, because kernel_h is required */
     if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "conv2d", d, desc)) return NULL;
     if (hpmli_image_foreign(x))
         return hpml_to_layout(hpml_conv2d(hpml_to_layout(x, HPML_NCHW), out, desc), HPML_NHWC);
@@ -5622,65 +5766,79 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     return n->out;
 }
 
-/* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv-run   convolution: its forward and backward pass
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Packs the weights of output channels [o, o + HPMLI_CONV_PANEL) of one group. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t panels = hpmli_conv_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     int64_t end    = o + HPMLI_CONV_PANEL < c->OC ? o + HPMLI_CONV_PANEL : c->OC;
     const float *w = c->n->src[1]->data + g * c->OC * c->C * c->taps;
-    float  *packed = c->packed + g * c->packed_size;
+    float  *packed = c->packed + g * c->packed_floats;
     if (!c->want_dx) c->ctx->k->conv_pack(c, packed, w, o);
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_for_dx(c, packed, w, o);
 }
 
-/* Rows [row, row + rows) of one image and group of x (C, pixels), y (OC, pixels) or their gradients, as a matrix. */
-HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool y, int64_t b, int64_t g, int64_t row,
+/* Returns rows [row, row + rows) of image b and group g of the array p as a matrix. p is y (OC, pixels) or its gradient
+   if is_y, else x (C, pixels) or its gradient. */
+HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool is_y, int64_t b, int64_t g, int64_t row,
                                   int64_t rows)
 {
-    int64_t channels = y ? c->OC : c->C, width = y ? c->OW : c->W, pixels = width * (y ? c->OH : c->H);
+    int64_t channels = is_y ? c->OC : c->C, width = is_y ? c->OW : c->W, pixels = width * (is_y ? c->OH : c->H);
     int64_t ld = c->nhwc ? c->groups * channels : pixels;
     p += (b * c->groups * pixels + g * (c->nhwc ? 1 : pixels)) * channels + row * width * (c->nhwc ? ld : 1);
     hpmli_mat m = { p, channels, rows * width, ld, 1, c->groups * channels * pixels, c->nhwc };
     return m;
 }
 
-/* One image and group of x, in NHWC order with its padding. */
+/* Copies one image and group of x to NHWC order with its padding. */
 HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
-    hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_ld, c->x_ld };
-    if (c->x_first) memset(image, 0, (size_t)c->x_size * sizeof(float));
+    hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_pixel, c->x_pixel };
+    if (c->x_first) memset(image, 0, (size_t)c->x_floats * sizeof(float));
     if (c->nhwc) c->ctx->k->conv_copy(&copy, image + c->x_first, x, NULL, 0, 0);
     else c->ctx->k->conv_to_nhwc(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
 }
 
-/* The same of dy, without padding. */
+/* Copies one image and group of dy to NHWC order, without padding. */
 HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
-    hpmli_conv_copy copy = { 1, c->OH * c->OW, c->OC, 0, c->OC, 0, c->y_ld };
+    hpmli_conv_copy copy = { 1, c->OH * c->OW, c->OC, 0, c->OC, 0, c->y_pixel };
     if (c->nhwc) c->ctx->k->conv_copy(&copy, image, dy, NULL, 0, 0);
     else c->ctx->k->conv_to_nhwc(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
 }
 
+/* Computes some output channels of one image. */
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_conv_panels(c->OC);
-    int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL;
-    int64_t o1 = hpmli_min((piece + 1) * panels / c->splits * HPMLI_CONV_PANEL, c->OC);
-    float  *image = c->own + thread * c->own_size, *band = image + c->x_size;
+    int64_t b = task / c->channel_pieces, piece = task % c->channel_pieces, panels = hpmli_conv_panels(c->OC);
+    int64_t o0 = piece * panels / c->channel_pieces * HPMLI_CONV_PANEL;
+    int64_t o1 = hpmli_min((piece + 1) * panels / c->channel_pieces * HPMLI_CONV_PANEL, c->OC);
+    float  *image = c->thread_space + thread * c->thread_floats, *band = image + c->x_floats;
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
         hpmli_conv_x_to_nhwc(c, b, g, image);
-        c->ctx->k->conv_forward(c, c->packed + g * c->packed_size, image, o0, o1, bias,
+        c->ctx->k->conv_forward(c, c->packed + g * c->packed_floats, image, o0, o1, bias,
                               c->n->attr.conv.act == HPML_ACT_RELU,
                               hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
 }
 
-/* 1 x 1: for each image, y (OC, pixels) = w (OC, C) x (C, pixels); or dx = w^T dy. In NHWC all images are one. */
+/* Sets the bias of a product whose result is y (OC, pixels), which in NHWC is computed as y^T. */
+HPMLI_FN void hpmli_conv_bias(const hpmli_conv *c, hpmli_gemm_desc *d, const float *bias)
+{
+    if (c->nhwc) d->bias_n = bias;
+    else d->bias_m = bias;
+}
+
+/* Computes y (OC, pixels) = w (OC, C) x (C, pixels) of a 1 x 1 convolution for each image, or, back, dx = w^T dy. In
+   NHWC all images are one matrix. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
@@ -5691,7 +5849,7 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
         hpmli_mat to = hpmli_conv_mat(c, back ? x->grad : y->data, !back, 0, g, 0, rows);
         b.count = to.count = c->nhwc ? 1 : c->B;
         hpmli_gemm_desc d = hpmli_gemm_of(back ? hpmli_transposed(a) : a, b, to, back && c->n->accumulate[0]);
-        *(c->nhwc ? &d.bias_n : &d.bias_m) = !back && bias ? bias->data + g * c->OC : NULL;
+        hpmli_conv_bias(c, &d, !back && bias ? bias->data + g * c->OC : NULL);
         d.act = !back && c->n->attr.conv.act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
     }
@@ -5710,23 +5868,24 @@ HPMLI_FN void hpmli_conv_dz_and_db(const hpmli_conv *c, int64_t b, float *db, bo
         db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
 }
 
-/* im2col: the numbers of x that some rows of y read, as a matrix with a row for each tap of each channel. */
+/* im2col: a matrix of the numbers of x that some rows of y read, with a row for each tap of each channel. */
 typedef struct hpmli_columns {
     const hpmli_conv *c;
     float            *p;         /* (C x taps, rows x OW) */
     int64_t           b, g;      /* image and group */
     int64_t           row, rows; /* of y */
-    bool              back;      /* added to dx; else filled from x */
+    bool              back;      /* the matrix is added to dx, else filled from x */
 } hpmli_columns;
 
-/* A task fills one tap of one channel; backward it adds all taps of a channel, because they share elements of dx. */
+/* Fills the row of one tap of one channel; or, back, adds the rows of all taps of a channel to dx, because these share
+   elements of dx. */
 HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_columns *m = (const hpmli_columns *)arg;
     const hpmli_conv    *c = m->c;
     const hpml_attr     *a = &c->n->attr;
     int64_t first = m->back ? task * c->taps : task, end = m->back ? first + c->taps : first + 1;
-    int64_t at = c->nhwc ? c->x_ld : 1, stride = a->conv.stride[1];
+    int64_t pixel = c->nhwc ? c->x_pixel : 1, stride = a->conv.stride[1];
     float  *x = m->back ? c->n->src[0]->grad : c->n->src[0]->data;
     x = hpmli_conv_mat(c, x, false, m->b, m->g, 0, 1).p + first / c->taps * (c->nhwc ? 1 : c->H * c->W);
     for (int64_t k = first; k < end; k++) {
@@ -5737,16 +5896,16 @@ HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSE
             float  *row    = m->p + (k * m->rows + r) * c->OW;
             bool    inside = h >= 0 && h < c->H;
             for (int64_t j = 0, w = w0; j < c->OW; j++, w += stride) {
-                bool there = inside && w >= 0 && w < c->W;
-                if (!m->back) row[j] = there ? x[(h * c->W + w) * at] : 0;
-                else if (there) x[(h * c->W + w) * at] += row[j];
+                bool is_image = inside && w >= 0 && w < c->W; /* else padding */
+                if (!m->back) row[j] = is_image ? x[(h * c->W + w) * pixel] : 0;
+                else if (is_image) x[(h * c->W + w) * pixel] += row[j];
             }
         }
     }
 }
 
-/* y (OC, pixels) = w (OC, K) columns (K, pixels), and back dw = dy columns^T, columns = w^T dy: of as many rows of y as
-   there is space for, image by image. */
+/* Computes y (OC, pixels) = w (OC, K) columns (K, pixels), K = C x taps, or, back, dw = dy columns^T and columns =
+   w^T dy, image by image, for as many rows of y at a time as the workspace has space for. */
 HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
 {
     hpml_node   *n  = c->n;
@@ -5767,7 +5926,7 @@ HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
             if (!back || dw) hpmli_parallel(c->ctx, K, hpmli_columns_task, &m);
             if (!back) {
                 hpmli_gemm_desc d = hpmli_gemm_of(by, columns, to, false);
-                *(c->nhwc ? &d.bias_n : &d.bias_m) = bias ? bias->data + m.g * c->OC : NULL;
+                hpmli_conv_bias(c, &d, bias ? bias->data + m.g * c->OC : NULL);
                 d.act = n->attr.conv.act == HPML_ACT_RELU;
                 hpmli_gemm(c->ctx, &d);
             }
@@ -5788,50 +5947,51 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
     else if (hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, false);
     else {
-        int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads;
+        int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads; /* tasks */
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
-        c.splits = hpmli_min((want - 1) / c.B + 1, panels); /* few images: share their channels out */
-        if (run->ctx->threads == 1) c.splits = 1;
-        hpmli_parallel(run->ctx, c.B * c.splits, hpmli_conv_forward_task, &c);
+        c.channel_pieces = hpmli_min((want - 1) / c.B + 1, panels); /* fewer images than threads: cut channels, too */
+        if (run->ctx->threads == 1) c.channel_pieces = 1;
+        hpmli_parallel(run->ctx, c.B * c.channel_pieces, hpmli_conv_forward_task, &c);
     }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* Part `part` of the images: their dx, and their sum of dw and db. */
-HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
+/* Computes dx of the images of partial sum number `sum`, and sums their dw and db. */
+HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    float  *ys = c->own + thread * c->own_size, *xs = ys + c->joint * c->y_size, *dx = xs + c->joint * c->x_size;
-    float  *dw = c->part + part * c->part_size, *db = dw + c->part_size - hpmli_round_up(c->groups * c->OC, 16);
-    int64_t first = part * c->B / c->parts, end = (part + 1) * c->B / c->parts;
+    float  *ys = c->thread_space + thread * c->thread_floats;
+    float  *xs = ys + c->images_at_once * c->y_floats, *dx = xs + c->images_at_once * c->x_floats;
+    float  *dw = c->sum_space + sum * c->sum_floats, *db = dw + c->sum_floats - hpmli_round_up(c->groups * c->OC, 16);
+    int64_t first = sum * c->B / c->sums, end = (sum + 1) * c->B / c->sums;
     int64_t panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
-    for (int64_t b = first; b < end; b += c->joint) {
-        int64_t images = end - b < c->joint ? end - b : c->joint;
+    for (int64_t b = first; b < end; b += c->images_at_once) {
+        int64_t images = end - b < c->images_at_once ? end - b : c->images_at_once;
         for (int64_t i = 0; i < images; i++) hpmli_conv_dz_and_db(c, b + i, db, b + i == first);
         for (int64_t g = 0; g < c->groups; g++) {
             for (int64_t i = 0; i < images; i++) {
-                if (c->want_dw) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_size);
-                if (c->want_dw || c->want_dx) hpmli_conv_dy_to_nhwc(c, b + i, g, ys + i * c->y_size);
+                if (c->want_dw) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_floats);
+                if (c->want_dw || c->want_dx) hpmli_conv_dy_to_nhwc(c, b + i, g, ys + i * c->y_floats);
             }
             if (c->want_dw) c->ctx->k->conv_weight_grad(c, images, xs, ys, dw + g * panels, b > first);
             if (!c->want_dx) continue;
-            memset(dx, 0, (size_t)(images * c->x_size) * sizeof(float));
-            c->ctx->k->conv_input_grad(c, images, c->packed + g * c->packed_size, ys, dx);
+            memset(dx, 0, (size_t)(images * c->x_floats) * sizeof(float));
+            c->ctx->k->conv_input_grad(c, images, c->packed + g * c->packed_floats, ys, dx);
             for (int64_t i = 0; i < images; i++)
                 c->ctx->k->conv_from_nhwc(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
-                                       dx + i * c->x_size + c->x_first, c->n->accumulate[0]);
+                                       dx + i * c->x_floats + c->x_first, c->n->accumulate[0]);
         }
     }
 }
 
-/* The parts come together: HPMLI_CONV_PANEL channels of one group. */
+/* Adds up the partial sums of dw, for HPMLI_CONV_PANEL output channels of one group. */
 HPMLI_FN void hpmli_conv_sum_parts_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t panels = hpmli_conv_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     c->ctx->k->conv_unpack(c, c->n->src[1]->grad + g * c->OC * c->C * c->taps,
-                           c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, o, c->n->accumulate[1]);
+                           c->sum_space + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, o, c->n->accumulate[1]);
 }
 
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
@@ -5846,10 +6006,10 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     }
     c.want_dx = n->src[0]->grad && !hpmli_conv_is_1x1(&c);
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
-    hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
+    hpmli_parallel(run->ctx, c.sums, hpmli_conv_back_task, &c);
     if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_sum_parts_task, &c);
-    for (int64_t p = 0; c.want_db && p < c.parts; p++)
-        run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
+    for (int64_t p = 0; c.want_db && p < c.sums; p++)
+        run->ctx->k->vaxpby(n->src[2]->grad, 1, c.sum_space + (p + 1) * c.sum_floats - hpmli_round_up(channels, 16),
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
@@ -7489,8 +7649,8 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
     return true;
 }
 
-/* Copies into g the gradient of numbers i .. i + n - 1, unscaled. Where u checks for non-finite numbers these become 0;
-   returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be their place in u->g. */
+/* Writes to g the gradient of numbers i .. i + n - 1 of u's parameter, times u->grad_scale. With u->found_nonfinite a
+   NaN or infinity becomes 0. Returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be u->g + i. */
 HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, int64_t n)
 {
     int found = 0;
@@ -7503,8 +7663,8 @@ HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, in
     return found;
 }
 
-/* Restores those of n weights that are not finite from `was` (NULL: leaves all weights) and sets the states of a number
-   to 0 where one of them is not finite. Returns HPML_NONFINITE_STEP if there was one, else 0. */
+/* After a step of n numbers: restores each weight that is not finite from `was` (NULL: changes no weight), and sets all
+   states of a number to 0 if one of them is not finite. Returns HPML_NONFINITE_STEP if it did one or the other. */
 HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *state, int64_t n)
 {
     int found = 0;
@@ -7522,8 +7682,8 @@ HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *stat
     return found;
 }
 
-/* Steps numbers i .. i + n - 1 by the row of u, where g is for their gradient. was: n floats, or NULL where the row
-   writes a direction. Returns HPML_NONFINITE_ bits. */
+/* Calls the step of u's own row for numbers i .. i + n - 1. g: (n) memory for their gradient; was: (n) memory for their
+   weights, NULL if the row writes a direction. Returns HPML_NONFINITE_ bits. */
 HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
 {
     float *state[HPML_MAX_STATES], *w = u->w + i;
@@ -7535,7 +7695,7 @@ HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int6
     return found;
 }
 
-/* Steps numbers i .. i + n - 1 of a parameter; returns HPML_NONFINITE_ bits. */
+/* Steps numbers i .. i + n - 1 of a parameter, by kernel or by the user's row; returns HPML_NONFINITE_ bits. */
 HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64_t i, int64_t n)
 {
     const hpml_update *u = &o->u;
@@ -7551,8 +7711,8 @@ HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64
     return found;
 }
 
-/* The step of a parameter, cut into pieces. With d, the product that makes the gradient, both go by the same blocks of
-   rows, because a block is still in the cache when its step reads it. */
+/* The step of a parameter, cut into tasks. With d, the product that makes the gradient, a task computes a block of rows
+   of the gradient and then steps these rows, because the block is still in the cache. */
 typedef struct hpmli_update_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
@@ -7602,9 +7762,9 @@ HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
     return sqrt(sum);
 }
 
-/* LARS (You et al. 2017): lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the
-   paper's code. The rate goes into what the momentum adds up, so that a change of either has effect from this step on:
-   step then is SGD with lr 1. */
+/* LARS (You et al. 2017): the rate is lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as
+   in the paper's code. The rate multiplies the gradient before it enters the momentum, not the momentum afterwards, so
+   that a new rate does not rescale older gradients: the step is then SGD with lr 1. */
 HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm)
 {
     double length = grad_norm + (double)u->weight_decay * weight_norm;
@@ -7615,8 +7775,8 @@ HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad
     u->lr = 1;
 }
 
-/* Steps along the direction r that stands in the gradient's array: w -= lr r, a step of plain SGD; layer_ratio (LAMB,
-   You et al. 2020): w -= lr |w| / |r| r. */
+/* Steps along the direction r, which the row has written over the gradient: w -= lr r, a step of plain SGD. With
+   layer_ratio (LAMB, You et al. 2020): w -= lr |w| / |r| r. */
 HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u)
 {
     if (row->layer_ratio) {
@@ -7906,7 +8066,7 @@ typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= HPMLI_SCALAR_S
 
 struct hpml_trainer {
     hpml_ctx           *ctx;
-    hpml_trainer_desc   d;               /* resolved */
+    hpml_trainer_desc   d;               /* the user's desc, with defaults in place of zeros */
     hpml_graph         *graph;
     hpml_tensor        *target, *loss;
     const hpml_optimizer *optimizer;     /* its row */
@@ -7918,21 +8078,21 @@ struct hpml_trainer {
     hpmli_named_array  *states;          /* list: what hpml_trainer_add_state has named */
     hpml_hooks          hooks;
     int                 rank, ranks;
-    int64_t             global_batch, grain; /* samples */
+    int64_t             global_batch, grain; /* samples; see hpml_trainer_set_shard */
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
     const int32_t      *labels;          /* host: labels of this micro-batch; NULL: its accuracy is not wanted */
     int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
     int64_t             step, epoch, epoch_step;
     int32_t             micro_batch;     /* micro-batches since the last update */
     int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
-    float               accumulate_weight; /* s of the introduction above: 1 if all micro-batches are full */
+    float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): divides gradients */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
     hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
     hpmli_step_scalars *device_scalars;  /* where they are: t->loss->data */
     bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
-    bool                norm_ready;      /* this step: the norm is in device_scalars ... */
-    bool                norm_fetched;    /* ... and in scalars */
+    bool                norm_ready;      /* this step's norm is in device_scalars */
+    bool                norm_fetched;    /* this step's norm is in scalars, too */
     bool                update_follows;  /* no hook comes between this backward pass and the update */
     bool                overflowed;      /* this step: a gradient is infinite or NaN because of the loss scale */
 };
@@ -8420,8 +8580,8 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* hpml_trainer_step runs the lines of the table at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
-   hpmli_step_update and hpmli_step_fill_info. Data parallelism calls two of its pieces by itself, from its hooks:
-   hpml_trainer_forward_backward and hpml_trainer_apply. */
+   hpmli_step_update and hpmli_step_fill_info. The hooks of data parallelism replace the last lines of the second and
+   third of these, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
 
 /* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs it. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
@@ -8454,7 +8614,7 @@ HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
     if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-/* Reads loss, and hits where they are wanted, of the pass over `samples` samples from `first` on. */
+/* Reads the loss of the pass that began with sample `first`, and adds its hits to the step's if t->labels are set. */
 HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 {
     const int32_t *labels = t->labels;
@@ -8471,7 +8631,7 @@ HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, b
     hpml_graph *g      = t->graph;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
     if (status != HPML_OK) return status;
-    if (g->updates && !t->d.no_finite_check) { /* before a NaN gets into parameters, which step during this pass */
+    if (g->updates && !t->d.no_finite_check) { /* now, because parameters step within the backward pass */
         hpmli_read_step_scalars(t, NULL, NULL);
         float loss = t->scalars.loss;
         if (loss - loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)loss);
@@ -8560,29 +8720,30 @@ HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
     return (float)((double)samples / first) / (float)t->d.accumulate;
 }
 
-/* Where the parameters take their step, in one call of hpml_trainer_step. */
-typedef enum hpmli_road {
-    HPMLI_NO_UPDATE,    /* nowhere: more micro-batches of this update follow */
-    HPMLI_UPDATE_EARLY, /* each with the op that makes its gradient final, because the gradient is in the cache then */
+/* When the parameters take their step, in one call of hpml_trainer_step. */
+typedef enum hpmli_update_mode {
+    HPMLI_NO_UPDATE,    /* never: more micro-batches of this update follow */
+    HPMLI_UPDATE_EARLY, /* each after the op that makes its gradient final, because the gradient is in the cache then */
     HPMLI_UPDATE_HOOK,  /* in hooks.update, which calls hpml_trainer_apply */
     HPMLI_UPDATE_LOCAL  /* in hpml_trainer_apply, after the backward pass */
-} hpmli_road;
+} hpmli_update_mode;
 
 /* One call of hpml_trainer_step. */
 typedef struct hpmli_step {
     int64_t    number;    /* updates before */
     int64_t    samples;
-    hpmli_road road;
+    hpmli_update_mode mode;
     double     start, traced_start; /* seconds: of hpml_now, of the timeline */
-    float      weight;    /* see hpmli_batch_weight */
-    float      lr, scale; /* learning rate; loss scale times accumulate_weight */
-    float      loss;      /* 0 unless loss_known */
-    bool       loss_known, info;
+    float      weight;     /* factor of this micro-batch's gradients */
+    float      lr, scale;  /* learning rate; loss scale times accumulate_weight */
+    float      loss;       /* 0 unless loss_known */
+    bool       loss_known; /* the host reads the loss, or a hook returns it */
+    bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
-/* Chooses the road of this micro-batch. Early steps need a host that neither waits for all gradients (a norm) nor for a
-   device, and no hook that uses gradients. */
-HPMLI_FN hpmli_road hpmli_step_road(const hpml_trainer *t)
+/* Chooses when the parameters step. Early steps are possible on the CPU, if no norm of all gradients is needed first,
+   and no hook uses gradients. */
+HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
 {
     const hpml_backend *b = t->ctx->backend;
     if (t->micro_batch + 1 < t->d.accumulate) return HPMLI_NO_UPDATE;
@@ -8591,7 +8752,7 @@ HPMLI_FN hpmli_road hpmli_step_road(const hpml_trainer *t)
     return HPMLI_UPDATE_EARLY;
 }
 
-/* Copies the micro-batch into the inputs and sets what this call works with. */
+/* Copies the micro-batch into the inputs, clears the results of the last step, and fills in *s. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
     int64_t samples = s->samples;
@@ -8614,21 +8775,21 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->weight       = hpmli_batch_weight(t, samples);
     s->lr           = hpml_trainer_lr(t);
     s->scale        = t->loss_scale * t->accumulate_weight;
-    s->road         = hpmli_step_road(t);
+    s->mode         = hpmli_step_mode(t);
     s->loss_known   = t->hooks.run || s->info || !t->d.no_finite_check;
     return HPML_OK;
 }
 
-/* Forward and backward of the micro-batch, by the hook or here, with the steps of the parameters that go early. */
+/* Runs forward and backward, by hooks.run if there is one, and early steps within. Fails if the loss is not finite. */
 HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 {
     hpml_status status;
     if (t->hooks.run) status = t->hooks.run(t->hooks.user, t, s->samples, &s->loss);
     else {
         float *loss = s->loss_known ? &s->loss : NULL;
-        bool   updates = s->road == HPMLI_UPDATE_EARLY || s->road == HPMLI_UPDATE_LOCAL;
+        bool   updates = s->mode == HPMLI_UPDATE_EARLY || s->mode == HPMLI_UPDATE_LOCAL;
         t->update_follows = updates && !t->hooks.grad;
-        if (s->road == HPMLI_UPDATE_EARLY) {
+        if (s->mode == HPMLI_UPDATE_EARLY) {
             hpmli_updates_prepare(t, 0, t->graph->param_count);
             t->graph->updates = t->updates;
         }
@@ -8641,13 +8802,13 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
     return HPML_OK;
 }
 
-/* Counts the micro-batch, and after the last of an update takes the rest of the road. */
+/* Counts the micro-batch; after the last one of an update steps the parameters, or checks their early steps. */
 HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t, const hpmli_step *s)
 {
     hpml_status status = HPML_OK;
     t->micro_batch++;
-    if (s->road == HPMLI_NO_UPDATE) return HPML_OK;
-    switch (s->road) {
+    if (s->mode == HPMLI_NO_UPDATE) return HPML_OK;
+    switch (s->mode) {
     case HPMLI_NO_UPDATE: break;
     case HPMLI_UPDATE_EARLY: status = hpmli_updates_check(t); break;
     case HPMLI_UPDATE_HOOK: status = t->hooks.update(t->hooks.user, t); break;
@@ -8836,7 +8997,8 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
-/* Adds one batch to the metrics, accuracy: the number of hits; false: an error. */
+/* Evaluates one batch and adds its loss, samples and hits to *out, whose accuracy counts hits until all batches are in;
+   *counted: rows that have a label. False: an error. */
 HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
 {
     bool classifier = hpmli_is_classifier(t);
@@ -11544,171 +11706,276 @@ HPMLI_COMPILE_FAST_END
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>passes   the header includes itself, once for each instruction set; which set runs
+// >>passes   the header includes itself, once for each instruction set
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* In a pass HPMLI_ISA is defined, and of this file only the rest of PART VII is compiled. If you rename the file,
-   define HPML_SELF as its new name. */
+/* A pass is one inclusion of this file by itself with HPMLI_ISA defined: only the rest of PART VII is compiled, for
+   that instruction set. If you rename the file, define HPML_SELF as its new name.
+
+   A further instruction set whose vectors have a fixed width (SSE4, AVX10/256, LSX ..) needs: a constant and a pass
+   here, a row in hpmli_kernels_find, a block of constants in >>isa, and its primitive operations (about 30 functions of
+   one line) in a section like >>simd-neon. Scalable vectors (SVE, RVV) are not covered: HV_LANES is a compile-time
+   constant, on which tile sizes and arrays depend. */
 #ifndef HPML_SELF
 #define HPML_SELF "hpml.h"
 #endif
-#define HPMLI_ISA 0
-#include HPML_SELF
-#undef HPMLI_ISA
-#if defined(HPMLI_HAVE_X86)
-#define HPMLI_ISA 1
-#include HPML_SELF
-#undef HPMLI_ISA
-#define HPMLI_ISA 2
-#include HPML_SELF
-#undef HPMLI_ISA
-#elif defined(HPMLI_HAVE_NEON)
-#define HPMLI_ISA 3
-#include HPML_SELF
-#undef HPMLI_ISA
-#endif
-#undef HV
-#undef HV_LANES
-#undef HV_LOOP
-#undef HV_POLY5
-#undef HV_POLY_ON
+#define HPMLI_SCALAR 0
+#define HPMLI_AVX2   1
+#define HPMLI_AVX512 2
+#define HPMLI_NEON   3
 
-/* Kernels by name, NULL when this CPU cannot run them; name NULL: the best. */
-HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
-{
-    const hpmli_kernels *runs[4];
-    int                  count = 0;
+#ifdef HPMLI_EDITOR /* editors cannot include a file in itself: what follows is the scalar pass */
+#define HPMLI_ISA HPMLI_SCALAR
+#else
+#define HPMLI_ISA HPMLI_SCALAR
+#include HPML_SELF
+#undef HPMLI_ISA
 #if defined(HPMLI_HAVE_X86)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        runs[count++] = &hpmli_kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) runs[count++] = &hpmli_kernels_avx2;
+#define HPMLI_ISA HPMLI_AVX2
+#include HPML_SELF
+#undef HPMLI_ISA
+#define HPMLI_ISA HPMLI_AVX512
+#include HPML_SELF
+#undef HPMLI_ISA
 #elif defined(HPMLI_HAVE_NEON)
-    runs[count++] = &hpmli_kernels_neon;
+#define HPMLI_ISA HPMLI_NEON
+#include HPML_SELF
+#undef HPMLI_ISA
 #endif
-    runs[count++] = &hpmli_kernels_scalar;
-    for (int i = 0; i < count; i++)
-        if (!name || strcmp(name, runs[i]->name) == 0) return runs[i];
-    return NULL;
-}
+#endif /* !HPMLI_EDITOR */
+#define HPMLI_CHOOSE /* all passes are compiled: section >>choose follows */
 #endif /* HPMLI_BODY_INCLUDED */
-#else /* HPMLI_ISA */
+#endif /* !HPMLI_ISA */
+
+#ifdef HPMLI_ISA
 // ---------------------------------------------------------------------------------------------------------------------
-// >>simd   vectors: one kernel text for all instruction sets
+// >>isa   instruction sets: for each one block of constants
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All of PART VII below this line is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1 AVX2,
-   2 AVX-512, 3 NEON): see >>passes. Kernels are written once over these few operations; `HV(f32)` is a vector of HV_LANES
-   floats, `HV(u32)` one of as many uint32_t, `HV(u64)` one of half as many uint64_t. gcc and clang add, multiply, shift them and
-   so on as they do numbers. Each function carries its own target attribute, so a plain `cc -O2` builds all of them and
-   the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with HV(load_partial) and
-   goes through the same instructions as the others: an element's result does not depend on where it stands.
+/* All of PART VII below this line is compiled once for each instruction set, see >>passes. Each set is described here,
+   and by its primitive operations in the next three sections; no other section asks which set it is compiled for.
 
-   HV(name) is the name of an operation or a helper on this instruction set's vectors:
-     as_floats as_words        the same bits, as the other
-     set1 zero                 all lanes alike
-     load store                anywhere, not just at multiples of a vector's size; load_words store_words
-     load_n store_n            the first n lanes; ld st: n lanes, all of them almost always
-     fma fnma                  a b + c; c - a b
-     max min                   a > b ? a : b, so that a NaN in a gives b
-     ge gt eq                  a >= b ? x : y
-     pow2i exponent mantissa   2^a; a = 2^exponent mantissa
-     sum sum4 hmax             of all lanes; out[0..3] = the sums of four vectors
-     even odd                  lanes 0, 2, 4 .. of a, then of b; 1, 3, 5 ..
-     low high                  lanes of a and b in turn: the first half; the second
-     signmask bits             a bit for each lane, a >= 0; its bit in m ? a : b
-     load_T store_T            converted from and to bf16, f16, u8, i32; ld_T st_T: the first n lanes */
+     HPMLI_ISA_NAME        name of the set: hpml_ctx_desc.cpu
+     HPMLI_SUFFIX          end of the names of its functions
+     HPMLI_TARGET          target attribute of its functions, so that a plain `cc -O2` compiles all sets
+     HPMLI_RUNS_HERE       true when this CPU has the instructions
+     HV_LANES              floats in a vector
+     HV(f32) (u32) (u64)   vectors of the same size: of float, uint32_t, uint64_t
+     HPMLI_NV              vectors in a row of a tile of C, at most, see >>gemm
+     HPMLI_MR              rows of a tile of 1 or 2 vectors, at most; HPMLI_ROWS repeats a macro for each row
+     HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4; HPMLI_ROWS_3, _ROWS_4
+     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin; HPMLI_DOT_ROWS
+     HPMLI_ROW_VECTORS     vectors of C that a product of one row keeps in registers, at most: 8 or 16
+     HPMLI_CRC32C_WORD     optional: the instruction that adds 8 bytes to a CRC-32C; without it the CRC uses tables
+     HPMLI_MM ..           only x86: the intrinsic functions of this width, see >>simd-x86
+
+   Tile sizes follow from the number of vector registers: a tile of R rows and V vectors takes R V registers for its
+   sums, V for B and one for A. */
 
 /* Macros that are the same in each pass are just defined again. */
-#define HPMLI_CAT_(a, b)  a##b
-#define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
-#define HV(name)          HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX)
-#define HPMLI_KERNEL         static __attribute__((unused)) HPMLI_TARGET
-#define HPMLI_VEC_INLINE         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
-#define HPMLI_VEC_FN1(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a) { return e; }
-#define HPMLI_VEC_FN2(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a, HV(f32) b) { return e; }
-#define HPMLI_VEC_FN3(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a, HV(f32) b, HV(f32) c) { return e; }
-#define HPMLI_VEC_FN4(name, e) HPMLI_VEC_INLINE HV(f32) name(HV(f32) a, HV(f32) b, HV(f32) x, HV(f32) y) { return e; }
-/* for (i = 0; i < n; i += HV_LANES) with c = the lanes that count. */
-#define HV_LOOP(n) for (int64_t i = 0, c; c = HV_LANES > 1 && (n) - i < HV_LANES ? (n) - i : HV_LANES, i < (n); i += HV_LANES)
+#define HPMLI_CAT_(a, b) a##b
+#define HPMLI_CAT(a, b)  HPMLI_CAT_(a, b)
+#define HV(name)         HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX)
 
+/* HPMLI_TIMES_4(X, a): X(a, 0) X(a, 1) X(a, 2) X(a, 3). */
+#define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
+#define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
+#define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
+#define HPMLI_TIMES_8(X, a)  HPMLI_TIMES_6(X, a) X(a, 6) X(a, 7)
+#define HPMLI_TIMES_14(X, a) HPMLI_TIMES_8(X, a) X(a, 8) X(a, 9) X(a, 10) X(a, 11) X(a, 12) X(a, 13)
+#define HPMLI_TIMES_16(X, a) HPMLI_TIMES_14(X, a) X(a, 14) X(a, 15)
+
+#undef HPMLI_ISA_NAME
 #undef HPMLI_SUFFIX
 #undef HPMLI_TARGET
-#undef HPMLI_ISA_NAME
+#undef HPMLI_RUNS_HERE
 #undef HV_LANES
+#undef HPMLI_NV
+#undef HPMLI_MR
+#undef HPMLI_ROWS
+#undef HPMLI_MR_3
+#undef HPMLI_ROWS_3
+#undef HPMLI_MR_4
+#undef HPMLI_ROWS_4
+#undef HPMLI_DOT_MR
+#undef HPMLI_DOT_ROWS
+#undef HPMLI_ROW_VECTORS
+#undef HPMLI_CRC32C_WORD
+#undef HPMLI_MM
+#undef HPMLI_MM_ALL
+#undef HPMLI_MM_HALF
+#undef HPMLI_MM_WHERE
 
-#if HPMLI_ISA == 0
-#define HPMLI_SUFFIX   _scalar
+#if HPMLI_ISA == HPMLI_SCALAR
+#define HPMLI_ISA_NAME    "scalar"
+#define HPMLI_SUFFIX      _scalar
 #define HPMLI_TARGET
-#define HPMLI_ISA_NAME "scalar"
-#define HV_LANES           1
+#define HPMLI_RUNS_HERE   true
+#define HV_LANES          1
 typedef float    HV(f32);
 typedef uint32_t HV(u32);
-#elif HPMLI_ISA == 1
-#define HPMLI_SUFFIX   _avx2
-#define HPMLI_TARGET   __attribute__((target("avx2,fma,f16c")))
-#define HPMLI_ISA_NAME "avx2"
-#define HV_LANES           8
+#define HPMLI_NV          2
+#define HPMLI_MR          4
+#define HPMLI_ROWS        HPMLI_TIMES_4
+#define HPMLI_DOT_MR      2
+#define HPMLI_DOT_ROWS    HPMLI_TIMES_2
+#define HPMLI_ROW_VECTORS 8
+
+#elif HPMLI_ISA == HPMLI_AVX2 /* 16 registers of 8 floats; tiles of 6 x 2 vectors */
+#define HPMLI_ISA_NAME    "avx2"
+#define HPMLI_SUFFIX      _avx2
+#define HPMLI_TARGET      __attribute__((target("avx2,fma,f16c")))
+#define HPMLI_RUNS_HERE   __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
+#define HV_LANES          8
 typedef __m256   HV(f32);
 typedef uint32_t HV(u32) __attribute__((vector_size(32)));
 typedef uint64_t HV(u64) __attribute__((vector_size(32)));
-#elif HPMLI_ISA == 2
-#define HPMLI_SUFFIX   _avx512
-#define HPMLI_TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define HPMLI_ISA_NAME "avx512"
-#define HV_LANES           16
+#define HPMLI_NV          2
+#define HPMLI_MR          6
+#define HPMLI_ROWS        HPMLI_TIMES_6
+#define HPMLI_DOT_MR      2
+#define HPMLI_DOT_ROWS    HPMLI_TIMES_2
+#define HPMLI_ROW_VECTORS 8
+#define HPMLI_CRC32C_WORD _mm_crc32_u64
+#define HPMLI_MM(op)      HPMLI_CAT(_mm256_, op)
+#define HPMLI_MM_ALL      __m256i
+#define HPMLI_MM_HALF     __m128i                                                         /* 16 bits for each lane */
+#define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op))    /* a op b ? x : y */
+
+#elif HPMLI_ISA == HPMLI_AVX512 /* 32 registers of 16 floats; tiles of 14 x 2, 8 x 3 or 6 x 4 vectors */
+#define HPMLI_ISA_NAME    "avx512"
+#define HPMLI_SUFFIX      _avx512
+#define HPMLI_TARGET      __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define HPMLI_RUNS_HERE   __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&                   \
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+#define HV_LANES          16
 typedef __m512   HV(f32);
 typedef uint32_t HV(u32) __attribute__((vector_size(64)));
 typedef uint64_t HV(u64) __attribute__((vector_size(64)));
-#elif HPMLI_ISA == 3
-#define HPMLI_SUFFIX   _neon
+#define HPMLI_NV          4
+#define HPMLI_MR          14
+#define HPMLI_ROWS        HPMLI_TIMES_14
+#define HPMLI_MR_3        8
+#define HPMLI_ROWS_3      HPMLI_TIMES_8
+#define HPMLI_MR_4        6
+#define HPMLI_ROWS_4      HPMLI_TIMES_6
+#define HPMLI_DOT_MR      6
+#define HPMLI_DOT_ROWS    HPMLI_TIMES_6
+#define HPMLI_ROW_VECTORS 16
+#define HPMLI_CRC32C_WORD _mm_crc32_u64
+#define HPMLI_MM(op)      HPMLI_CAT(_mm512_, op)
+#define HPMLI_MM_ALL      __m512i
+#define HPMLI_MM_HALF     __m256i
+#define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
+
+#elif HPMLI_ISA == HPMLI_NEON /* 32 registers of 4 floats; tiles of 8 x 2 vectors */
+#define HPMLI_ISA_NAME    "neon"
+#define HPMLI_SUFFIX      _neon
 #define HPMLI_TARGET
-#define HPMLI_ISA_NAME "neon"
-#define HV_LANES           4
+#define HPMLI_RUNS_HERE   true
+#define HV_LANES          4
 typedef float32x4_t HV(f32);
 typedef uint32x4_t  HV(u32);
 typedef uint64x2_t  HV(u64);
+#define HPMLI_NV          2
+#define HPMLI_MR          8
+#define HPMLI_ROWS        HPMLI_TIMES_8
+#define HPMLI_DOT_MR      4
+#define HPMLI_DOT_ROWS    HPMLI_TIMES_4
+#define HPMLI_ROW_VECTORS 8
 #endif
 
-/* What needs no instruction of its own. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simd   vectors: one kernel text for all instruction sets; the scalar set
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Kernels are written once over a few operations on vectors. HV(name) is the name of an operation, type or kernel in
+   this pass: HV(exp) is hpmli_exp_avx2 in the pass for AVX2. HV(f32) is a vector of HV_LANES floats. gcc and clang
+   compile + - * / << & and so on for vectors as for numbers. The last, partial vector of an array is loaded by
+   HV(load_upto) and goes through the same instructions as the others, so that the result for an element does not depend
+   on its place in the array.
+
+   In the names below a, b are vectors; p is an address, which need not be a multiple of the vector's size:
+     as_floats as_words          the same bits as floats, as words of 32 bits
+     set1 zero                   all lanes alike
+     load store                  all lanes; load_words store_words: a vector of words
+     load_partial store_partial  the first n lanes, n < HV_LANES; a load sets the others to 0
+     load_upto store_upto        the first n lanes, where n is mostly HV_LANES or more, which means all
+     load_T store_T              converted from and to T: bf16, f16, u8, i32; load_upto_T store_upto_T: the first n
+     load_u32                    words converted to floats, rounded once; from_i32: integers in a register
+     fma fnma                    a b + c; c - a b
+     max min                     a > b ? a : b, so that a NaN in a gives b
+     if_ge if_gt if_eq           a >= b ? x : y, lane by lane
+     pow2i exponent mantissa     2^a; a = 2^exponent mantissa
+     sum_lanes max_lane          of all lanes; sum4: out[0..3] = the sums of four vectors
+     even_lanes odd_lanes        lanes 0, 2, 4 .. of a, then those of b; lanes 1, 3, 5 ..
+     interleave_low _high        a0 b0 a1 b1 .., the first half of these; the second half
+     sign_bits select_bits       a bit for each lane, a >= 0; lane i is a where bit i of m is set, else b
+     widen narrow                16-bit words in memory to and from vectors of words
+     transpose                   a square of HV_LANES x HV_LANES floats
+     set_u64_pairs philox_products   see >>random */
+
+#define HPMLI_KERNEL     static __attribute__((unused)) HPMLI_TARGET
+#define HPMLI_VEC_INLINE static inline __attribute__((always_inline, unused)) HPMLI_TARGET
+/* A function of one expression e. Each macro that defines functions ends in a prototype that lacks its semicolon, so
+   that its uses end in one, as editors and ctags expect of a declaration. */
+#define HPMLI_VEC_FN(name, e, ...) HPMLI_VEC_INLINE HV(f32) name(__VA_ARGS__) { return e; }                            \
+    static inline HV(f32) name(__VA_ARGS__)
+#define HPMLI_VEC_FN1(name, e) HPMLI_VEC_FN(name, e, HV(f32) a)
+#define HPMLI_VEC_FN2(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b)
+#define HPMLI_VEC_FN3(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b, HV(f32) c)
+#define HPMLI_VEC_FN4(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b, HV(f32) x, HV(f32) y)
+/* for (i = 0; i < n; i += HV_LANES), where c is the number of lanes that count. */
+#define HV_LOOP(n)                                                                                                     \
+    for (int64_t i = 0, c; c = HV_LANES > 1 && (n) - i < HV_LANES ? (n) - i : HV_LANES, i < (n); i += HV_LANES)
+
+/* Operations that need no instruction of their own. */
 HPMLI_VEC_INLINE HV(f32) HV(as_floats)(HV(u32) u) { HV(f32) a; memcpy(&a, &u, sizeof a); return a; }
 HPMLI_VEC_INLINE HV(u32) HV(as_words)(HV(f32) a) { HV(u32) u; memcpy(&u, &a, sizeof u); return u; }
 typedef HV(f32) HV(floats_anywhere) __attribute__((aligned(4)));
-typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* integers come from files as well */
+typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* 1: integers from files, too */
 HPMLI_VEC_INLINE HV(u32) HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
 HPMLI_VEC_INLINE void HV(store_words)(uint32_t *p, HV(u32) a) { *(HV(words_anywhere) *)p = a; }
 HPMLI_VEC_INLINE HV(f32) HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
 HPMLI_VEC_INLINE void HV(store)(float *p, HV(f32) a) { *(HV(floats_anywhere) *)p = a; }
-HPMLI_VEC_FN1(HV(abs), HV(as_floats)(HV(as_words)(a) & 0x7fffffffu))
-HPMLI_VEC_FN1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f800000u))
+HPMLI_VEC_FN1(HV(abs), HV(as_floats)(HV(as_words)(a) & 0x7fffffffu));
+HPMLI_VEC_FN1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f800000u));
 
-#if HPMLI_ISA == 0
+#if HPMLI_ISA == HPMLI_SCALAR
 HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return x; }
 HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
 HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { if (n > 0) *p = a; }
-#ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
-HPMLI_VEC_FN3(HV(fma), fmaf(a, b, c))
-HPMLI_VEC_FN3(HV(fnma), fmaf(-a, b, c))
+#ifdef __FP_FAST_FMAF /* fuse always where the CPU can, not where the compiler chooses to: the same bits everywhere */
+HPMLI_VEC_FN3(HV(fma), fmaf(a, b, c));
+HPMLI_VEC_FN3(HV(fnma), fmaf(-a, b, c));
 #else
-HPMLI_VEC_FN3(HV(fma), a * b + c)
-HPMLI_VEC_FN3(HV(fnma), c - a * b)
+HPMLI_VEC_FN3(HV(fma), a * b + c);
+HPMLI_VEC_FN3(HV(fnma), c - a * b);
 #endif
-HPMLI_VEC_FN1(HV(sqrt), sqrtf(a))
-HPMLI_VEC_FN1(HV(round), rintf(a))
-HPMLI_VEC_FN4(HV(if_ge), a >= b ? x : y)
-HPMLI_VEC_FN4(HV(if_gt), a > b ? x : y)
-HPMLI_VEC_FN4(HV(if_eq), a == b ? x : y)
-HPMLI_VEC_FN2(HV(even_lanes), ((void)b, a))
-HPMLI_VEC_FN2(HV(odd_lanes), ((void)a, b))
-HPMLI_VEC_FN2(HV(interleave_low), ((void)b, a))
-HPMLI_VEC_FN2(HV(interleave_high), ((void)a, b))
+HPMLI_VEC_FN1(HV(sqrt), sqrtf(a));
+HPMLI_VEC_FN1(HV(round), rintf(a));
+HPMLI_VEC_FN2(HV(max), a > b ? a : b);
+HPMLI_VEC_FN2(HV(min), b > a ? a : b);
+HPMLI_VEC_FN4(HV(if_ge), a >= b ? x : y);
+HPMLI_VEC_FN4(HV(if_gt), a > b ? x : y);
+HPMLI_VEC_FN4(HV(if_eq), a == b ? x : y);
+HPMLI_VEC_FN2(HV(even_lanes), ((void)b, a));
+HPMLI_VEC_FN2(HV(odd_lanes), ((void)a, b));
+HPMLI_VEC_FN2(HV(interleave_low), ((void)b, a));
+HPMLI_VEC_FN2(HV(interleave_high), ((void)a, b));
 HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a) { return a; }
-HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
+HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
+{
+    out[0] = a;
+    out[1] = b;
+    out[2] = c;
+    out[3] = d;
+}
 HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return a; }
 HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a) { return a >= 0; }
 HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b) { return m & 1 ? a : b; }
 HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return (float)(int32_t)u; }
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return (float)*p; }
 HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return *p; }
 HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { *p = (uint16_t)u; }
 HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p)
@@ -11721,16 +11988,19 @@ HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p)
 HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
 {
     uint32_t u = HV(as_words)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
-    if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
-    else if (x >= 0x477ff000u) h = 0x7c00u; /* 65520 and more round to infinity */
+    if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu); /* a NaN */
+    else if (x >= 0x477ff000u) h = 0x7c00u;                /* 65520 and more round to infinity */
     else if (x >= 0x38800000u) h = (x - 0x38000000u + 0xfffu + (x >> 13 & 1)) >> 13;
     else h = (uint32_t)rintf(HV(as_floats)(x) * 16777216.0f); /* subnormal */
     *p = (uint16_t)(sign | h);
 }
 HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p) { return (float)*p; }
-HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
+HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* the nearest that an int32_t can hold; NaN gives 0 */
 {
-    *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
+    if (a != a) *p = 0;
+    else if (a >= 2147483648.0f) *p = INT32_MAX;
+    else if (a <= -2147483648.0f) *p = INT32_MIN;
+    else *p = (int32_t)rintf(a);
 }
 #endif
 
@@ -11738,41 +12008,45 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
 
-#pragma GCC diagnostic push /* at -O0 gcc's own headers make macros of some, which -Wconversion sees */
-#pragma GCC diagnostic ignored "-Wsign-conversion"
-#undef HPMLI_FOLD
-#undef HPMLI_MM
-#undef HPMLI_MM_ALL
-#undef HPMLI_MM_HALF
-#undef HPMLI_MM_WHERE
+/* HPMLI_MM(add_ps) is _mm256_add_ps or _mm512_add_ps. Each set first has the operations that differ by more than that
+   name; the operations that do not follow, once for both. */
 
-#if HPMLI_ISA == 1
-#define HPMLI_MM(op)                   HPMLI_CAT(_mm256_, op)
-#define HPMLI_MM_ALL                   __m256i
-#define HPMLI_MM_HALF                  __m128i /* 16 bits for each lane */
-#define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op)) /* a op b ? x : y */
-HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n)
+#pragma GCC diagnostic push /* at -O0 some functions of gcc's own headers are macros, about which -Wconversion warns */
+#pragma GCC diagnostic ignored "-Wsign-conversion"
+
+#ifdef HPMLI_MM
+/* Add the 8 lanes of a vector of AVX2 or of half a vector of AVX-512; return the largest of them. */
+#define HPMLI_FOLD_8(name, op)                                                                                         \
+    HPMLI_VEC_INLINE float HV(name)(__m256 a)                                                                          \
+    {                                                                                                                  \
+        __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));                              \
+        s = _mm_##op##_ps(s, _mm_movehl_ps(s, s));                                                                     \
+        return _mm_cvtss_f32(_mm_##op##_ss(s, _mm_shuffle_ps(s, s, 1)));                                               \
+    }                                                                                                                  \
+    static inline float HV(name)(__m256 a)
+HPMLI_FOLD_8(sum_8_lanes, add);
+HPMLI_FOLD_8(max_8_lanes, max);
+#undef HPMLI_FOLD_8
+#endif
+
+#if HPMLI_ISA == HPMLI_AVX2
+HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n) /* all bits of the first n lanes */
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HV(lane_mask)(n)); }
 HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { _mm256_maskstore_ps(p, HV(lane_mask)(n), a); }
-HPMLI_VEC_FN1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-#define HPMLI_QUARTERS(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* 0, 2, 1, 3 */
-HPMLI_VEC_FN2(HV(even_lanes), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
-HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
-HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
-HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
-#undef HPMLI_QUARTERS
-#define HPMLI_FOLD(name, op)                                                                                           \
-    HPMLI_VEC_INLINE float HV(name)(HV(f32) a)                                                                                     \
-    {                                                                                                                  \
-        __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));                              \
-        s = _mm_##op##_ps(s, _mm_movehl_ps(s, s));                                                                     \
-        return _mm_cvtss_f32(_mm_##op##_ss(s, _mm_shuffle_ps(s, s, 1)));                                               \
-    }
-HPMLI_FOLD(sum_lanes, add)
-HPMLI_FOLD(max_lane, max)
+HPMLI_VEC_FN1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#define HPMLI_SWAP_MIDDLE(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* quarters 0 2 1 3 */
+HPMLI_VEC_FN2(HV(even_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0x88)));
+HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0xdd)));
+#undef HPMLI_SWAP_MIDDLE
+HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20));
+HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31));
+HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* a quad: four lanes */
+HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31));
+HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a) { return HV(sum_8_lanes)(a); }
+HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return HV(max_8_lanes)(a); }
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
@@ -11788,7 +12062,7 @@ HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
     __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
 }
-HPMLI_VEC_INLINE __m128i HV(low_half)(HV(u32) u)
+HPMLI_VEC_INLINE __m128i HV(low_halves)(HV(u32) u) /* the low 16 bits of each lane */
 {
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
 }
@@ -11796,65 +12070,77 @@ HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
-#elif HPMLI_ISA == 2
-#define HPMLI_MM(op)                   HPMLI_CAT(_mm512_, op)
-#define HPMLI_MM_ALL                   __m512i
-#define HPMLI_MM_HALF                  __m256i
-#define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
+HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm256_set_epi64x(b, a, b, a); }
+#elif HPMLI_ISA == HPMLI_AVX512
 HPMLI_VEC_INLINE __mmask16 HV(lane_mask)(int64_t n) { return (__mmask16)((1u << n) - 1); }
-HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HV(lane_mask)(n), p); }
-HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { _mm512_mask_storeu_ps(p, HV(lane_mask)(n), a); }
-HPMLI_VEC_FN1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-/* Lane i is lane at[i] of a, 16 and more of b. */
-#define HPMLI_PICK(name, ...)                                                                                          \
-    HPMLI_VEC_FN2(name, _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b))
-HPMLI_PICK(HV(even_lanes), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-HPMLI_PICK(HV(odd_lanes), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-HPMLI_PICK(HV(interleave_low), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-HPMLI_PICK(HV(interleave_high), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n)
+{
+    return _mm512_maskz_loadu_ps(HV(lane_mask)(n), p);
+}
+HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n)
+{
+    _mm512_mask_storeu_ps(p, HV(lane_mask)(n), a);
+}
+HPMLI_VEC_FN1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+/* Lane i of the result is the lane of a whose number is in place i; 16 and more are lanes of b. */
+#define HPMLI_PICK(...) _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b)
+HPMLI_VEC_FN2(HV(even_lanes), HPMLI_PICK(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
+HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_PICK(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+HPMLI_VEC_FN2(HV(interleave_low), HPMLI_PICK(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+HPMLI_VEC_FN2(HV(interleave_high), HPMLI_PICK(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 #undef HPMLI_PICK
-#define HPMLI_FOLD(name, op)                                                                                           \
-    HPMLI_VEC_INLINE float HV(name)(HV(f32) a)                                                                                     \
-    {                                                                                                                  \
-        float t[16]; /* through memory: gcc 12 warns about its own half-register casts */                              \
-        HV(store)(t, a);                                                                                               \
-        return hpmli_##name##_avx2(_mm256_##op##_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));                      \
-    }
-HPMLI_FOLD(sum_lanes, add)
-HPMLI_FOLD(max_lane, max)
+HPMLI_VEC_FN2(HV(even_quads), _mm512_shuffle_f32x4(a, b, 0x88));
+HPMLI_VEC_FN2(HV(odd_quads), _mm512_shuffle_f32x4(a, b, 0xdd));
+/* The halves are loaded from memory, because gcc 12 warns about its own casts to half a register. */
+HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a)
+{
+    float t[16];
+    HV(store)(t, a);
+    return HV(sum_8_lanes)(_mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
+}
+HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a)
+{
+    float t[16];
+    HV(store)(t, a);
+    return HV(max_8_lanes)(_mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
+}
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-    __m512 s  = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* within each quarter: a, b, c, d */
+    __m512 s  = _mm512_add_ps(HV(even_quads)(ab, cd), HV(odd_quads)(ab, cd));
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* s has a quad for each of a, b, c, d: add its lanes */
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
 HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
-HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
-HPMLI_VEC_INLINE __m256i HV(low_half)(HV(u32) u) { return _mm512_cvtepi32_epi16((__m512i)u); }
+HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
+{
+    return _mm512_mask_blend_ps((__mmask16)m, b, a);
+}
+HPMLI_VEC_INLINE __m256i HV(low_halves)(HV(u32) u) { return _mm512_cvtepi32_epi16((__m512i)u); }
 HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
+HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm512_set4_epi64(b, a, b, a); }
 #endif
 
-#if HPMLI_ISA == 1 || HPMLI_ISA == 2
+#ifdef HPMLI_MM
 HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return HPMLI_MM(set1_ps)(x); }
-HPMLI_VEC_FN3(HV(fma), HPMLI_MM(fmadd_ps)(a, b, c))
-HPMLI_VEC_FN3(HV(fnma), HPMLI_MM(fnmadd_ps)(a, b, c))
-HPMLI_VEC_FN2(HV(max), HPMLI_MM(max_ps)(a, b))
-HPMLI_VEC_FN2(HV(min), HPMLI_MM(min_ps)(a, b))
-HPMLI_VEC_FN1(HV(sqrt), HPMLI_MM(sqrt_ps)(a))
-HPMLI_VEC_FN4(HV(if_ge), HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
-HPMLI_VEC_FN4(HV(if_gt), HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
-HPMLI_VEC_FN4(HV(if_eq), HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
+HPMLI_VEC_FN3(HV(fma), HPMLI_MM(fmadd_ps)(a, b, c));
+HPMLI_VEC_FN3(HV(fnma), HPMLI_MM(fnmadd_ps)(a, b, c));
+HPMLI_VEC_FN2(HV(max), HPMLI_MM(max_ps)(a, b));
+HPMLI_VEC_FN2(HV(min), HPMLI_MM(min_ps)(a, b));
+HPMLI_VEC_FN1(HV(sqrt), HPMLI_MM(sqrt_ps)(a));
+HPMLI_VEC_FN4(HV(if_ge), HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y));
+HPMLI_VEC_FN4(HV(if_gt), HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y));
+HPMLI_VEC_FN4(HV(if_eq), HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y));
 HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
 HPMLI_VEC_INLINE HPMLI_MM_HALF HV(load_half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
 HPMLI_VEC_INLINE void HV(store_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
 HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return (HV(u32))HPMLI_MM(cvtepu16_epi32)(HV(load_half)(p)); }
-HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { HV(store_half)(p, HV(low_half)(u)); }
+HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { HV(store_half)(p, HV(low_halves)(u)); }
 HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HV(load_half)(p)); }
 HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
 {
@@ -11867,15 +12153,66 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
     i = HV(if_eq)(a, a, i, HV(set1)(0));
     memcpy(p, &i, sizeof i);
 }
+#if HPMLI_ISA == HPMLI_AVX512
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
+#else
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
+{
+    HV(u32) words = HV(load_words)(p);
+    return HV(fma)(HV(from_i32)(words >> 8), HV(set1)(256), HV(from_i32)(words & 255u));
+}
+#endif
+HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
+{
+    HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
+    return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
+}
+
+/* In each group of 2 * half vectors, joins vector i of the first half with vector i of the second: even quads of both
+   go to the first half, odd quads to the second. */
+HPMLI_VEC_INLINE void HV(exchange_quads)(HV(f32) *r, const int half)
+{
+    HV(f32) t[HV_LANES];
+    HPMLI_UNROLL
+    for (int i = 0; i < HV_LANES; i++)
+        t[i] = i / half % 2 ? HV(odd_quads)(r[i - half], r[i]) : HV(even_quads)(r[i], r[i + half]);
+    HPMLI_UNROLL
+    for (int i = 0; i < HV_LANES; i++) r[i] = t[i];
+}
+
+/* Transposes HV_LANES rows of HV_LANES floats in registers: out[p * out_row + j] = in[j * in_row + p], or 0 for
+   j >= rows. First each quad becomes a transposed 4 x 4 square, then the quads themselves are transposed. */
+HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t rows, float *out, int64_t out_row)
+{
+    HV(f32) r[HV_LANES], t[HV_LANES];
+    HPMLI_UNROLL
+    for (int i = 0; i < HV_LANES; i++) r[i] = i < rows ? HV(load)(in + i * in_row) : HV(set1)(0);
+    HPMLI_UNROLL
+    for (int i = 0; i < HV_LANES; i += 2) {
+        t[i]     = HPMLI_MM(unpacklo_ps)(r[i], r[i + 1]);
+        t[i + 1] = HPMLI_MM(unpackhi_ps)(r[i], r[i + 1]);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < HV_LANES; i += 4) {
+        r[i]     = HPMLI_MM(shuffle_ps)(t[i], t[i + 2], 0x44);
+        r[i + 1] = HPMLI_MM(shuffle_ps)(t[i], t[i + 2], 0xee);
+        r[i + 2] = HPMLI_MM(shuffle_ps)(t[i + 1], t[i + 3], 0x44);
+        r[i + 3] = HPMLI_MM(shuffle_ps)(t[i + 1], t[i + 3], 0xee);
+    }
+    HV(exchange_quads)(r, 4);
+    if (HV_LANES > 8) HV(exchange_quads)(r, 8);
+    HPMLI_UNROLL
+    for (int i = 0; i < HV_LANES; i++) HV(store)(out + i * out_row, r[i]);
+}
 #endif
 
 #pragma GCC diagnostic pop
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>simd-neon   vectors: NEON; what all have in common
+// >>simd-neon   vectors: NEON; operations made of others, for all instruction sets
 // ---------------------------------------------------------------------------------------------------------------------
 
-#if HPMLI_ISA == 3
+#if HPMLI_ISA == HPMLI_NEON
 HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return vdupq_n_f32(x); }
 HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n)
 {
@@ -11889,17 +12226,19 @@ HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n)
     HV(store)(t, a);
     for (int64_t i = 0; i < n; i++) p[i] = t[i];
 }
-HPMLI_VEC_FN3(HV(fma), vfmaq_f32(c, a, b))
-HPMLI_VEC_FN3(HV(fnma), vfmsq_f32(c, a, b))
-HPMLI_VEC_FN1(HV(sqrt), vsqrtq_f32(a))
-HPMLI_VEC_FN1(HV(round), vrndnq_f32(a))
-HPMLI_VEC_FN4(HV(if_ge), vbslq_f32(vcgeq_f32(a, b), x, y))
-HPMLI_VEC_FN4(HV(if_gt), vbslq_f32(vcgtq_f32(a, b), x, y))
-HPMLI_VEC_FN4(HV(if_eq), vbslq_f32(vceqq_f32(a, b), x, y))
-HPMLI_VEC_FN2(HV(even_lanes), vuzp1q_f32(a, b))
-HPMLI_VEC_FN2(HV(odd_lanes), vuzp2q_f32(a, b))
-HPMLI_VEC_FN2(HV(interleave_low), vzip1q_f32(a, b))
-HPMLI_VEC_FN2(HV(interleave_high), vzip2q_f32(a, b))
+HPMLI_VEC_FN3(HV(fma), vfmaq_f32(c, a, b));
+HPMLI_VEC_FN3(HV(fnma), vfmsq_f32(c, a, b));
+HPMLI_VEC_FN1(HV(sqrt), vsqrtq_f32(a));
+HPMLI_VEC_FN1(HV(round), vrndnq_f32(a));
+HPMLI_VEC_FN4(HV(if_ge), vbslq_f32(vcgeq_f32(a, b), x, y));
+HPMLI_VEC_FN4(HV(if_gt), vbslq_f32(vcgtq_f32(a, b), x, y));
+HPMLI_VEC_FN4(HV(if_eq), vbslq_f32(vceqq_f32(a, b), x, y));
+HPMLI_VEC_FN2(HV(max), HV(if_gt)(a, b, a, b)); /* vmaxq_f32 would give a NaN for a NaN in a */
+HPMLI_VEC_FN2(HV(min), HV(if_gt)(b, a, a, b));
+HPMLI_VEC_FN2(HV(even_lanes), vuzp1q_f32(a, b));
+HPMLI_VEC_FN2(HV(odd_lanes), vuzp2q_f32(a, b));
+HPMLI_VEC_FN2(HV(interleave_low), vzip1q_f32(a, b));
+HPMLI_VEC_FN2(HV(interleave_high), vzip2q_f32(a, b));
 HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a)
 {
     float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
@@ -11920,6 +12259,7 @@ HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
     return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(hpmli_lane_bit)), a, b);
 }
 HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return vcvtq_f32_u32(HV(load_words)(p)); }
 HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
 HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { vst1_u16(p, vmovn_u32(u)); }
 HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
@@ -11930,19 +12270,33 @@ HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
     for (int i = 0; i < 4; i++) t[i] = p[i];
     return vcvtq_f32_u32(vld1q_u32(t));
 }
-HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
+HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates; NaN: 0 */
+HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b)
+{
+    return (HV(u32))vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
+}
+HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
+{
+    HV(u32) products = vrev64q_u32((HV(u32))vmull_u32(vmovn_u64((HV(u64))c), vmovn_u64((HV(u64))m)));
+    return vextq_u32(products, products, 2);
+}
 #endif
 
-#if HPMLI_ISA == 0 || HPMLI_ISA == 3 /* as x86 has it: a NaN in a gives b */
-HPMLI_VEC_FN2(HV(max), HV(if_gt)(a, b, a, b))
-HPMLI_VEC_FN2(HV(min), HV(if_gt)(b, a, a, b))
+#ifndef HPMLI_MM /* a transpose for sets without one of their own: scalar, NEON */
+HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t rows, float *out, int64_t out_row)
+{
+    for (int64_t j = 0; j < HV_LANES; j++)
+        for (int64_t p = 0; p < HV_LANES; p++) out[p * out_row + j] = j < rows ? in[j * in_row + p] : 0;
+}
 #endif
+
 HPMLI_VEC_INLINE HV(f32) HV(zero)(void) { return HV(set1)(0); }
-HPMLI_VEC_FN1(HV(exponent), HV(from_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f)
-HPMLI_VEC_FN1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
+HPMLI_VEC_FN1(HV(exponent), HV(from_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f);
+/* The last bits of the sum are a + 127. */
+HPMLI_VEC_FN1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23));
 HPMLI_VEC_INLINE HV(f32) HV(load_i32)(const int32_t *p) { return HV(from_i32)(HV(load_words)((const uint32_t *)p)); }
 HPMLI_VEC_INLINE HV(f32) HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
-HPMLI_VEC_INLINE void HV(store_bf16)(uint16_t *p, HV(f32) a) /* to the nearest, ties to even; a NaN stays one */
+HPMLI_VEC_INLINE void HV(store_bf16)(uint16_t *p, HV(f32) a) /* to the nearest, ties to even; a NaN stays NaN */
 {
     HV(u32) u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
     HV(narrow)(p, HV(as_words)(HV(if_eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
@@ -11954,45 +12308,60 @@ HPMLI_VEC_INLINE void HV(store_u8)(uint8_t *p, HV(f32) a)
     for (int i = 0; i < HV_LANES; i++) p[i] = (uint8_t)t[i];
 }
 
-/* The first n lanes, almost always all of them. Without masked instructions a part goes through a buffer, so that the
-   conversion is the same. */
-HPMLI_VEC_INLINE HV(f32) HV(load_upto)(const float *p, int64_t n) { return n >= HV_LANES ? HV(load)(p) : HV(load_partial)(p, n); }
+/* Returns v with 0 in lanes n and above: what HV(load_upto) would have loaded. */
+HPMLI_VEC_INLINE HV(f32) HV(zero_beyond)(HV(f32) v, int64_t n)
+{
+    return n >= HV_LANES ? v : HV(select_bits)((1u << n) - 1, v, HV(zero)());
+}
+
+/* Load and store the first n lanes, or all of them for n >= HV_LANES, which is the usual case. */
+HPMLI_VEC_INLINE HV(f32) HV(load_upto)(const float *p, int64_t n)
+{
+    return n >= HV_LANES ? HV(load)(p) : HV(load_partial)(p, n);
+}
 HPMLI_VEC_INLINE void HV(store_upto)(float *p, HV(f32) a, int64_t n)
 {
     if (n >= HV_LANES) HV(store)(p, a);
     else HV(store_partial)(p, a, n);
 }
-#define HPMLI_PARTIAL(type, T)                                                                                         \
-    HPMLI_VEC_INLINE HV(f32) HV(load_upto_##type)(const T *p, int64_t n)                                                                  \
+
+/* load_upto_T and store_upto_T convert from and to the type T. A partial vector is copied through a buffer, so that the
+   same instruction converts it. */
+#define HPMLI_LOAD_STORE_UPTO(type, T)                                                                                 \
+    HPMLI_VEC_INLINE HV(f32) HV(load_upto_##type)(const T *p, int64_t n)                                               \
     {                                                                                                                  \
-        T t[HV_LANES];                                                                                                     \
-        if (__builtin_expect(n >= HV_LANES, 1)) return HV(load_##type)(p);                                                 \
-        for (int64_t i = 0; i < HV_LANES; i++) t[i] = i < n ? p[i] : 0;                                                    \
+        T t[HV_LANES];                                                                                                 \
+        if (__builtin_expect(n >= HV_LANES, 1)) return HV(load_##type)(p);                                             \
+        for (int64_t i = 0; i < HV_LANES; i++) t[i] = i < n ? p[i] : 0;                                                \
         return HV(load_##type)(t);                                                                                     \
     }                                                                                                                  \
-    HPMLI_VEC_INLINE void HV(store_upto_##type)(T *p, HV(f32) a, int64_t n)                                                                \
+    HPMLI_VEC_INLINE void HV(store_upto_##type)(T *p, HV(f32) a, int64_t n)                                            \
     {                                                                                                                  \
-        T t[HV_LANES];                                                                                                     \
-        if (__builtin_expect(n >= HV_LANES, 1)) HV(store_##type)(p, a);                                                    \
-        else {                                                                                                         \
-            HV(store_##type)(t, a);                                                                                    \
-            for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                               \
+        T t[HV_LANES];                                                                                                 \
+        if (__builtin_expect(n >= HV_LANES, 1)) {                                                                      \
+            HV(store_##type)(p, a);                                                                                    \
+            return;                                                                                                    \
         }                                                                                                              \
-    }
-HPMLI_PARTIAL(bf16, uint16_t)
-HPMLI_PARTIAL(f16, uint16_t)
-HPMLI_PARTIAL(i32, int32_t)
-HPMLI_PARTIAL(u8, uint8_t)
-#undef HPMLI_PARTIAL
+        HV(store_##type)(t, a);                                                                                        \
+        for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                                   \
+    }                                                                                                                  \
+    static inline void HV(store_upto_##type)(T *p, HV(f32) a, int64_t n)
+HPMLI_LOAD_STORE_UPTO(bf16, uint16_t);
+HPMLI_LOAD_STORE_UPTO(f16, uint16_t);
+HPMLI_LOAD_STORE_UPTO(i32, int32_t);
+HPMLI_LOAD_STORE_UPTO(u8, uint8_t);
+#undef HPMLI_LOAD_STORE_UPTO
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vmath   exp, log, tanh, erf and the activations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Range reduction and a polynomial, after Cody & Waite: exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 /
-   2. Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
+/* exp after Cody & Waite: exp(x) = 2^n exp(r), where n = round(x / ln 2) and |r| <= ln 2 / 2, and exp(r) is a
+   polynomial. Its error is below 2 units in the last place over the whole range; a NaN stays NaN, and exp underflows
+   to 0. */
 
-/* Horner's rule for five coefficients, highest first; and four more on top of p. */
+/* Evaluate a polynomial in x by Horner's rule, highest coefficient first, where op is a fused multiply-add:
+   HV_POLY5 one with five coefficients, HV_POLY_ON one whose higher coefficients have been evaluated as p. */
 #define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
     op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
@@ -12006,18 +12375,18 @@ HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
                           1.6666665459e-1f);
     p = HV(fma)(p, r, HV(set1)(5.0000001201e-1f));
     p = HV(fma)(p, r * r, r) + 1.0f;
-    HV(f32) low = HV(round)(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
+    HV(f32) low = HV(round)(n * 0.5f), high = n - low; /* 2^n as two factors, because n is from -150 to 128 */
     return HV(if_eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
 }
 
-/* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
+/* log(2^e m) = e ln 2 + log m for m in [sqrt 1/2, sqrt 2), where log m is the Cephes library's polynomial in m - 1. */
 #define HPMLI_LOG_POLY(op, f)                                                                                          \
     HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
                1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
 HPMLI_VEC_INLINE HV(f32) HV(log)(HV(f32) x)
 {
     HV(f32) tiny = HV(set1)(1.17549435e-38f);
-    HV(f32) s    = HV(if_gt)(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
+    HV(f32) s    = HV(if_gt)(tiny, x, x * 8388608.0f, x); /* a subnormal x is multiplied by 2^23 */
     HV(f32) e    = HV(exponent)(s) - HV(if_gt)(tiny, x, HV(set1)(23), HV(zero)());
     HV(f32) m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
     e = HV(if_gt)(m, big, e + 1.0f, e);
@@ -12035,7 +12404,7 @@ HPMLI_VEC_INLINE HV(f32) HV(log)(HV(f32) x)
 
 HPMLI_VEC_INLINE HV(f32) HV(sigmoid)(HV(f32) x) { return 1.0f / (1.0f + HV(exp)(-x)); }
 
-/* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
+/* tanh: a polynomial for |x| < 0.625, 1 - 2 / (exp(2|x|) + 1) with the sign of x elsewhere. */
 HPMLI_VEC_INLINE HV(f32) HV(tanh)(HV(f32) x)
 {
     HV(f32) a = HV(abs)(x), z = x * x, far;
@@ -12047,7 +12416,7 @@ HPMLI_VEC_INLINE HV(f32) HV(tanh)(HV(f32) x)
     return HV(if_ge)(a, HV(set1)(0.625f), far, p);
 }
 
-/* erf: the series near zero, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
+/* erf: its series for |x| < 0.5, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
 HPMLI_VEC_INLINE HV(f32) HV(erf)(HV(f32) x)
 {
     HV(f32) a = HV(abs)(x), z = x * x, t, p, far, near_;
@@ -12061,7 +12430,7 @@ HPMLI_VEC_INLINE HV(f32) HV(erf)(HV(f32) x)
     return HV(if_gt)(HV(set1)(0.5f), a, near_, far);
 }
 
-/* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
+/* gelu in its tanh form is x / 2 (1 + t) with t = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3); gelu_tanh returns t. */
 HPMLI_VEC_INLINE HV(f32) HV(gelu_tanh)(HV(f32) x)
 {
     HV(f32) cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
@@ -12074,7 +12443,7 @@ HPMLI_VEC_INLINE HV(f32) HV(gelu_derivative)(HV(f32) x)
     HV(f32) dt = HV(fnma)(t, t, HV(set1)(1)) * du;
     return 0.5f * (1.0f + t + x * dt);
 }
-/* The normal distribution: its integral, its density. */
+/* The standard normal distribution: cumulative probability, density. */
 HPMLI_VEC_INLINE HV(f32) HV(normal_cdf)(HV(f32) x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
 HPMLI_VEC_INLINE HV(f32) HV(normal_pdf)(HV(f32) x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
 HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
@@ -12082,14 +12451,16 @@ HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
     HV(f32) s = HV(sigmoid)(x);
     return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
-/* The activations: y = f(x), and dy/dx from x or y, whichever is cheaper. s is the slope of leaky relu. */
+/* The activations: X(name, y = f(x), dy/dx as a function of x or of y, whichever is cheaper). s is the factor that
+   leaky relu applies to negative x. */
 #define HPMLI_ACTS(X)                                                                                                  \
     X(NONE, x, HV(set1)(1))                                                                                            \
-    X(RELU, HV(if_gt)(x, HV(zero)(), x, HV(if_eq)(x, x, HV(zero)(), x)), HV(if_gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))     \
-    X(LEAKY_RELU, HV(if_gt)(x, HV(zero)(), x, x * s), HV(if_gt)(y, HV(zero)(), HV(set1)(1), s))                              \
-    X(GELU, x * 0.5f * (1.0f + HV(gelu_tanh)(x)), HV(gelu_derivative)(x))                                                      \
-    X(GELU_ERF, x * HV(normal_cdf)(x), HV(fma)(x, HV(normal_pdf)(x), HV(normal_cdf)(x)))                                                    \
-    X(SILU, x * HV(sigmoid)(x), HV(silu_derivative)(x))                                                                     \
+    X(RELU, HV(if_gt)(x, HV(zero)(), x, HV(if_eq)(x, x, HV(zero)(), x)),                                               \
+      HV(if_gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))                                                               \
+    X(LEAKY_RELU, HV(if_gt)(x, HV(zero)(), x, x * s), HV(if_gt)(y, HV(zero)(), HV(set1)(1), s))                        \
+    X(GELU, x * 0.5f * (1.0f + HV(gelu_tanh)(x)), HV(gelu_derivative)(x))                                              \
+    X(GELU_ERF, x * HV(normal_cdf)(x), HV(fma)(x, HV(normal_pdf)(x), HV(normal_cdf)(x)))                               \
+    X(SILU, x * HV(sigmoid)(x), HV(silu_derivative)(x))                                                                \
     X(SIGMOID, HV(sigmoid)(x), y * (1.0f - y))                                                                         \
     X(TANH, HV(tanh)(x), HV(fnma)(y, y, HV(set1)(1)))                                                                  \
     X(EXP, HV(exp)(x), y)                                                                                              \
@@ -12106,8 +12477,8 @@ HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const fl
 #define HPMLI_X(name, f, df)                                                                                           \
     case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
-            HV(f32) x = HV(load_upto)(from + i, c);                                                                                \
-            HV(store_upto)(to + i, f, c);                                                                                      \
+            HV(f32) x = HV(load_upto)(from + i, c);                                                                    \
+            HV(store_upto)(to + i, f, c);                                                                              \
         }                                                                                                              \
         break;
         HPMLI_ACTS(HPMLI_X)
@@ -12115,21 +12486,23 @@ HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const fl
     }
 }
 
-/* xs or ys may be NULL where the slope does not read it: dy stands in. */
-HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs, const float *ys,
-                                int64_t n, int accumulate)
+/* dx = dy f'(x). xs (x) or ys (y) may be NULL where the derivative does not read that array. */
+HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs,
+                                   const float *ys, int64_t n, int accumulate)
 {
     HV(f32) s = HV(set1)(slope);
-    if (!xs) xs = dy;
+    if (!xs) xs = dy; /* any address that can be read */
     if (!ys) ys = dy;
     switch (act) {
 #define HPMLI_X(name, f, df)                                                                                           \
     case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
-            HV(f32) x = HV(load_upto)(xs + i, c), y = HV(load_upto)(ys + i, c), d = HV(load_upto)(dy + i, c) * (df);                             \
-            if (accumulate) d += HV(load_upto)(dx + i, c);                                                                    \
-            HV(store_upto)(dx + i, d, c);                                                                                      \
-            (void)x, (void)y;                                                                                          \
+            HV(f32) x = HV(load_upto)(xs + i, c), y = HV(load_upto)(ys + i, c);                                        \
+            HV(f32) d = HV(load_upto)(dy + i, c) * (df);                                                               \
+            if (accumulate) d += HV(load_upto)(dx + i, c);                                                             \
+            HV(store_upto)(dx + i, d, c);                                                                              \
+            (void)x;                                                                                                   \
+            (void)y;                                                                                                   \
         }                                                                                                              \
         break;
         HPMLI_ACTS(HPMLI_X)
@@ -12137,20 +12510,21 @@ HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const f
     }
 }
 
-#define HPMLI_MAP2(name, op)                                                                                           \
-    HPMLI_KERNEL void HV(v##name)(float *y, const float *a, const float *b, int64_t n)                                    \
+#define HPMLI_ELEMENTWISE(name, op)                                                                                    \
+    HPMLI_KERNEL void HV(v##name)(float *y, const float *a, const float *b, int64_t n)                                 \
     {                                                                                                                  \
-        HV_LOOP(n) HV(store_upto)(y + i, HV(load_upto)(a + i, c) op HV(load_upto)(b + i, c), c);                                             \
-    }
-HPMLI_MAP2(add, +)
-HPMLI_MAP2(sub, -)
-HPMLI_MAP2(mul, *)
-HPMLI_MAP2(div, /)
-#undef HPMLI_MAP2
+        HV_LOOP(n) HV(store_upto)(y + i, HV(load_upto)(a + i, c) op HV(load_upto)(b + i, c), c);                       \
+    }                                                                                                                  \
+    static void HV(v##name)(float *y, const float *a, const float *b, int64_t n)
+HPMLI_ELEMENTWISE(add, +);
+HPMLI_ELEMENTWISE(sub, -);
+HPMLI_ELEMENTWISE(mul, *);
+HPMLI_ELEMENTWISE(div, /);
+#undef HPMLI_ELEMENTWISE
 
 HPMLI_KERNEL void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(store_upto)(y + i, HV(set1)(value), c); }
 
-/* y = a x + b y; b == 0 does not read y. */
+/* y = a x + b y; for b == 0 y is not read. */
 HPMLI_KERNEL void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
@@ -12165,8 +12539,8 @@ HPMLI_KERNEL void HV(vscale_add)(float *y, const float *x, float a, float b, int
     HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb), c);
 }
 
-/* y = a (x - centre) + b, or the larger of that and 0. The centre is subtracted first, because a x and a centre are
-   both rounded at the size of the centre, and their difference would keep that error. */
+/* y = a (x - centre) + b, or with relu the larger of that and 0. The centre is subtracted first, because a x and
+   a centre would be rounded separately, with errors in proportion to the centre, which their difference would keep. */
 HPMLI_KERNEL void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
@@ -12190,56 +12564,58 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
 // >>vreduce   sums, maxima, norms
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms
-   and vmoments join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
+/* Four independent accumulators hide the latency of an addition; they are added up in a fixed order. The `_wide` forms
+   and vmoments add the accumulators to a double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
 
 #define HPMLI_BLOCK_SUM 1024
 
+/* Defines a sum over n elements; `term` is the new value of the accumulator `sum`, from the c elements at `at`. */
 #define HPMLI_REDUCE(name, params, term)                                                                               \
-    HPMLI_KERNEL float HV(name) params                                                                                    \
+    HPMLI_KERNEL float HV(name) params                                                                                 \
     {                                                                                                                  \
-        HV(f32)      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };                                             \
+        HV(f32) s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };                                             \
         int64_t i    = 0;                                                                                              \
-        for (; i + 4 * HV_LANES <= n; i += 4 * HV_LANES) {                                                                     \
+        for (; i + 4 * HV_LANES <= n; i += 4 * HV_LANES) {                                                             \
             HPMLI_UNROLL                                                                                               \
             for (int u = 0; u < 4; u++) {                                                                              \
-                const int64_t c = HV_LANES, at = i + u * HV_LANES;                                                             \
-                const HV(f32)      sum = s[u];                                                                              \
+                const int64_t c = HV_LANES, at = i + u * HV_LANES;                                                     \
+                const HV(f32) sum = s[u];                                                                              \
                 s[u] = term;                                                                                           \
             }                                                                                                          \
         }                                                                                                              \
-        for (; i < n; i += HV_LANES) {                                                                                     \
-            const int64_t c = n - i < HV_LANES ? n - i : HV_LANES, at = i;                                                     \
-            const HV(f32)      sum = s[0];                                                                                  \
+        for (; i < n; i += HV_LANES) {                                                                                 \
+            const int64_t c = n - i < HV_LANES ? n - i : HV_LANES, at = i;                                             \
+            const HV(f32) sum = s[0];                                                                                  \
             s[0] = term;                                                                                               \
         }                                                                                                              \
-        return HV(sum_lanes)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
-    }
-HPMLI_VEC_INLINE HV(f32) HV(zero_beyond)(HV(f32) v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_partial) */
-{
-    return n >= HV_LANES ? v : HV(select_bits)((1u << n) - 1, v, HV(zero)());
-}
-HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(load_upto)(x + at, c))
-HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(load_upto)(a + at, c), HV(load_upto)(b + at, c), sum))
+        return HV(sum_lanes)((s[0] + s[1]) + (s[2] + s[3]));                                                           \
+    }                                                                                                                  \
+    static float HV(name) params
+HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(load_upto)(x + at, c));
+HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
+             HV(fma)(HV(load_upto)(a + at, c), HV(load_upto)(b + at, c), sum));
 #undef HPMLI_REDUCE
 
-#define HPMLI_WIDE(name, params, piece)                                                                                \
-    HPMLI_KERNEL double HV(name) params                                                                                   \
+#define HPMLI_REDUCE_WIDE(name, params, block_sum)                                                                     \
+    HPMLI_KERNEL double HV(name) params                                                                                \
     {                                                                                                                  \
         double sum = 0;                                                                                                \
         for (int64_t i = 0; i < n; i += HPMLI_BLOCK_SUM) {                                                             \
             int64_t c = n - i < HPMLI_BLOCK_SUM ? n - i : HPMLI_BLOCK_SUM;                                             \
-            sum += (double)piece;                                                                                      \
+            sum += (double)block_sum;                                                                                  \
         }                                                                                                              \
         return sum;                                                                                                    \
-    }
-HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c))
-HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c))
-#undef HPMLI_WIDE
+    }                                                                                                                  \
+    static double HV(name) params
+HPMLI_REDUCE_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c));
+HPMLI_REDUCE_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c));
+#undef HPMLI_REDUCE_WIDE
 
-/* sums[0] += sum of w, sums[1] += sum of w d, with d = x - centre; w NULL: w = d, so that a centre near the mean gives
-   the squares about it, and sums[0] how far the centre is from the mean. */
-HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre, int64_t n)
+/* Adds the sum of w to sums[0] and the sum of w d to sums[1], where d = x - centre. Without weights w = d: for a centre
+   near the mean, sums[1] then gets the sum of squared deviations and sums[0] n times the distance of the mean from the
+   centre. */
+HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre,
+                                      int64_t n)
 {
     const HV(f32) vc = HV(set1)(centre);
     for (int64_t i = 0, end; i < n; i = end) {
@@ -12249,13 +12625,15 @@ HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const f
             HPMLI_UNROLL
             for (int u = 0; u < 4; u++) {
                 HV(f32) d = HV(load)(x + i + u * HV_LANES) - vc, v = weighted ? HV(load)(w + i + u * HV_LANES) : d;
-                s[u] = s[u] + v, t[u] = HV(fma)(v, d, t[u]);
+                s[u] = s[u] + v;
+                t[u] = HV(fma)(v, d, t[u]);
             }
         }
         for (; i < end; i += HV_LANES) {
             int64_t c = end - i < HV_LANES ? end - i : HV_LANES;
-            HV(f32)      d = HV(zero_beyond)(HV(load_upto)(x + i, c) - vc, c), v = weighted ? HV(load_upto)(w + i, c) : d;
-            s[0] = s[0] + v, t[0] = HV(fma)(v, d, t[0]);
+            HV(f32) d = HV(zero_beyond)(HV(load_upto)(x + i, c) - vc, c), v = weighted ? HV(load_upto)(w + i, c) : d;
+            s[0] = s[0] + v;
+            t[0] = HV(fma)(v, d, t[0]);
         }
         sums[0] += (double)HV(sum_lanes)((s[0] + s[1]) + (s[2] + s[3]));
         sums[1] += (double)HV(sum_lanes)((t[0] + t[1]) + (t[2] + t[3]));
@@ -12270,7 +12648,7 @@ HPMLI_KERNEL void HV(vmoments)(double *sums, const float *w, const float *x, flo
 
 HPMLI_KERNEL float HV(vmax)(const float *x, int64_t n)
 {
-    HV(f32)      m = HV(set1)(-INFINITY);
+    HV(f32) m = HV(set1)(-INFINITY);
     int64_t i = 0;
     for (; i + HV_LANES <= n; i += HV_LANES) m = HV(max)(HV(load)(x + i), m);
     float best = HV(max_lane)(m);
@@ -12278,7 +12656,7 @@ HPMLI_KERNEL float HV(vmax)(const float *x, int64_t n)
     return best;
 }
 
-/* The largest |x|, 0 for none; NaN where x has one. */
+/* Returns the largest |x|, 0 for n = 0, or NaN when an element is NaN. */
 HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n)
 {
     HV(f32) m = HV(zero)(), nan = HV(zero)();
@@ -12290,7 +12668,7 @@ HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n)
     return HV(sum_lanes)(nan) == 0 ? HV(max_lane)(m) : NAN;
 }
 
-/* y = exp(x - shift); returns the sum. The heart of a softmax. */
+/* y = exp(x - shift); returns the sum of y. The inner loop of softmax. */
 HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
 {
     HV(f32) s = HV(zero)(), vs = HV(set1)(shift);
@@ -12302,14 +12680,15 @@ HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n
     return HV(sum_lanes)(s);
 }
 
-/* out[j] (+)= sum over rows of x[r][j]. Blocks of rows keep the chain of additions short. */
+/* out[j] = sum over r of x[r][j], added to out when `accumulate`. Each 64 rows are summed by themselves, which keeps
+   the rounding error small. */
 HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
         HV(f32) total = HV(zero)();
         for (int64_t r0 = 0; r0 < rows; r0 += 64) {
             int64_t r = r0, end = r0 + 64 < rows ? r0 + 64 : rows;
-            HV(f32)      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };
+            HV(f32) s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };
             for (; r + 4 <= end; r += 4) {
                 HPMLI_UNROLL
                 for (int u = 0; u < 4; u++) s[u] += HV(load_upto)(x + (r + u) * cols + i, c);
@@ -12338,20 +12717,21 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
      LARS     SGD with lr 1; hpmli_lars_prepare has put the layer's rate into g and c      You et al. 2017
      LAMB     AdamW's r + c w, written over the gradient; hpmli_direction_apply steps      You et al. 2020 */
 
-/* Checks of an update: each sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient was not finite. */
-typedef struct HV(update_check) { HV(f32) weight, square, gradient, instead; } HV(update_check);
+/* Records non-finite numbers of one update: a sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient
+   was not finite. `replacement`, 0 or NaN, is added to the old weight where the new one is not finite. */
+typedef struct HV(update_check) { HV(f32) weight, square, gradient, replacement; } HV(update_check);
 
-/* Stores an updated weight x at w; a non-finite x is replaced by `was` + instead, where `instead` is 0 or NaN. Only x
-   is checked, because a non-finite gradient makes x non-finite as well. */
-HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) was, HV(update_check) *f, int64_t c)
+/* Stores the updated weight x at w, or old + f->replacement where x is not finite. Only x is checked, because a
+   non-finite gradient makes x non-finite as well. */
+HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) old, HV(update_check) *f, int64_t c)
 {
-    HV(f32) off = x * HV(zero)();
-    f->weight = f->weight + off;
-    HV(store_upto)(w, HV(if_eq)(off, off, x, was + f->instead), c);
+    HV(f32) nan_or_0 = x * HV(zero)();
+    f->weight = f->weight + nan_or_0;
+    HV(store_upto)(w, HV(if_eq)(nan_or_0, nan_or_0, x, old + f->replacement), c);
 }
 
-/* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
-   would stay for ever. A NaN stays one. */
+/* Stores x, the new state of the optimizer, and returns it; denormals become 0. A state whose gradients are all 0 (a
+   dead unit) would otherwise decay to denormals, with which the CPU computes a hundred times slower. NaN stays NaN. */
 HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
 {
     x = HV(if_gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
@@ -12359,7 +12739,8 @@ HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
     return x;
 }
 
-HPMLI_VEC_INLINE HV(f32) HV(update_mean)(float *state, HV(f32) g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
+/* state = beta state + (1 - beta) g; returns the new state. */
+HPMLI_VEC_INLINE HV(f32) HV(update_mean)(float *state, HV(f32) g, float beta, int64_t c)
 {
     return HV(store_state)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(load_upto)(state, c)), c);
 }
@@ -12370,13 +12751,15 @@ HPMLI_VEC_INLINE void HV(sgd)(const hpmli_opt_args *o, float *w, HV(f32) g, floa
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     step = g;
     if (m) {
-        HV(f32) v = HV(store_state)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), g), c);
+        HV(f32) v = o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), g);
+        v = HV(store_state)(m, v, c);
         step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
     }
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
-HPMLI_VEC_INLINE void HV(adagrad)(const hpmli_opt_args *o, float *w, HV(f32) g, float *v, HV(update_check) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(adagrad)(const hpmli_opt_args *o, float *w, HV(f32) g, float *v, HV(update_check) *f,
+                                  int64_t c)
 {
     HV(f32) x = HV(load_upto)(w, c), s;
     g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
@@ -12386,7 +12769,8 @@ HPMLI_VEC_INLINE void HV(adagrad)(const hpmli_opt_args *o, float *w, HV(f32) g, 
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
 }
 
-HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v,
+                                  HV(update_check) *f, int64_t c)
 {
     HV(f32) x = HV(load_upto)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
@@ -12397,59 +12781,63 @@ HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, 
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
-/* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
-HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, float *m, float *v, HV(update_check) *f, int64_t c)
+/* Updates m and v and returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. */
+HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, float *m, float *v,
+                                            HV(update_check) *f, int64_t c)
 {
     HV(f32) mean   = HV(update_mean)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
     HV(f32) square = HV(update_mean)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
-    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite sum would silently freeze its weight */
+    f->square = HV(fma)(square, HV(zero)(), f->square); /* g / infinity would be 0 in all later steps */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
-HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f, int64_t c)
+HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f,
+                               int64_t c)
 {
-    HV(f32) was = HV(load_upto)(w, c), x = was, lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
+    HV(f32) old = HV(load_upto)(w, c), x = old, lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
     else x = HV(fnma)(lr * decay, x, x);
-    HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), was, f, c);
+    HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), old, f, c);
 }
 
-/* After an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if the gradient was not finite (LAMB has
-   overwritten the gradient), else HPML_NONFINITE_STEP. Resets the state of these elements, because no later gradient
-   would make it finite. */
+/* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if a gradient was not finite, which
+   cannot be known after LAMB, because it has overwritten the gradient, else HPML_NONFINITE_STEP. Sets the non-finite
+   elements of the optimizer's state to 0, because no later gradient would make them finite. */
 HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_NONFINITE_STEP;
     for (int64_t i = 0; i < n; i++) {
         float g = dw[i] * o->u.grad_scale;
-        bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
+        bool  nonfinite = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
         if (g - g != 0) found = HPML_NONFINITE_GRADIENT;
-        if (lost && m && o->u.found_nonfinite) m[i] = 0;
-        if (lost && v && o->u.found_nonfinite) v[i] = 0;
+        if (nonfinite && m && o->u.found_nonfinite) m[i] = 0;
+        if (nonfinite && v && o->u.found_nonfinite) v[i] = 0;
     }
     return found;
 }
 
-/* Each optimizer has a loop of its own, over a copy of its arguments that the compiler knows no store to change. LAMB
-   writes its direction over the gradient, which no later op reads; there a gradient that is not finite counts as 0,
-   because the length of the whole direction would not be finite either. */
+/* Each optimizer has a loop of its own. Its settings are read from a local copy, because the compiler would otherwise
+   have to reload them after each store. LAMB writes its direction over the gradient, which no later op reads; an
+   element of the gradient that is not finite is taken as 0 there, because it would make the norm of the whole direction
+   non-finite. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
-        HV(f32) g = HV(load_upto)(dw + i, c);                                                                                      \
+        HV(f32) g = HV(load_upto)(dw + i, c);                                                                          \
         g = g * HV(set1)(o->u.grad_scale);                                                                             \
         step;                                                                                                          \
     }
 #define HPMLI_STEPS(step)                                                                                              \
-    for (const int64_t c = HV_LANES; i + c <= n; i += c) HPMLI_STEP(step)                                                  \
+    for (const int64_t c = HV_LANES; i + c <= n; i += c) HPMLI_STEP(step)                                              \
     for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
     break;
-HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) g, float *r, float *m, float *v, HV(update_check) *f,
-                        int64_t c)
+HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) g, float *r, float *m, float *v,
+                               HV(update_check) *f, int64_t c)
 {
-    HV(f32) off = g * HV(zero)();
-    f->gradient = f->gradient + off;
-    g = HV(if_eq)(off, off, g, f->instead);
-    HV(store_upto)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(load_upto)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
+    HV(f32) nan_or_0 = g * HV(zero)();
+    f->gradient = f->gradient + nan_or_0;
+    g = HV(if_eq)(nan_or_0, nan_or_0, g, f->replacement);
+    g = HV(adam_direction)(o, g, m, v, f, c);
+    HV(store_upto)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(load_upto)(w, c), g), c);
 }
 
 HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
@@ -12475,14 +12863,14 @@ HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, f
 // >>vconvert   storage types, checksums
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All but f32, which is copied. */
+/* The types that are converted; f32 is copied. */
 #define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
 
 HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
 {
     switch (dtype) {
     case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *y); break;
-#define HPMLI_X(type, name, T) \
+#define HPMLI_X(type, name, T)                                                                                         \
     case HPML_DTYPE_##type: HV_LOOP(n) HV(store_upto)(y + i, HV(load_upto_##name)((const T *)x + i, c), c); break;
     HPMLI_STORED(HPMLI_X)
 #undef HPMLI_X
@@ -12493,36 +12881,39 @@ HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_
 {
     switch (dtype) {
     case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *x); break;
-#define HPMLI_X(type, name, T) \
+#define HPMLI_X(type, name, T)                                                                                         \
     case HPML_DTYPE_##type: HV_LOOP(n) HV(store_upto_##name)((T *)y + i, HV(load_upto)(x + i, c), c); break;
     HPMLI_STORED(HPMLI_X)
 #undef HPMLI_X
     }
 }
 
-/* CRC-32C (Castagnoli's polynomial, as in iSCSI) of n bytes more; the one of no bytes is 0. Portably eight bytes at a
-   time by tables (Kounavis and Berry 2005), which are made on the stack where there is enough to do. */
+/* Returns the CRC-32C (Castagnoli's polynomial, as in iSCSI) of some bytes and n more, where crc is that of the first;
+   the CRC of no bytes is 0. Where the CPU has no instruction for it, eight bytes at a time are looked up in tables
+   (Kounavis and Berry 2005), which are made on the stack when there are 1,024 bytes or more. */
 HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 {
     const unsigned char *p = (const unsigned char *)bytes;
     crc = ~crc;
-#if HPMLI_ISA == 1 || HPMLI_ISA == 2
+#ifdef HPMLI_CRC32C_WORD
     for (uint64_t word; n >= 8; p += 8, n -= 8) {
         memcpy(&word, p, 8);
-        crc = (uint32_t)_mm_crc32_u64(crc, word);
+        crc = (uint32_t)HPMLI_CRC32C_WORD(crc, word);
     }
 #else
     uint32_t table[8][256];
-    for (uint32_t i = 0; i < 256 && n >= 1024; i++) {
+    bool     use_tables = n >= 1024;
+    for (uint32_t i = 0; i < 256 && use_tables; i++) {
         table[0][i] = i;
         for (int k = 0; k < 8; k++) table[0][i] = table[0][i] >> 1 ^ (0x82f63b78u & (0 - (table[0][i] & 1)));
     }
-    for (int k = 1; k < 8 && n >= 1024; k++)
+    for (int k = 1; k < 8 && use_tables; k++)
         for (int i = 0; i < 256; i++) table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 255];
-    for (bool made = n >= 1024; made && n >= 8; p += 8, n -= 8) {
+    for (; use_tables && n >= 8; p += 8, n -= 8) {
         uint64_t word;
         memcpy(&word, p, 8);
-        word ^= crc, crc = 0;
+        word ^= crc;
+        crc = 0;
         for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
     }
 #endif
@@ -12537,284 +12928,244 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 // >>gemm   matrix product: tiles
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* After Goto & van de Geijn 2008. A tile of C, some rows by some vectors, lives in registers while k runs: each step
-   loads the vectors of B and broadcasts the numbers of A, for a multiply-add each with each: the nearer to a square,
-   the fewer loads. So that operands come from the nearest caches, k is cut into blocks of at most KC, and A and B are
-   packed into the order in which the tile reads them, where that order is not good enough as they stand. Rows and
-   vectors are dealt out evenly (16 rows are 6 + 5 + 5, not 6 + 6 + 4), so there is a tile function for each size.
+/* C = A B after Goto & van de Geijn 2008. A tile of C stays in vector registers while k runs over a block; for AVX2 it
+   has at most 6 rows by 16 columns, which are 2 vectors. Each step of k loads 2 vectors of B, broadcasts one number of
+   each row of A, and multiplies and adds each with each:
 
-   Every element of C is summed over k in an order that only the shape decides, not how the work is cut, so results
-   have the same bits for any number of threads. */
+                                b0 = B[k][0..7]     b1 = B[k][8..15]
+                              +-------------------+-------------------+
+         x = A[0][k] x8  -->  | s0 = s0 + x b0    | t0 = t0 + x b1    |
+         x = A[1][k] x8  -->  | s1 = s1 + x b0    | t1 = t1 + x b1    |     12 sums, 2 vectors of B and x:
+            ..                |  ..               |  ..               |     15 of the 16 registers
+         x = A[5][k] x8  -->  | s5 = s5 + x b0    | t5 = t5 + x b1    |
+                              +-------------------+-------------------+
 
-#undef HPMLI_MR
-#undef HPMLI_NR
-#undef HPMLI_ROWS
-#undef HPMLI_DOTS
-#undef HPMLI_DOT_MR
-#define HPMLI_NR (2 * HV_LANES)
-#if HPMLI_ISA == 2
-#define HPMLI_MR     14
-#define HPMLI_ROWS   HPMLI_TIMES_14
-#define HPMLI_DOT_MR 6
-#define HPMLI_DOTS   HPMLI_TIMES_6
-#elif HPMLI_ISA == 1
-#define HPMLI_MR     6
-#define HPMLI_ROWS   HPMLI_TIMES_6
-#define HPMLI_DOT_MR 2
-#define HPMLI_DOTS   HPMLI_TIMES_2
-#elif HPMLI_ISA == 3
-#define HPMLI_MR     8
-#define HPMLI_ROWS   HPMLI_TIMES_8
-#define HPMLI_DOT_MR 4
-#define HPMLI_DOTS   HPMLI_TIMES_4
-#else
-#define HPMLI_MR     4
-#define HPMLI_ROWS   HPMLI_TIMES_4
-#define HPMLI_DOT_MR 2
-#define HPMLI_DOTS   HPMLI_TIMES_2
-#endif
+   These are 12 multiply-adds for 8 loads; the nearer to a square a tile is, the fewer loads it needs. In plain C:
+
+         void tile(int rows, int cols, int64_t K, const float *a, int64_t a_row, int64_t a_k,
+                   const float *b, int64_t b_k, float *c, int64_t ldc)
+         {
+             float sum[6][16] = { { 0 } };
+             for (int64_t k = 0; k < K; k++)
+                 for (int r = 0; r < rows; r++) {
+                     float x = a[r * a_row + k * a_k];
+                     for (int j = 0; j < cols; j++) sum[r][j] += x * b[k * b_k + j];
+                 }
+             for (int r = 0; r < rows; r++) memcpy(c + r * ldc, sum[r], (size_t)cols * sizeof(float));
+         }
+
+   HV(tile) is this function with the loop over r unrolled by HPMLI_ROWS. The sums of row r are the variables s##r,
+   t##r, u##r, v##r (vectors 0 to 3), because compilers keep an array in registers only when they unroll every loop
+   over the array. `rows` and `cols` are constants in each of its copies, HV(tile_V_R) for V vectors and R + 1 rows.
+
+   So that operands come from the nearest caches, k is cut into blocks of at most HPMLI_GEMM_KC, and A and B are packed
+   into the order in which the tile reads them, unless they already are in a good one. Rows and vectors are dealt out
+   evenly (16 rows are 6 + 5 + 5, not 6 + 6 + 4). Every element of C is summed over k in an order that only the shape
+   decides, and not the number of threads, so that results have the same bits for any number of threads. */
+
+#define HPMLI_NR (2 * HV_LANES) /* columns of two vectors: what convolutions use in all sets */
 
 #ifndef HPMLI_TILE_ROW
-#define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
-#define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
-#define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
-#define HPMLI_TIMES_8(X, a)  HPMLI_TIMES_6(X, a) X(a, 6) X(a, 7)
-#define HPMLI_TIMES_14(X, a) HPMLI_TIMES_8(X, a) X(a, 8) X(a, 9) X(a, 10) X(a, 11) X(a, 12) X(a, 13)
-#define HPMLI_TIMES_16(X, a) HPMLI_TIMES_14(X, a) X(a, 14) X(a, 15)
-#define HPMLI_NV (HPMLI_ISA == 2 ? 4 : 2) /* vectors in a tile, at most */
-/* Where tiles go, column after column of them. Written or added to. */
-typedef struct hpmli_tile_out {
-    int64_t tiles, next_a;          /* one below the other, A so far apart */
-    int64_t panels, next_b, next_c; /* columns, B so far apart, C from the end of one to the next */
+/* One call of a tile function computes `panels` columns of `tiles` tiles, which all have the same size. */
+typedef struct hpmli_tile_run {
+    int64_t tiles;         /* tiles below each other */
+    int64_t a_tile;        /* floats from the rows of A of one tile to those of the tile below */
+    int64_t panels;        /* panels of B, next to each other */
+    int64_t b_panel;       /* floats from one panel of B to the next */
+    int64_t c_panel;       /* floats in C from below the last tile of a panel to the first tile of the next panel */
     float  *c;
-    int64_t ldc, fetch; /* so many rows of each are worth a prefetch */
-    int     add;
-    int64_t n;      /* columns, from more than all vectors but one; a single vector may be partial */
-    float  *packed; /* NULL, or where the first tile of a panel of B packs it on the way */
-} hpmli_tile_out;
+    int64_t ldc;
+    int64_t prefetch_rows; /* rows of C to prefetch for each tile, or 0 */
+    int     add;           /* adds to C */
+    int64_t cols;          /* columns of a panel: a single vector may be partial, else more than HV_LANES (nv - 1) */
+    float  *packed;        /* NULL, or where the first tile of a panel copies that panel of B while it computes */
+} hpmli_tile_run;
 
-/* What else is done to C. */
-typedef struct hpmli_tile_end {
+/* The operations on C that follow the product: C = relu(alpha (A B) + beta C + bias). */
+typedef struct hpmli_gemm_epilogue {
     float        alpha, beta;
-    const float *bias_row; /* one for each row, or NULL */
-    const float *bias_col; /* one for each column, or NULL */
+    const float *bias_row; /* one number for each row, or NULL */
+    const float *bias_col; /* one number for each column, or NULL */
     int          relu;
-} hpmli_tile_end;
+} hpmli_gemm_epilogue;
 
 #define HPMLI_TILE_ARGS                                                                                                \
-    int64_t kc, const float *a, int64_t ars, int64_t acs, const float *b, int64_t ldb, const hpmli_tile_out *o
+    int64_t kc, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t b_k, const hpmli_tile_run *run
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
-/* What happens to row r of a tile; `mr`, `nv` are constants once inlined: rows and vectors that are not there vanish.
-   Every third row has a pointer, the others are at one or two strides from it. */
+/* The code for row r of a tile of mr rows and nv vectors. mr and nv are constants once inlined, so that the code for
+   further rows and vectors vanishes. Every third row of A has a pointer, the others are one or two rows from it. */
 #define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
-#define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
+#define HPMLI_TILE_A(r)        (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * a_row]
 #define HPMLI_TILE_ROW(nv, r)                                                                                          \
     if (mr > r) {                                                                                                      \
-        HV(f32) x = HV(set1)(HPMLI_TILE_AT(r));                                                                             \
+        HV(f32) x = HV(set1)(HPMLI_TILE_A(r));                                                                         \
         s##r = HV(fma)(x, b0, s##r);                                                                                   \
         if (nv > 1) t##r = HV(fma)(x, b1, t##r);                                                                       \
         if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
         if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
     }
-/* Where vector i lies: the last one ends with the last column, and may share some with the one before. */
-#define HPMLI_TILE_V(i)       (nv == i + 1 ? last : i * HV_LANES)
-#define HPMLI_TILE_LOAD(i, p) (nv <= i ? HV(zero)() : nv == 1 ? HV(load_partial)(p, lanes) : HV(load)((p) + HPMLI_TILE_V(i)))
+/* Offset of vector i: the last vector ends with the last column, and may overlap the vector before. */
+#define HPMLI_TILE_V(i) (nv == i + 1 ? last : i * HV_LANES)
+#define HPMLI_TILE_LOAD(i, p)                                                                                          \
+    (nv <= i ? HV(zero)() : nv == 1 ? HV(load_partial)(p, cols) : HV(load)((p) + HPMLI_TILE_V(i)))
 #define HPMLI_TILE_PUT(i, p, x)                                                                                        \
-    if (nv == 1 && i == 0) HV(store_partial)(p, x, lanes);                                                                   \
+    if (nv == 1 && i == 0) HV(store_partial)(p, x, cols);                                                              \
     else if (nv > i) HV(store)((p) + HPMLI_TILE_V(i), x);
 #define HPMLI_TILE_STORE(nv, r)                                                                                        \
     if (mr > r) {                                                                                                      \
-        HPMLI_TILE_PUT(0, c, s##r) HPMLI_TILE_PUT(1, c, t##r) HPMLI_TILE_PUT(2, c, u##r) HPMLI_TILE_PUT(3, c, v##r)    \
+        HPMLI_TILE_PUT(0, c, s##r)                                                                                     \
+        HPMLI_TILE_PUT(1, c, t##r)                                                                                     \
+        HPMLI_TILE_PUT(2, c, u##r)                                                                                     \
+        HPMLI_TILE_PUT(3, c, v##r)                                                                                     \
         c += ldc;                                                                                                      \
     }
 #define HPMLI_TILE_ADD(nv, r)                                                                                          \
     if (mr > r) {                                                                                                      \
-        s##r = HPMLI_TILE_LOAD(0, c) + s##r, t##r = HPMLI_TILE_LOAD(1, c) + t##r;                                      \
-        u##r = HPMLI_TILE_LOAD(2, c) + u##r, v##r = HPMLI_TILE_LOAD(3, c) + v##r;                                      \
+        s##r = HPMLI_TILE_LOAD(0, c) + s##r;                                                                           \
+        t##r = HPMLI_TILE_LOAD(1, c) + t##r;                                                                           \
+        u##r = HPMLI_TILE_LOAD(2, c) + u##r;                                                                           \
+        v##r = HPMLI_TILE_LOAD(3, c) + v##r;                                                                           \
         HPMLI_TILE_STORE(nv, r)                                                                                        \
     }
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
 #endif
 
-/* One k: the vectors of B, then row after row. */
+/* One step of k: loads the vectors of B, then multiplies them by the number of A of each row. */
 #define HPMLI_TILE_B                                                                                                   \
-    HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
+    HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b);                                                    \
+    HV(f32) b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
 #define HPMLI_TILE_STEP                                                                                                \
     {                                                                                                                  \
         HPMLI_TILE_B                                                                                                   \
         HPMLI_ROWS(HPMLI_TILE_ROW, nv)                                                                                 \
-        a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, b += ldb;                                              \
+        a0 += a_k, a3 += a_k, a6 += a_k, a9 += a_k, a12 += a_k, b += b_k;                                              \
     }
 
-/* nv: vectors across. */
+/* Computes tiles of mr rows by nv vectors, kc steps of k each. */
 HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 {
-    float  *c = o->c, *packed = o->packed;
-    int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_LANES, fetch = o->fetch < kc ? o->fetch : kc;
-    for (int64_t t = 0, left = o->tiles * o->panels; left > 0; left--, b -= kc * ldb) {
-        const float *a0 = a + t * o->next_a, *next = c;
-        const float *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
+    float  *c = run->c, *packed = run->packed;
+    int64_t ldc = run->ldc, cols = run->cols, last = cols - HV_LANES;
+    int64_t prefetch_rows = run->prefetch_rows < kc ? run->prefetch_rows : kc;
+    for (int64_t t = 0, left = run->tiles * run->panels; left > 0; left--, b -= kc * b_k) {
+        const float *a0 = a + t * run->a_tile, *c_row = c;
+        const float *a3 = a0 + 3 * a_row, *a6 = a3 + 3 * a_row, *a9 = a6 + 3 * a_row, *a12 = a9 + 3 * a_row;
         HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
-        int64_t      p = 0, head = packed ? kc : fetch;
-        for (; p < head; p++) { /* more to do than to multiply */
+        int64_t k = 0, special = packed ? kc : prefetch_rows; /* steps that also pack or prefetch */
+        for (; k < special; k++) {
             if (packed) {
                 HPMLI_TILE_B
-                const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_LANES); /* or the next panel */
-                HPMLI_TILE_PUT(0, packed, b0) HPMLI_TILE_PUT(1, packed, b1)
-                HPMLI_TILE_PUT(2, packed, b2) HPMLI_TILE_PUT(3, packed, b3)
+                const float *ahead = b + (k + 16 < kc ? 16 * b_k : (16 - kc) * b_k + nv * HV_LANES); /* or next panel */
+                HPMLI_TILE_PUT(0, packed, b0)
+                HPMLI_TILE_PUT(1, packed, b1)
+                HPMLI_TILE_PUT(2, packed, b2)
+                HPMLI_TILE_PUT(3, packed, b3)
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_LANES);
                 packed += nv * HV_LANES;
             }
-            if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
-                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_LANES);
-                HPMLI_PREFETCH(next + lanes - 1);
-                next += ldc;
+            if (k < prefetch_rows) { /* one row a step, because loads of A and B would wait behind all rows at once */
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(c_row + i * HV_LANES);
+                HPMLI_PREFETCH(c_row + cols - 1);
+                c_row += ldc;
             }
             HPMLI_TILE_STEP
         }
         if (mr * nv < 20)
-            for (; p < kc; p++) HPMLI_TILE_STEP
+            for (; k < kc; k++) HPMLI_TILE_STEP
         else
-            HPMLI_UNROLL_4 /* the fewer instructions around the multiply-adds, the better */
-            for (; p < kc; p++) HPMLI_TILE_STEP
-        (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)lanes;
-        if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
+            HPMLI_UNROLL_4 /* large tiles are limited by the instructions other than multiply-adds */
+            for (; k < kc; k++) HPMLI_TILE_STEP
+        (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)cols;
+        if (run->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
         else { HPMLI_ROWS(HPMLI_TILE_STORE, nv) }
-        if (++t == o->tiles) t = 0, b += o->next_b, c += o->next_c;
+        if (++t == run->tiles) {
+            t = 0;
+            b += run->b_panel;
+            c += run->c_panel;
+        }
     }
 }
 
+/* HV(tile_V_R): V vectors, R + 1 rows. HV(tiles)[V - 1][R] are these functions. */
 #define HPMLI_TILE(nv, r)                                                                                              \
-    HPMLI_KERNEL void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                                \
-    { HV(tile)(r + 1, nv, kc, a, ars, acs, b, ldb, o); }
+    HPMLI_KERNEL void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS) { HV(tile)(r + 1, nv, kc, a, a_row, a_k, b, b_k, run); }
 #define HPMLI_TILE_NAME(nv, r) HV(tile_##nv##_##r),
 HPMLI_ROWS(HPMLI_TILE, 1)
 HPMLI_ROWS(HPMLI_TILE, 2)
-#if HPMLI_ISA == 2
-HPMLI_TIMES_8(HPMLI_TILE, 3)
-HPMLI_TIMES_6(HPMLI_TILE, 4)
+#if HPMLI_NV > 2
+HPMLI_ROWS_3(HPMLI_TILE, 3)
+HPMLI_ROWS_4(HPMLI_TILE, 4)
 #endif
-
-static const int HV(tile_rows)[4] = { HPMLI_MR, HPMLI_MR, 8, 6 }; /* at most, by vectors */
-static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_NAME, 1) },
-                                                              { HPMLI_ROWS(HPMLI_TILE_NAME, 2) },
-#if HPMLI_ISA == 2
-                                                              { HPMLI_TIMES_8(HPMLI_TILE_NAME, 3) },
-                                                              { HPMLI_TIMES_6(HPMLI_TILE_NAME, 4) }
+static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = {
+    { HPMLI_ROWS(HPMLI_TILE_NAME, 1) },
+    { HPMLI_ROWS(HPMLI_TILE_NAME, 2) },
+#if HPMLI_NV > 2
+    { HPMLI_ROWS_3(HPMLI_TILE_NAME, 3) },
+    { HPMLI_ROWS_4(HPMLI_TILE_NAME, 4) },
+#endif
+};
+static const int HV(tile_rows)[HPMLI_NV] = { /* rows of a tile, at most, by its vectors */
+    HPMLI_MR, HPMLI_MR,
+#if HPMLI_NV > 2
+    HPMLI_MR_3, HPMLI_MR_4,
 #endif
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gemm-pack   matrix product: packing and turning
+// >>gemm-pack   matrix product: packing, transposing, storing
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A matrix that lies the wrong way round is turned in registers, a square of HV_LANES x HV_LANES at a time. */
-
-/* HV_LANES rows of HV_LANES floats, transposed in registers: out[p * ld + j] = in[j * ldx + p]; zero for j >= rows. */
-HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
-{
-#if HPMLI_ISA == 2
-    __m512 r[16], t[16];
-    HPMLI_UNROLL
-    for (int i = 0; i < 16; i++) r[i] = i < rows ? _mm512_loadu_ps(in + i * ldx) : _mm512_setzero_ps();
-    HPMLI_UNROLL
-    for (int i = 0; i < 8; i++) {
-        t[2 * i]     = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 4; i++) {
-        r[4 * i]     = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 4; i++) {
-        t[i]      = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
-        t[4 + i]  = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
-        t[8 + i]  = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
-        t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 8; i++) {
-        r[i]     = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
-        r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 16; i++) _mm512_storeu_ps(out + i * ld, r[i]);
-#elif HPMLI_ISA == 1
-    __m256 r[8], t[8];
-    HPMLI_UNROLL
-    for (int i = 0; i < 8; i++) r[i] = i < rows ? _mm256_loadu_ps(in + i * ldx) : _mm256_setzero_ps();
-    HPMLI_UNROLL
-    for (int i = 0; i < 4; i++) {
-        t[2 * i]     = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 2; i++) {
-        r[4 * i]     = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 4; i++) {
-        t[i]     = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
-        t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
-    }
-    HPMLI_UNROLL
-    for (int i = 0; i < 8; i++) _mm256_storeu_ps(out + i * ld, t[i]);
-#else
-    for (int64_t j = 0; j < HV_LANES; j++)
-        for (int64_t p = 0; p < HV_LANES; p++) out[p * ld + j] = j < rows ? in[j * ldx + p] : 0;
-#endif
-}
-
-/* Packs a panel dst[p * width + j] = x[p * ps + j * js], p < pc, j < jn, zero up to width, which is whole vectors. */
-HPMLI_KERNEL void HV(pack_columns)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t width, float *dst)
+/* Packs columns into a panel: dst[k * width + j] = x[k * x_k + j * x_col] for k < kc, j < cols, and 0 up to width,
+   which is a multiple of HV_LANES. Where k runs along memory the panel is transposed in registers. */
+HPMLI_KERNEL void HV(pack_columns)(const float *x, int64_t x_k, int64_t x_col, int64_t kc, int64_t cols, int64_t width,
+                                   float *dst)
 {
     for (int64_t j = 0; j < width; j += HV_LANES) {
-        int64_t rows = jn - j < HV_LANES ? jn - j : HV_LANES, p = 0;
-        if (ps == 1)
-            for (; p + HV_LANES <= pc; p += HV_LANES) HV(transpose)(x + j * js + p, js, rows, dst + p * width + j, width);
-        for (; p < pc; p++)
-            for (int64_t q = 0; q < HV_LANES; q++) dst[p * width + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
+        int64_t rows = cols - j < HV_LANES ? cols - j : HV_LANES, k = 0;
+        if (x_k == 1)
+            for (; k + HV_LANES <= kc; k += HV_LANES)
+                HV(transpose)(x + j * x_col + k, x_col, rows, dst + k * width + j, width);
+        for (; k < kc; k++)
+            for (int64_t q = 0; q < HV_LANES; q++)
+                dst[k * width + j + q] = q < rows ? x[(j + q) * x_col + k * x_k] : 0;
     }
 }
 
-/* n lanes of row r, from column j of the tile on, go into C. */
-HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, HV(f32) v, int64_t n)
+/* Applies the epilogue to n lanes of v, which belong to row r of the tile from column j on, and stores them at c. */
+HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_gemm_epilogue *e, float *c, int64_t r, int64_t j, HV(f32) v,
+                                        int64_t n)
 {
     v *= HV(set1)(e->alpha);
     if (e->beta != 0) v = HV(fma)(HV(set1)(e->beta), HV(load_upto)(c, n), v);
     if (e->bias_col) v += HV(load_upto)(e->bias_col + j, n);
     if (e->bias_row) v += HV(set1)(e->bias_row[r]);
-    if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays */
+    if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays NaN */
     HV(store_upto)(c, v, n);
 }
 
-/* The same for mr rows of a tile. */
-HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c, int64_t ldc)
+/* Applies the epilogue to mr rows of a tile, whose rows are HPMLI_NV vectors apart, and stores them at c. */
+HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e, float *c,
+                                  int64_t ldc)
 {
     for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_LANES)
-        for (int64_t j = 0; j < n; j += HV_LANES) HV(finish_vector)(e, c + j, r, j, HV(load)(tile + j), n - j);
+        for (int64_t j = 0; j < cols; j += HV_LANES)
+            HV(finish_vector)(e, c + j, r, j, HV(load)(tile + j), cols - j);
 }
 
-/* A tile of C^T, mr rows of NV vectors, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
-HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
-                                   float *c, int64_t ldc)
+/* Transposes a tile of C^T, applies the epilogue and stores the result at c; rows and columns of the epilogue are those
+   of C. store_only: the epilogue is empty. */
+HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e,
+                                             bool store_only, float *c, int64_t ldc)
 {
     float square[HV_LANES * HV_LANES];
     for (int64_t r = 0; r < mr; r += HV_LANES)
-        for (int64_t q = 0; q < n; q += HV_LANES) {
-            int64_t lanes = mr - r < HV_LANES ? mr - r : HV_LANES, rows = n - q < HV_LANES ? n - q : HV_LANES;
+        for (int64_t q = 0; q < cols; q += HV_LANES) {
+            int64_t lanes = mr - r < HV_LANES ? mr - r : HV_LANES, rows = cols - q < HV_LANES ? cols - q : HV_LANES;
             float  *to    = c + q * ldc + r;
             HV(transpose)(tile + r * HPMLI_NV * HV_LANES + q, HPMLI_NV * HV_LANES, lanes, square, HV_LANES);
             for (int64_t i = 0; i < rows; i++)
-                if (plain) HV(store_upto)(to + i * ldc, HV(load)(square + i * HV_LANES), lanes);
+                if (store_only) HV(store_upto)(to + i * ldc, HV(load)(square + i * HV_LANES), lanes);
                 else HV(finish_vector)(e, to + i * ldc, q + i, r, HV(load)(square + i * HV_LANES), lanes);
         }
 }
@@ -12823,171 +13174,285 @@ HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int6
 // >>gemm-part   matrix product: one rectangle of C
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A product seen from the tile: `rows` of P are broadcast, columns of Q are vectors. Mostly P is A and Q is B.
-   Swapped, P is B^T and Q is A^T and tiles of C^T are turned on the way out: for products where turning B would cost
-   more. */
-typedef struct HV(gemm_view) {
+/* One rectangle of C is computed block after block of k, of columns and of rows; the tiles of a block read its rows of
+   P, whose numbers are broadcast, and columns of Q, which are loaded as vectors. Mostly P is A and Q is B. `swapped`
+   products, for which transposing B would cost more, compute C^T = B^T A^T instead: P is B^T, Q is A^T, and each tile
+   is transposed on its way to C. */
+
+typedef struct HV(gemm_view) { /* a product as its tiles see it */
     const hpmli_gemm_part *part;
     const float *p;
-    int64_t      p_rs, p_ks; /* row and k strides of P */
+    int64_t      p_row, p_k; /* floats in P from one row to the next, from one k to the next */
     const float *q;
-    int64_t      q_ks, q_cs; /* k and column strides of Q */
-    float       *c;          /* first element of the part */
+    int64_t      q_k, q_col; /* floats in Q from one k to the next, from one column to the next */
+    float       *c;          /* first element of the rectangle */
     int64_t      ldc, rows, cols, k;
     bool         swapped;
-    bool         pack_q;       /* pack panels of Q; as they stand, while the first tile is computed */
-    float       *packed_p;     /* NULL, or where the block of P is packed, tile after tile */
-    int64_t      tiles, height; /* down the block of rows, at most so high */
-    bool         plain;        /* tiles are only stored or added, ... */
-    bool         fetch;        /* ... C is worth a prefetch, */
-    hpmli_tile_end end;        /* or this is done; for the block of k */
+    bool         pack_q;     /* panels of Q are packed */
+    float       *packed_p;   /* NULL, or where blocks of P are packed */
 } HV(gemm_view);
 
-/* Columns of P, ks apart, that lie far from each other: each is in another page, and a few sets of the cache take them
-   all. They are worth packing for so many columns of Q. */
-HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t rs, int64_t ks, int64_t k, int64_t cols)
+#ifndef HPMLI_GEMM_BLOCK
+#define HPMLI_GEMM_BLOCK
+/* Rows of P over a range of k, cut into tiles; how the sums over this k get into C. */
+typedef struct hpmli_gemm_block {
+    int64_t row, rows;      /* rows [row, row + rows) of P */
+    int64_t k0, k;          /* over k [k0, k0 + k) */
+    int64_t tiles, height;  /* tiles below each other; rows of a tile, at most */
+    bool    plain;          /* the epilogue is at most an addition to C: tiles store into C themselves */
+    bool    prefetch;       /* C is worth a prefetch */
+    hpmli_gemm_epilogue epilogue;
+} hpmli_gemm_block;
+
+/* Columns of Q that form the width of a tile. */
+typedef struct hpmli_gemm_panel {
+    int64_t col, cols;  /* columns [col, col + cols) of Q */
+    int64_t count;      /* so many panels of this width, one after another */
+    float  *packed;     /* space for the packed panel: (k, cols rounded up to vectors) */
+    bool    is_packed;  /* an earlier block of rows has packed the panel */
+} hpmli_gemm_panel;
+
+/* The operands of a tile function: the rows of P or of packed P, the columns of Q or of packed Q. */
+typedef struct hpmli_gemm_operands {
+    const float *a;
+    int64_t      a_row, a_k;
+    const float *b;
+    int64_t      b_k;
+} hpmli_gemm_operands;
+#endif
+
+/* Returns true when packing P pays: its columns are k_stride floats apart, which puts all of them into few sets of the
+   cache (conflict misses) and each into another page, and at least 4 columns of tiles read P. */
+HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
 {
-    return rs == 1 && ks * k >= 262144 && cols >= 4 * HPMLI_NR;
+    return row_stride == 1 && k_stride * k >= 262144 && cols >= 4 * HPMLI_NR;
 }
 
+/* Returns the rectangle's product as its tiles see it: chooses P and Q, and which of them are packed. */
 HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
-    HV(gemm_view)    v;
+    HV(gemm_view) v;
     int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
     memset(&v, 0, sizeof v);
     v.part = part;
     v.ldc  = d->ldc;
     v.k    = d->alpha == 0 ? 0 : d->k;
     v.c    = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
-    v.p = v.q = part->ws; /* nothing is read when k is 0 */
-    v.rows = m, v.cols = n;
+    v.p    = part->ws; /* for k = 0, when nothing is read */
+    v.q    = part->ws;
+    v.rows = m;
+    v.cols = n;
     if (v.k == 0) return v;
-    v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_row, v.p_rs = d->a_row, v.p_ks = d->a_k;
-    v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_col, v.q_ks = d->b_k, v.q_cs = d->b_col;
-    /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C, into far rows. */
-    int64_t keep = (v.q_cs != 1) * n + HV(columns_alias_cache)(v.p_rs, v.p_ks, v.k, n) * m;
-    int64_t swap = (v.p_rs != 1) * m + HV(columns_alias_cache)(v.q_cs, v.q_ks, v.k, m) * n;
-    if (keep * v.k > swap * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
+    v.p     = d->a + part->batch * d->a_batch + part->i0 * d->a_row;
+    v.p_row = d->a_row;
+    v.p_k   = d->a_k;
+    v.q     = d->b + part->batch * d->b_batch + part->j0 * d->b_col;
+    v.q_k   = d->b_k;
+    v.q_col = d->b_col;
+    /* Numbers moved without a swap: transposing B, packing A. With: transposing A, packing B, and transposing C for
+       each block of k, where writing the columns of C costs 7/4 as much. */
+    int64_t moved_plain   = (v.q_col != 1) * n + HV(columns_alias_cache)(v.p_row, v.p_k, v.k, n) * m;
+    int64_t moved_swapped = (v.p_row != 1) * m + HV(columns_alias_cache)(v.q_col, v.q_k, v.k, m) * n;
+    if (moved_plain * v.k > moved_swapped * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
         const float *p = v.p;
-        int64_t      rs = v.p_rs, ks = v.p_ks;
-        v.p = v.q, v.p_rs = v.q_cs, v.p_ks = v.q_ks;
-        v.q = p, v.q_cs = rs, v.q_ks = ks;
-        v.rows = n, v.cols = m, v.swapped = true;
+        int64_t      row = v.p_row, k = v.p_k;
+        v.p     = v.q;
+        v.p_row = v.q_col;
+        v.p_k   = v.q_k;
+        v.q     = p;
+        v.q_col = row;
+        v.q_k   = k;
+        v.rows  = n;
+        v.cols  = m;
+        v.swapped = true;
     }
-    v.pack_q = v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) >= 262144));
-    if (HV(columns_alias_cache)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
+    v.pack_q = v.q_col != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_k & -v.q_k) >= 262144));
+    if (HV(columns_alias_cache)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
 
-/* From one packed tile of P to the next: not a power of two apart, with room for what spills over. */
-HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const HV(gemm_view) *v, int64_t kc) { return v->height * kc + 16; }
-
-/* Packs the block of P at p, tile after tile; eight k for all of them, so that lines are read from the nearest cache,
-   which those of the next eight are on their way to. Eight rows at a time: the last may spill over, into what comes
-   later. */
-HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const float *p, int64_t mc, int64_t kc)
+/* Returns the floats from one packed tile of P to the next. The 16 extra floats keep the distance from being a power of
+   two, and absorb the surplus that HV(pack_rows) writes behind a tile. */
+HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const hpmli_gemm_block *block)
 {
-    int64_t tiles = v->tiles, rows = mc / tiles, more = mc % tiles, height = v->height, ks = v->p_ks;
-    for (int64_t k0 = 0, n; k0 < kc; k0 += n, p += n * ks) {
-        n = kc - k0 < 8 ? kc - k0 : 8;
+    return block->height * block->k + 16;
+}
+
+/* Packs a block of P: eight steps of k of all tiles, then the next eight, whose cache lines have been prefetched
+   meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: what the last eight write beyond
+   the tile's height belongs to the next step of k, which is packed later. */
+HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *block)
+{
+    const float *p = v->p + block->row * v->p_row + block->k0 * v->p_k;
+    int64_t rows = block->rows / block->tiles, higher = block->rows % block->tiles, height = block->height;
+    for (int64_t k0 = 0, n; k0 < block->k; k0 += n, p += n * v->p_k) {
+        n = block->k - k0 < 8 ? block->k - k0 : 8;
         for (int64_t k = n; k < 2 * n; k++)
-            for (int64_t i = 0; i < mc; i += 16) __builtin_prefetch(p + k * ks + i);
-        for (int64_t t = 0, i = 0; t < tiles; i += rows + (t < more), t++)
+            for (int64_t i = 0; i < block->rows; i += 16) __builtin_prefetch(p + k * v->p_k + i);
+        for (int64_t t = 0, i = 0; t < block->tiles; i += rows + (t < higher), t++)
             for (int64_t j = (height - 1) / 8 * 8; j >= 0; j -= 8) {
-                float       *to   = v->packed_p + t * HV(packed_tile_floats)(v, kc) + k0 * height + j;
+                float       *to   = v->packed_p + t * HV(packed_tile_floats)(block) + k0 * height + j;
                 const float *from = p + i + j;
-                int64_t      left = mc - i - j;
-                for (int64_t k = 0; k < n; k++, to += height, from += ks)
+                int64_t      left = block->rows - i - j;
+                for (int64_t k = 0; k < n; k++, to += height, from += v->p_k)
                     if (left >= 8) memcpy(to, from, 8 * sizeof(float));
-                    else for (int64_t q = 0; q < left; q++) to[q] = from[q];
+                    else
+                        for (int64_t q = 0; q < left; q++) to[q] = from[q];
             }
     }
 }
 
-/* Rows [i0, i0 + mc) x `count` panels of n columns from j on, over k [p0, p0 + kc). pb: room for the packed panel. */
-HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
-                                    int64_t p0, int64_t kc, float *pb, bool ready, int64_t count)
+/* Calls the tile function for the tiles of `run`, `height` rows each, and advances the operands to the tile below. The
+   first call for a panel may have packed it. */
+HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_gemm_panel *panel, int64_t height,
+                                   hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
-    bool         packed = v->packed_p != NULL;
-    const float *a = packed ? v->packed_p : v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
-    int64_t      ldb = v->q_ks, vectors = (n + HV_LANES - 1) / HV_LANES, width = vectors * HV_LANES;
-    int64_t      more = mc % v->tiles, mr = mc / v->tiles + (more > 0); /* so many tiles are one row higher */
-    bool         direct = v->plain && !v->swapped;
-    float          tile[HPMLI_MR * HPMLI_NV * HV_LANES];
-    hpmli_tile_end e = v->end;
-    hpmli_tile_out o;
-    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_LANES, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
-    if (v->pack_q) {
-        if (!ready && v->q_cs == 1) o.packed = pb;
-        else {
-            if (!ready) HV(pack_columns)(v->q + p0 * ldb + j * v->q_cs, ldb, v->q_cs, kc, n, width, pb);
-            b = pb, ldb = width;
-        }
-    }
-    for (int64_t t = 0, i = i0; t < v->tiles; t += o.tiles, i += mr * o.tiles) {
-        int64_t ci = v->swapped ? j : i, cj = v->swapped ? i : j;
-        float  *c  = v->c + ci * v->ldc + cj;
-        if (t == more && more > 0) mr--;
-        o.tiles = !direct || o.packed ? 1 : (t < more ? more : v->tiles) - t;
-        o.next_a = packed ? HV(packed_tile_floats)(v, kc) : mr * v->p_rs;
-        o.panels = count, o.next_b = n, o.next_c = n - o.tiles * mr * v->ldc;
-        o.fetch = direct && v->fetch ? mr : 0;
-        if (direct) o.c = c;
-        HV(tiles)[vectors - 1][mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? v->height : v->p_ks, b, ldb, &o);
-        if (!direct) {
-            e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
-            e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
-            if (v->swapped) HV(finish_tile_transposed)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
-            else HV(finish_tile)(tile, mr, n, &e, c, v->ldc);
-        }
-        if (o.packed) o.packed = NULL, b = pb, ldb = width;
-        a += o.next_a * o.tiles;
+    int64_t vectors = (panel->cols + HV_LANES - 1) / HV_LANES;
+    HV(tiles)[vectors - 1][height - 1](block->k, x->a, x->a_row, x->a_k, x->b, x->b_k, run);
+    x->a += run->a_tile * run->tiles;
+    if (!run->packed) return;
+    run->packed = NULL;
+    x->b   = panel->packed;
+    x->b_k = vectors * HV_LANES;
+}
+
+/* Way 1 into C: tiles store into C, or add to C, themselves. One call computes all tiles of one height, except that the
+   first tile of a panel which it packs while computing has a call of its own. */
+HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
+                                        const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
+{
+    int64_t higher = block->rows % block->tiles; /* so many tiles have one row more */
+    float  *c      = v->c + block->row * v->ldc + panel->col;
+    run->ldc = v->ldc;
+    run->add = block->epilogue.beta != 0;
+    for (int64_t t = 0; t < block->tiles; t += run->tiles) {
+        int64_t height = block->rows / block->tiles + (t < higher);
+        run->tiles   = (t < higher ? higher : block->tiles) - t;
+        if (run->packed) run->tiles = 1;
+        run->a_tile  = v->packed_p ? HV(packed_tile_floats)(block) : height * v->p_row;
+        run->c       = c;
+        run->c_panel = panel->cols - run->tiles * height * v->ldc;
+        run->prefetch_rows = block->prefetch ? height : 0;
+        HV(gemm_run)(block, panel, height, run, x);
+        c += run->tiles * height * v->ldc;
     }
 }
 
-/* What is done to tiles of the block of k from p0 on. */
-HPMLI_KERNEL void HV(gemm_block_epilogue)(HV(gemm_view) *v, int64_t p0, int64_t kc)
+/* Ways 2 and 3 into C: each tile is stored in a buffer. Then the epilogue is applied to the buffer, which for swapped
+   products is also transposed, and the result is stored into C. */
+HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
+                                          const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
+{
+    float   tile[HPMLI_MR * HPMLI_NV * HV_LANES];
+    int64_t higher = block->rows % block->tiles;
+    run->c     = tile;
+    run->ldc   = HPMLI_NV * HV_LANES;
+    run->add   = 0;
+    run->tiles = 1;
+    run->c_panel       = 0;
+    run->prefetch_rows = 0;
+    for (int64_t t = 0, row = block->row, height; t < block->tiles; t++, row += height) {
+        height = block->rows / block->tiles + (t < higher);
+        run->a_tile = v->packed_p ? HV(packed_tile_floats)(block) : height * v->p_row;
+        HV(gemm_run)(block, panel, height, run, x);
+        int64_t i = v->swapped ? panel->col : row, j = v->swapped ? row : panel->col; /* place in C */
+        hpmli_gemm_epilogue e = block->epilogue;
+        if (e.bias_col) e.bias_col += j;
+        if (e.bias_row) e.bias_row += i;
+        float *c = v->c + i * v->ldc + j;
+        bool   store_only = block->plain && e.beta == 0;
+        if (v->swapped) HV(finish_tile_transposed)(tile, height, panel->cols, &e, store_only, c, v->ldc);
+        else HV(finish_tile)(tile, height, panel->cols, &e, c, v->ldc);
+    }
+}
+
+/* Computes the tiles of a block of rows by a panel of columns. A panel of Q is read as it stands, or packed: before the
+   first tile when it must be transposed, else by the first tile while that computes. */
+HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block *block, const hpmli_gemm_panel *panel)
+{
+    int64_t             width = (panel->cols + HV_LANES - 1) / HV_LANES * HV_LANES;
+    hpmli_tile_run      run;
+    hpmli_gemm_operands x;
+    x.a     = v->packed_p ? v->packed_p : v->p + block->row * v->p_row + block->k0 * v->p_k;
+    x.a_row = v->packed_p ? 1 : v->p_row;
+    x.a_k   = v->packed_p ? block->height : v->p_k;
+    x.b     = v->q + block->k0 * v->q_k + panel->col * v->q_col;
+    x.b_k   = v->q_k;
+    run.panels  = panel->count;
+    run.b_panel = panel->cols;
+    run.cols    = panel->cols;
+    run.packed  = v->pack_q && !panel->is_packed && v->q_col == 1 ? panel->packed : NULL;
+    if (v->pack_q && !run.packed) {
+        if (!panel->is_packed) HV(pack_columns)(x.b, v->q_k, v->q_col, block->k, panel->cols, width, panel->packed);
+        x.b   = panel->packed;
+        x.b_k = width;
+    }
+    if (block->plain && !v->swapped) HV(gemm_panel_direct)(v, block, panel, &run, &x);
+    else HV(gemm_panel_buffered)(v, block, panel, &run, &x);
+}
+
+/* Sets the epilogue for the block's range of k: beta belongs to the first range, bias and relu to the last. */
+HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_block *block)
 {
     const hpmli_gemm_desc *d    = v->part->d;
-    bool                   last = p0 + kc == v->k;
-    v->end.alpha    = d->alpha;
-    v->end.beta     = p0 == 0 ? d->beta : 1;
-    v->end.bias_col = last && d->bias_n ? d->bias_n + v->part->j0 : NULL;
-    v->end.bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
-    v->end.relu     = last && d->act == 1;
-    v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col &&
-                      !v->end.bias_row && !v->end.relu;
-    /* C is larger than the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
-    v->fetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
+    hpmli_gemm_epilogue   *e    = &block->epilogue;
+    bool                   last = block->k0 + block->k == v->k;
+    e->alpha    = d->alpha;
+    e->beta     = block->k0 == 0 ? d->beta : 1;
+    e->bias_col = last && d->bias_n ? d->bias_n + v->part->j0 : NULL;
+    e->bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
+    e->relu     = last && d->act == 1;
+    block->plain = d->alpha == 1 && (e->beta == 0 || e->beta == 1) && !e->bias_col && !e->bias_row && !e->relu;
+    /* For a C that is larger than the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
+    block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
 }
 
-/* Block after block of k, of columns, of rows. For the first block of rows the panels of Q are packed, as they come. */
-HPMLI_KERNEL void HV(gemm_block_loop)(HV(gemm_view) *v)
+/* Computes a block of rows by columns [col, col + cols), cut evenly into panels of at most `widest` vectors. Panels of
+   full width are computed in one call where calls would cost too much: for a single row of tiles, or a short k. Panels
+   of Q are packed one over the other if only this block of rows reads them, else (keep) one behind the other. */
+HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block *block, int64_t col, int64_t cols,
+                                 bool keep, bool is_packed)
 {
-    float  *pb = v->part->ws;
-    int64_t k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1, row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1; /* 0: one */
+    int64_t widest  = v->swapped ? 2 : HPMLI_NV, full_width = widest * HV_LANES;
+    int64_t vectors = (cols + HV_LANES - 1) / HV_LANES, panels = (vectors + widest - 1) / widest, joined = 0;
+    if (block->plain && !v->swapped && !v->pack_q && block->height == HV(tile_rows)[widest - 1] &&
+        (block->tiles == 1 || (v->k <= 32 && !v->packed_p)))
+        joined = cols / full_width;
+    for (int64_t t = 0, at = 0, end; t < panels; t = t < joined ? joined : t + 1, at = end) {
+        hpmli_gemm_panel panel;
+        end = t < joined ? joined * full_width : vectors * (t + 1) / panels * HV_LANES;
+        if (end > cols) end = cols;
+        panel.count     = t < joined ? joined : 1;
+        panel.col       = col + at;
+        panel.cols      = (end - at) / panel.count;
+        panel.packed    = v->part->ws + (keep ? at * block->k : 0);
+        panel.is_packed = is_packed;
+        HV(gemm_panel)(v, block, &panel);
+    }
+}
+
+/* Loops over blocks of k, of columns, of rows. The first block of rows packs the panels of Q. */
+HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
+{
+    int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too: C is still to be scaled */
+    int64_t          row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1;
+    hpmli_gemm_block block;
     for (int64_t kb = 0; kb < k_blocks; kb++) {
-        int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
-        HV(gemm_block_epilogue)(v, p0, kc);
-        for (int64_t j0 = 0, nc; j0 < v->cols; j0 += nc) {
-            nc = !v->pack_q || v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
-            int64_t vectors = (nc + HV_LANES - 1) / HV_LANES;
-            int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
-            v->height = HV(tile_rows)[(vectors - 1) / panels];
+        block.k0 = kb * v->k / k_blocks;
+        block.k  = (kb + 1) * v->k / k_blocks - block.k0;
+        HV(gemm_block_epilogue)(v, &block);
+        for (int64_t col = 0, cols; col < v->cols; col += cols) {
+            cols = !v->pack_q || v->cols - col < HPMLI_GEMM_NC ? v->cols - col : HPMLI_GEMM_NC;
+            int64_t widest  = v->swapped ? 2 : HPMLI_NV, vectors = (cols + HV_LANES - 1) / HV_LANES;
+            int64_t panels  = (vectors + widest - 1) / widest;
+            block.height    = HV(tile_rows)[(vectors - 1) / panels];
             for (int64_t rb = 0; rb < row_blocks; rb++) {
-                int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
-                v->tiles = (mc + v->height - 1) / v->height;
-                if (v->packed_p) HV(pack_rows)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
-                /* panels of full width in one go: a single row of tiles, or k so short that calls would cost more */
-                bool    row   = v->plain && !v->swapped && !v->pack_q && v->height == HV(tile_rows)[most - 1];
-                int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !v->packed_p)) ? nc / (most * HV_LANES) : 0;
-                for (int64_t t = 0, j = 0, end, count; j < nc; t += count, j = end) {
-                    count = t < whole ? whole : 1;
-                    end   = t < whole ? whole * most * HV_LANES : vectors * (t + 1) / panels * HV_LANES;
-                    HV(gemm_panel)(v, i0, mc, j0 + j, ((end < nc ? end : nc) - j) / count, p0, kc,
-                              row_blocks > 1 ? pb + j * kc : pb, rb > 0, count);
-                }
+                block.row   = rb * v->rows / row_blocks;
+                block.rows  = (rb + 1) * v->rows / row_blocks - block.row;
+                block.tiles = (block.rows + block.height - 1) / block.height;
+                if (v->packed_p) HV(pack_rows)(v, &block);
+                HV(gemm_block)(v, &block, col, cols, row_blocks > 1, rb > 0);
             }
         }
     }
@@ -12997,49 +13462,52 @@ HPMLI_KERNEL void HV(gemm_block_loop)(HV(gemm_view) *v)
 // >>gemm-thin   matrix product: small and thin shapes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Where C is small, or only a row, packing and turning would cost more than the product itself. If both operands run
-   along k, each element is a dot product: vectors run along k, a tile of MR x 4 sums shares its loads, and no lane is
-   idle. */
+/* Where C is small, or a single row, packing and transposing would cost more than the product itself. If k runs along
+   memory in both operands, each element is a dot product: vectors run along k, and the loads are shared by a tile of
+   HPMLI_DOT_MR x 4 sums, each a vector whose lanes are added up at the end. */
 
 #ifndef HPMLI_DOT_ROW
 #define HPMLI_DOT_ZERO(L, r) HV(f32) s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
 #define HPMLI_DOT_ROW(LOAD, r)                                                                                         \
     if (mr > r) {                                                                                                      \
-        HV(f32) x = LOAD(p + r * p_rs);                                                                                     \
-        s##r = HV(fma)(x, b0, s##r), t##r = HV(fma)(x, b1, t##r);                                                      \
-        u##r = HV(fma)(x, b2, u##r), v##r = HV(fma)(x, b3, v##r);                                                      \
+        HV(f32) x = LOAD(p + r * p_row);                                                                               \
+        s##r = HV(fma)(x, b0, s##r);                                                                                   \
+        t##r = HV(fma)(x, b1, t##r);                                                                                   \
+        u##r = HV(fma)(x, b2, u##r);                                                                                   \
+        v##r = HV(fma)(x, b3, v##r);                                                                                   \
     }
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
-    HV(f32) b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                     \
-    HPMLI_DOTS(HPMLI_DOT_ROW, LOAD)
+    HV(f32) b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                \
+    HPMLI_DOT_ROWS(HPMLI_DOT_ROW, LOAD)
 #define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i)
 #define HPMLI_DOT_SAVE(L, r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
-#define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
+#define HPMLI_DOT_ARGS                                                                                                 \
+    int64_t k, const float *p, int64_t p_row, const float *q, int64_t q_row, int64_t n, float *out
 #define HPMLI_DOT(L, r)                                                                                                \
-    HPMLI_KERNEL void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_rs, q, q_rs, n, out); }
+    HPMLI_KERNEL void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_row, q, q_row, n, out); }
 #define HPMLI_DOT_NAME(L, r) HV(dot_##r),
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
-/* Dot products of mr rows of P with 4 of Q, along k: out[r * 4 + j]. With n < 4 rows of Q the last stands in for the
-   rest. */
+/* Computes the dot products of mr rows of P with n <= 4 rows of Q: out[r * 4 + j]. For n < 4 the last row of Q is read
+   in place of the missing ones. */
 HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 {
-    const float *q0 = q, *q1 = n > 1 ? q0 + q_rs : q0, *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
+    const float *q0 = q, *q1 = n > 1 ? q0 + q_row : q0, *q2 = n > 2 ? q1 + q_row : q1, *q3 = n > 3 ? q2 + q_row : q2;
     int64_t      i  = 0;
-    HPMLI_DOTS(HPMLI_DOT_ZERO, 0)
+    HPMLI_DOT_ROWS(HPMLI_DOT_ZERO, 0)
     for (; i + HV_LANES <= k; i += HV_LANES) {
         HPMLI_DOT_STEP(HV(load))
         p += HV_LANES, q0 += HV_LANES, q1 += HV_LANES, q2 += HV_LANES, q3 += HV_LANES;
     }
     if (i < k) { HPMLI_DOT_STEP(HPMLI_DOT_REST) }
-    HPMLI_DOTS(HPMLI_DOT_SAVE, 0)
+    HPMLI_DOT_ROWS(HPMLI_DOT_SAVE, 0)
 }
 
-HPMLI_DOTS(HPMLI_DOT, 0)
-static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOTS(HPMLI_DOT_NAME, 0) };
+HPMLI_DOT_ROWS(HPMLI_DOT, 0)
+static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOT_ROWS(HPMLI_DOT_NAME, 0) }; /* [R]: R + 1 rows */
 
-/* Element (i, j) of one product, finished. */
+/* Applies alpha, beta, bias and relu to x, element (i, j) of one product, and stores it at c. */
 HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
 {
     x *= d->alpha;
@@ -13049,6 +13517,20 @@ HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int
     *c = d->act == 1 && !(x > 0) ? 0 : x;
 }
 
+/* Stores 4 sums next to each other, `stride` floats apart. */
+HPMLI_VEC_INLINE void HV(store_4)(float *to, int64_t stride, const float *from)
+{
+    if (stride == 1) {
+        memcpy(to, from, 4 * sizeof(float));
+        return;
+    }
+    to[0]          = from[0];
+    to[stride]     = from[1];
+    to[2 * stride] = from[2];
+    to[3 * stride] = from[3];
+}
+
+/* Computes a rectangle of C by dot products; as C^T = B^T A^T (swapped) where that gives fewer groups of four. */
 HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13056,77 +13538,93 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
     const float *a = d->a + part->batch * d->a_batch + part->i0 * d->a_row;
     const float *b = d->b + part->batch * d->b_batch + part->j0 * d->b_col;
     float       *c = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
-    int     turned = n * ((m + 3) / 4) < m * ((n + 3) / 4); /* which dimension goes better in fours */
-    bool    plain  = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1;
-    int64_t rows = turned ? n : m, cols = turned ? m : n;
-    int64_t p_rs = turned ? d->b_col : d->a_row, q_rs = turned ? d->a_row : d->b_col;
-    const float *p = turned ? b : a, *q = turned ? a : b;
+    bool    swapped = n * ((m + 3) / 4) < m * ((n + 3) / 4);
+    bool    plain   = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1;
+    int64_t rows = swapped ? n : m, cols = swapped ? m : n;
+    int64_t p_row = swapped ? d->b_col : d->a_row, q_row = swapped ? d->a_row : d->b_col;
+    int64_t c_row = swapped ? 1 : d->ldc, c_col = swapped ? d->ldc : 1; /* floats in C to the next row of P, of Q */
+    const float *p = swapped ? b : a, *q = swapped ? a : b;
     int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
     for (int64_t j = 0; j < cols; j += 4)
         for (int64_t t = 0; t < tiles; t++) {
             int64_t i = t * rows / tiles, mr = (t + 1) * rows / tiles - i, nr = cols - j < 4 ? cols - j : 4;
             float   out[4 * HPMLI_DOT_MR];
-            HV(dots)[mr - 1](d->k, p + i * p_rs, p_rs, q + j * q_rs, q_rs, nr, out);
+            HV(dots)[mr - 1](d->k, p + i * p_row, p_row, q + j * q_row, q_row, nr, out);
             for (int64_t r = 0; r < mr; r++) {
                 if (plain && nr == 4) {
-                    float *to = turned ? c + j * d->ldc + i + r : c + (i + r) * d->ldc + j, *from = out + 4 * r;
-                    if (!turned) memcpy(to, from, 4 * sizeof(float));
-                    else to[0] = from[0], to[d->ldc] = from[1], to[2 * d->ldc] = from[2], to[3 * d->ldc] = from[3];
+                    HV(store_4)(c + (i + r) * c_row + j * c_col, c_col, out + 4 * r);
                     continue;
                 }
                 for (int64_t s = 0; s < nr; s++) {
-                    int64_t ci = turned ? j + s : i + r, cj = turned ? i + r : j + s;
+                    int64_t ci = swapped ? j + s : i + r, cj = swapped ? i + r : j + s;
                     HV(finish_element)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
                 }
             }
         }
 }
 
+/* The code for vector i of a piece of nv vectors of one row of C; only the last vector may be partial. */
 #define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
+#define HPMLI_ROW_B(nv, i)                                                                                             \
+    (nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES))
 #define HPMLI_ROW_ADD(nv, i)                                                                                           \
-    if (nv > i) s##i = HV(fma)(x, nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES), s##i);
+    if (nv > i) s##i = HV(fma)(x, HPMLI_ROW_B(nv, i), s##i);
 #define HPMLI_ROW_SAVE(nv, i)                                                                                          \
-    if (nv > i) HV(finish_vector)(&e, c + i * HV_LANES, 0, j + i * HV_LANES, s##i, nv > i + 1 ? HV_LANES : n - i * HV_LANES);
-/* One row times `nv` vectors of columns of a matrix whose rows are contiguous; the last may be partial. */
+    if (nv > i)                                                                                                        \
+        HV(finish_vector)(&e, c + i * HV_LANES, 0, j + i * HV_LANES, s##i, nv > i + 1 ? HV_LANES : n - i * HV_LANES);
+
+/* Computes columns [j, j + n) of C for a product of one row, in nv vectors; B's rows are contiguous. */
 HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
 {
     const hpmli_gemm_desc *d = part->d;
     const float *a = d->a + part->batch * d->a_batch, *b = d->b + part->batch * d->b_batch + j;
     float       *c = d->c + part->batch * d->c_batch + j;
-    hpmli_tile_end e;
-    e.alpha = d->alpha, e.beta = d->beta, e.relu = d->act == 1;
-    e.bias_row = d->bias_m, e.bias_col = d->bias_n;
+    hpmli_gemm_epilogue e;
+    e.alpha    = d->alpha;
+    e.beta     = d->beta;
+    e.relu     = d->act == 1;
+    e.bias_row = d->bias_m;
+    e.bias_col = d->bias_n;
     HPMLI_TIMES_16(HPMLI_ROW_ZERO, nv)
-    for (int64_t p = 0; p < d->k; p++, b += d->b_k) {
-        HV(f32) x = HV(set1)(a[p * d->a_k]);
+    for (int64_t k = 0; k < d->k; k++, b += d->b_k) {
+        HV(f32) x = HV(set1)(a[k * d->a_k]);
         HPMLI_TIMES_16(HPMLI_ROW_ADD, nv)
     }
     HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
 }
 
-/* As many vectors of C at a time as there are registers for, so that B is read in long stretches; nine rather than one
-   left over. */
+/* Returns the size of the next piece, in vectors, for a row of which `left` vectors are still to be computed: as many
+   as there are registers for, so that long contiguous runs of B are read; 9 rather than 8 and then a single one. */
+HPMLI_VEC_INLINE int64_t HV(row_piece_vectors)(int64_t left)
+{
+    if (HPMLI_ROW_VECTORS >= 16 && (left == 16 || left >= 24)) return 16;
+    if (left == 9) return 9;
+    if (left >= 8) return 8;
+    return left >= 4 ? 4 : 1;
+}
+
+/* Computes a rectangle of C that is one row, where the rows of B are contiguous. */
 HPMLI_KERNEL void HV(gemm_row)(const hpmli_gemm_part *part)
 {
-    for (int64_t j = part->j0, v, n; j < part->j1; j += n) {
-        v = (part->j1 - j + HV_LANES - 1) / HV_LANES;
-        v = HPMLI_ISA == 2 && (v == 16 || v >= 24) ? 16 : v == 9 ? 9 : v >= 8 ? 8 : v >= 4 ? 4 : 1;
-        n = part->j1 - j < v * HV_LANES ? part->j1 - j : v * HV_LANES;
-        if (HPMLI_ISA == 2 && v == 16) HV(gemm_row_piece)(16, part, j, n);
-        else if (v == 9) HV(gemm_row_piece)(9, part, j, n);
-        else if (v == 8) HV(gemm_row_piece)(8, part, j, n);
-        else if (v == 4) HV(gemm_row_piece)(4, part, j, n);
+    for (int64_t j = part->j0, n; j < part->j1; j += n) {
+        int64_t left = part->j1 - j, vectors = HV(row_piece_vectors)((left + HV_LANES - 1) / HV_LANES);
+        n = left < vectors * HV_LANES ? left : vectors * HV_LANES;
+        if (HPMLI_ROW_VECTORS >= 16 && vectors == 16) HV(gemm_row_piece)(16, part, j, n);
+        else if (vectors == 9) HV(gemm_row_piece)(9, part, j, n);
+        else if (vectors == 8) HV(gemm_row_piece)(8, part, j, n);
+        else if (vectors == 4) HV(gemm_row_piece)(4, part, j, n);
         else HV(gemm_row_piece)(1, part, j, n);
     }
 }
 
+/* Computes one rectangle of C, by the method that suits its shape. */
 HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
-    bool plain = d->alpha != 0 && d->k > 0;
-    if (plain && d->m == 1 && d->b_col == 1 && d->n > 1) HV(gemm_row)(part);
-    else if (plain && d->a_k == 1 && d->b_k == 1 && (d->m == 1 || d->n == 1 ||
-             (d->k >= 128 && (d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024))))
+    bool reads_operands = d->alpha != 0 && d->k > 0;
+    bool is_thin = d->m == 1 || d->n == 1, is_small = d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024;
+    if (reads_operands && d->m == 1 && d->b_col == 1 && d->n > 1) HV(gemm_row)(part);
+    else if (reads_operands && d->a_k == 1 && d->b_k == 1 && (is_thin || (d->k >= 128 && is_small)))
         HV(gemm_dots)(part);
     else {
         HV(gemm_view) v = HV(gemm_view_of)(part);
@@ -13134,10 +13632,10 @@ HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
     }
 }
 
-/* Row i of C from `count` parts of the sum over k, `apart` floats from one to the next; added up in order. */
-HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
+/* Computes row i of C from `count` partial sums over k, which are `stride` floats apart and are added up in order. */
+HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride)
 {
-    hpmli_tile_end e;
+    hpmli_gemm_epilogue e;
     float *c = d->c + i * d->ldc;
     e.alpha    = d->alpha;
     e.beta     = d->beta;
@@ -13146,8 +13644,8 @@ HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float 
     e.bias_col = d->bias_n;
     for (int64_t j = 0; j < d->n; j += HV_LANES) {
         int64_t n = d->n - j < HV_LANES ? d->n - j : HV_LANES;
-        HV(f32)      s = HV(load_upto)(sums + i * d->n + j, n);
-        for (int64_t t = 1; t < count; t++) s += HV(load_upto)(sums + t * apart + i * d->n + j, n);
+        HV(f32) s = HV(load_upto)(sums + i * d->n + j, n);
+        for (int64_t t = 1; t < count; t++) s += HV(load_upto)(sums + t * stride + i * d->n + j, n);
         HV(finish_vector)(&e, c + j, 0, j, s, n);
     }
 }
@@ -13165,12 +13663,13 @@ HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float 
    instructions.
 
    The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or ends inside a
-   chunk computes all of it and keeps its part. Where a product is added to something it is a fused multiply-add, in the
-   scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
+   chunk computes all of the chunk and copies a part. Every multiplication whose product is added to something is fused
+   with the addition, in the scalar pass too, so that all sets compute the same floats: a seed gives the same initial
+   weights on every CPU.
 
-/* What this chapter needs of an instruction set; `HV(u32)` holds HV_LANES / 4 blocks. HV(set_u64_pairs): the 64-bit words (a, b) for
-   each; HV(philox_products): the line above without its last two terms; HV(load_u32): words as floats, rounded. */
-#if HPMLI_ISA == 0
+   Primitive operations for this section, where HV(u32) holds HV_LANES / 4 blocks: HV(set_u64_pairs)(a, b) sets each
+   pair of 64-bit words to a, b; HV(philox_products)(c, M) is the line above without its ^ terms. */
+#if HV_LANES == 1
 HPMLI_VEC_INLINE void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
 {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -13184,73 +13683,56 @@ HPMLI_VEC_INLINE void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64
         k0 += HPMLI_PHILOX_W0;
         k1 += HPMLI_PHILOX_W1;
     }
-    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
 }
 static HPMLI_UNUSED const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
-HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return (float)*p; }
-HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return fmaf(a, b, c); }
-#else
-#if HPMLI_ISA == 1
-HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm256_set_epi64x(b, a, b, a); }
-HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
-{
-    HV(u32) words = HV(load_words)(p);
-    return HV(fma)(HV(from_i32)(words >> 8), HV(set1)(256), HV(from_i32)(words & 255u));
-}
-#elif HPMLI_ISA == 2
-HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm512_set4_epi64(b, a, b, a); }
-HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
-#else
-HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b)
-{
-    return (HV(u32))vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
-}
-HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
-{
-    HV(u32) products = vrev64q_u32((HV(u32))vmull_u32(vmovn_u64((HV(u64))c), vmovn_u64((HV(u64))m)));
-    return vextq_u32(products, products, 2);
-}
-HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return vcvtq_f32_u32(HV(load_words)(p)); }
-#endif
-#if HPMLI_ISA != 3
-HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
-{
-    HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
-    return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
-}
-#endif
-HPMLI_VEC_INLINE HV(u32) HV(philox_round)(HV(u32) c, HV(u32) key, HV(u32) m) { return HV(philox_products)(c, m) ^ key ^ (HV(u32))((HV(u64))c >> 32); }
-HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
-{
-    return (HV(u32))((HV(u64))HV(set_u64_pairs)((int64_t)block, (int64_t)stream) + (HV(u64))HV(load_words)(hpmli_block_numbers));
-}
-HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return HV(fma)(a, b, c); }
-#endif
 
-/* Chunk number `chunk` of a stream. Four vectors at a time hide the latency of the multiplication. */
+HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return fmaf(a, b, c); }
+
+/* Makes chunk number `chunk` of a stream. */
 HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
 {
     uint64_t block = chunk * (HPMLI_PHILOX_CHUNK / 4);
-#if HPMLI_ISA == 0
     for (int b = 0; b < HPMLI_PHILOX_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
+}
 #else
-    HV(u32) m = HV(set_u64_pairs)(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = HV(set_u64_pairs)(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
+HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return HV(fma)(a, b, c); }
+
+HPMLI_VEC_INLINE HV(u32) HV(philox_round)(HV(u32) c, HV(u32) key, HV(u32) m)
+{
+    return HV(philox_products)(c, m) ^ key ^ (HV(u32))((HV(u64))c >> 32);
+}
+HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
+{
+    return (HV(u32))((HV(u64))HV(set_u64_pairs)((int64_t)block, (int64_t)stream) +
+                     (HV(u64))HV(load_words)(hpmli_block_numbers));
+}
+
+/* Makes chunk number `chunk` of a stream, four vectors at a time to hide the latency of the multiplication. */
+HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
+{
+    uint64_t block = chunk * (HPMLI_PHILOX_CHUNK / 4);
+    HV(u32)  m         = HV(set_u64_pairs)(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1);
+    HV(u32)  increment = HV(set_u64_pairs)(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
     for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += 4 * HV_LANES, block += HV_LANES) {
         HV(u32) key = HV(set_u64_pairs)((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
         HPMLI_UNROLL
         for (int u = 0; u < 4; u++) c[u] = HV(philox_count)(block + (uint64_t)u * (HV_LANES / 4), stream);
-        for (int round = 0; round < 10; round++, key += bump) {
+        for (int round = 0; round < 10; round++, key += increment) {
             HPMLI_UNROLL
             for (int u = 0; u < 4; u++) c[u] = HV(philox_round)(c[u], key, m);
         }
         HPMLI_UNROLL
         for (int u = 0; u < 4; u++) HV(store_words)(w + i + u * HV_LANES, c[u]);
     }
-#endif
 }
+#endif
 
-/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, for log m the
-   polynomial of hpmli_log; log 2 is split in two so that e times the larger part is exact. */
+/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m for m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, where log m is the
+   polynomial of HV(log); log 2 is split in two so that e times the larger part is exact. */
 HPMLI_VEC_INLINE HV(f32) HV(normal_radius)(HV(f32) u)
 {
     HV(f32) m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
@@ -13269,12 +13751,14 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
 {
     HV(f32) q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
     HV(f32) x = HV(exact_fma)(q, HV(set1)(-0.25f), t) * 6.28318531f, z = x * x;
-    HV(f32) s    = HV(exact_fma)(HV(set1)(-1.9515295891e-4f), z, HV(set1)(8.3321608736e-3f));
-    HV(f32) c    = HV(exact_fma)(HV(set1)(2.443315711809948e-5f), z, HV(set1)(-1.388731625493765e-3f));
+    HV(f32) s = HV(exact_fma)(HV(set1)(-1.9515295891e-4f), z, HV(set1)(8.3321608736e-3f));
+    HV(f32) c = HV(exact_fma)(HV(set1)(2.443315711809948e-5f), z, HV(set1)(-1.388731625493765e-3f));
     s = HV(exact_fma)(x * z, HV(exact_fma)(s, z, HV(set1)(-1.6666654611e-1f)), x);
-    c = HV(exact_fma)(z, HV(exact_fma)(z, HV(exact_fma)(c, z, HV(set1)(4.166664568298827e-2f)), HV(set1)(-0.5f)), one);
-    HV(f32) u    = HV(if_eq)(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
-    HV(f32) v    = HV(if_eq)(aq, one, c, s);
+    c = HV(exact_fma)(c, z, HV(set1)(4.166664568298827e-2f));
+    c = HV(exact_fma)(z, HV(exact_fma)(z, c, HV(set1)(-0.5f)), one);
+    /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    HV(f32) u = HV(if_eq)(aq, one, s, c);
+    HV(f32) v = HV(if_eq)(aq, one, c, s);
     u = HV(if_gt)(aq, one, -u, u);
     v = HV(if_gt)(aq, one, -v, v);
     *cosine = HV(if_eq)(q, one, -u, u);
@@ -13285,19 +13769,20 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
 HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f32) *x, HV(f32) *y)
 {
     const float scale = 1.0f / 4294967296.0f;
-    HV(f32)          u = HV(exact_fma)(HV(load_u32)(a), HV(set1)(scale), HV(set1)(scale / 2)), r = HV(normal_radius)(u), c, s;
+    HV(f32) u = HV(exact_fma)(HV(load_u32)(a), HV(set1)(scale), HV(set1)(scale / 2)), r = HV(normal_radius)(u), c, s;
     HV(cos_sin)(HV(from_i32)(HV(load_words)(b)) * scale, &c, &s);
     *x = r * c;
     *y = r * s;
 }
 
+/* Makes floats in [0, 1) of the top 24 bits of each word. */
 HPMLI_VEC_INLINE void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += HV_LANES)
-        HV(store)(x + i, HV(from_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
+        HV(store)(x + i, HV(from_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f));
 }
 
-/* Words j and j + 32 of a chunk make normals j and j + 32. */
+/* Makes normals j and j + 32 of words j and j + 32. */
 HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_PHILOX_CHUNK / 2; i += HV_LANES) {
@@ -13308,7 +13793,7 @@ HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64
     }
 }
 
-/* Numbers first .. first + n - 1 of a stream: a walk over chunks. out: (n), of floats or of words. */
+/* Makes numbers first .. first + n - 1 of a stream, chunk by chunk. out: (n), of floats or of words. */
 HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
 {
     uint32_t w[HPMLI_PHILOX_CHUNK];
@@ -13330,31 +13815,31 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
 
 /* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. With v = g + e, a row becomes a bit for each element, v >=
    0, and two levels: the mean of the elements on each side, which for this threshold is the best reconstruction in the
-   sense of least squares. Pass 1 reads g and e, leaves v in e, writes the bits and sums both sides; pass 2 finds v
-   still in the cache and takes the levels off: e = v - level, rounded once.
+   sense of least squares. Pass 1 reads g and e, stores v in e, writes the bits and sums both sides; pass 2 finds v
+   still in the cache and subtracts the levels: e = v - level, rounded once.
 
-   Every instruction set sums in the same order, hence sends the same bits: element i goes to lane i % 16 of a float
-   accumulator (one register or several), lanes are added by halves, and every 1,024 elements the result goes to a
-   double. A mean is kept within the least and greatest element of its side, so that a side whose elements are all equal
-   is exact: what was quantized once is quantized again without loss. */
+   Every instruction set sums in the same order, hence sends the same bits: element i is added to lane i % 16 of a float
+   accumulator (of one or several registers), the lanes are added by halves, and every 1,024 elements their sum is added
+   to a double. A mean is limited to the range from the least to the greatest element of its side, so that the mean of
+   equal elements is exact: a row that was quantized once is quantized again without loss. */
 
 #define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the lanes */
 
-typedef struct HV(onebit_acc) {
+typedef struct HV(onebit_acc) { /* [0]: elements below zero, [1]: the others */
     HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 
-/* c elements, at most 16; returns their bits. e NULL: no feedback. */
+/* Adds c elements, at most 16, to the accumulators and returns their bits. e NULL: no feedback. */
 HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
 {
-    HV(f32)       zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
+    HV(f32)  zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
     uint32_t bits = 0, valid = (1u << c) - 1;
-#if HV_LANES > 1 /* sixteen numbers are a loop */
+#if HV_LANES > 1 /* 16 single numbers stay a loop */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
         int64_t at = u * HV_LANES, left = c > at ? c - at : 0;
-        HV(f32)      v  = HV(load_upto)(g + at, left), least; /* 0 in lanes behind the end */
+        HV(f32) v  = HV(load_upto)(g + at, left), least; /* 0 in lanes behind the end */
         if (e) {
             v += HV(load_upto)(e + at, left);
             HV(store_upto)(e + at, v, left);
@@ -13362,7 +13847,8 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
         bits |= HV(sign_bits)(v) << at;
         a->sum[0][u] += HV(if_ge)(v, zero, zero, v);
         a->sum[1][u] += HV(if_ge)(v, zero, v, zero);
-        /* 0 does no harm to the extremes of either side, which only count when it has elements, but for one */
+        /* The zeros behind the end change only one extreme that is used: the least of the elements that are not below
+           zero. There those lanes are left out. */
         least = HV(min)(HV(if_ge)(v, zero, v, inf), a->least[1][u]);
         a->least[0][u] = HV(min)(v, a->least[0][u]);
         a->most[0][u]  = HV(max)(HV(if_ge)(v, zero, minf, v), a->most[0][u]);
@@ -13372,11 +13858,11 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
     return bits & valid;
 }
 
-/* Pass 1. bits: ceil(n / 32) * 4 bytes. e: in e, out v. A NaN or infinity shows in the sums. */
+/* Pass 1. bits: ceil(n / 32) * 4 bytes. e: residual in, v out. The sums show whether an element is NaN or infinite. */
 HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HV(onebit_acc) a;
-    int64_t                   ones = 0;
+    int64_t        ones = 0;
     row->sum[0] = row->sum[1] = 0;
     HPMLI_UNROLL
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
@@ -13387,7 +13873,7 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
         int64_t end = n - i < HPMLI_ONEBIT_CHUNK ? n : i + HPMLI_ONEBIT_CHUNK;
         HPMLI_UNROLL
         for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = HV(zero)();
-        for (; i < end; i += HPMLI_ONEBIT_LANES) { /* two calls: a whole step is compiled without its checks */
+        for (; i < end; i += HPMLI_ONEBIT_LANES) { /* two calls, so that whole steps are compiled without checks of c */
             float   *ei = e ? e + i : NULL;
             uint32_t m  = end - i >= HPMLI_ONEBIT_LANES ? HV(onebit_step)(&a, ei, g + i, HPMLI_ONEBIT_LANES)
                                                         : HV(onebit_step)(&a, ei, g + i, end - i);
@@ -13402,7 +13888,7 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
             row->sum[side] += (double)HV(sum_lanes)(a.sum[side][0]);
         }
     }
-    if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* to whole words */
+    if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* up to whole 32-bit words */
     for (int side = 0; side < 2; side++) {
         HPMLI_UNROLL
         for (int u = 1; u < HPMLI_ONEBIT_V; u++) {
@@ -13416,7 +13902,7 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
     row->count[0] = n - ones;
 }
 
-/* Pass 2: e holds v, gets v - level. */
+/* Pass 2: e = v - level, where e holds v. */
 HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 {
     HV(f32) l = HV(set1)(low), h = HV(set1)(high);
@@ -13427,126 +13913,154 @@ HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 }
 
 #define HPMLI_ONEBIT_DECODE(name, result)                                                                              \
-    HPMLI_KERNEL void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)                         \
+    HPMLI_KERNEL void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)                      \
     {                                                                                                                  \
-        HV(f32) l = HV(set1)(low), h = HV(set1)(high);                                                                      \
+        HV(f32) l = HV(set1)(low), h = HV(set1)(high);                                                                 \
         for (int64_t i = 0; i < n; i += HPMLI_ONEBIT_LANES) {                                                          \
             uint32_t m = bits[i / 8] | (uint32_t)bits[i / 8 + 1] << 8;                                                 \
             HPMLI_UNROLL                                                                                               \
-            for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_LANES) {                                                       \
+            for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_LANES) {                                                   \
                 int64_t c = n - i > u ? n - i - u : 0;                                                                 \
                 float  *y = out + i + u;                                                                               \
-                HV(f32)      v = HV(select_bits)(m >> u, h, l);                                                                    \
-                HV(store_upto)(y, result, c);                                                                                  \
+                HV(f32) v = HV(select_bits)(m >> u, h, l);                                                             \
+                HV(store_upto)(y, result, c);                                                                          \
             }                                                                                                          \
         }                                                                                                              \
-    }
-HPMLI_ONEBIT_DECODE(onebit_decode, v)
-HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(load_upto)(y, c) + v)
+    }                                                                                                                  \
+    static void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)
+HPMLI_ONEBIT_DECODE(onebit_decode, v);
+HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(load_upto)(y, c) + v);
 #undef HPMLI_ONEBIT_DECODE
 #undef HPMLI_ONEBIT_V
 
-/* packed = bf16(g + e), e = what was lost; e NULL: no feedback. False when something does not fit: NaN, infinity, or a
-   float that rounds to infinity; 0 * lost is NaN then, and stays so in the sum. */
+/* packed = bf16(g + e), e = the rounding error; e NULL: no feedback. Returns false for a NaN, an infinity, or a float
+   that rounds to infinity: 0 * error is NaN then, and stays NaN in the sum. */
 HPMLI_KERNEL bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
 {
     HV(f32) nan = HV(zero)();
     HV_LOOP(n) {
-        HV(f32) v = HV(load_upto)(g + i, c), lost;
+        HV(f32) v = HV(load_upto)(g + i, c), error;
         if (e) v += HV(load_upto)(e + i, c);
         HV(store_upto_bf16)(packed + i, v, c);
-        lost = v - HV(load_upto_bf16)(packed + i, c);
-        if (e) HV(store_upto)(e + i, lost, c);
-        nan = HV(fma)(lost, HV(zero)(), nan);
+        error = v - HV(load_upto_bf16)(packed + i, c);
+        if (e) HV(store_upto)(e + i, error, c);
+        nan = HV(fma)(error, HV(zero)(), nan);
     }
     return HV(sum_lanes)(nan) == 0;
 }
 
 HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
 {
-    HV_LOOP(n) HV(store_upto)(out + i, HV(load_upto)(out + i, c) + HV(load_upto_bf16)((const uint16_t *)packed + i, c), c);
+    HV_LOOP(n) {
+        HV(f32) v = HV(load_upto)(out + i, c) + HV(load_upto_bf16)((const uint16_t *)packed + i, c);
+        HV(store_upto)(out + i, v, c);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-kernels   convolution: tiles of pixels by channels
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A convolution is a matrix product, Y (pixels, out) = columns (pixels, K) x W (K, out), K = taps x channels. The
-   matrix of columns is never made: in an image stored pixel by pixel, channels innermost (NHWC), with its zeros around
-   it, the numbers that a pixel reads are a few long runs, one for each row of the kernel, and the next pixel's are the
-   same moved by one pixel. So each image is turned once into that order, which costs about a hundredth of the work, and
-   tiles of a few pixels by two vectors of channels read it where it stands. Results are turned back on their way out,
-   in bands of some rows.
+/* A convolution is a matrix product: Y (pixels, OC) = columns (pixels, K) W (K, OC), K = taps x channels, see >>conv.
+   The matrix of columns is never made. In a copy of the image in NHWC order, channels innermost, with its padding, the
+   numbers that a pixel of the result reads are a few contiguous runs, one for each row of the kernel, and the next
+   pixel's are the same runs moved by one pixel. For a 3 x 3 kernel, C channels and padding p:
 
-   The same tile makes all three products. The gradient of the weights has taps x channels for rows and sums over
-   pixels; that of the input has pixels of dy for rows, taps x channels for columns, and adds them to where those taps
-   read. */
+        padded image, a row of it:  | 0 .. 0 | pixel 0: C floats | pixel 1 | pixel 2 | ..
+                                      \__________ run of 3 C floats for y[0] _________/
+                                               \__________ for y[1], C floats later __________/ ..
 
-/* The rows of a tile are those of >>gemm. */
+   As plain C, for one image, stride 1 and no groups (x_pitch: floats of a padded row):
+
+        for (int64_t oh = 0; oh < OH; oh++)
+            for (int64_t ow = 0; ow < OW; ow++)
+                for (int64_t oc = 0; oc < OC; oc++) {
+                    float sum = bias[oc];
+                    for (int64_t kh = 0; kh < KH; kh++) {
+                        const float *run = image + (oh + kh) * x_pitch + ow * C;
+                        for (int64_t i = 0; i < KW * C; i++) sum += run[i] * w[(kh * KW * C + i) * OC + oc];
+                    }
+                    y[(oh * OW + ow) * OC + oc] = sum;
+                }
+
+   HV(conv_tile) does so for a tile of a few pixels (ow) by one or two vectors of channels (oc), whose sums stay in
+   registers as in >>gemm: each number of a run is broadcast and multiplied by vectors of w. The copy of the image costs
+   about a hundredth of the work; results go back to the order of y in bands of a few rows.
+
+   The same tile computes all three products. The gradient of the weights has taps x channels as rows and sums over
+   pixels; the gradient of the input has pixels of dy as rows, taps x channels as columns, and is added to the places
+   that those taps read. */
+
+/* Computes a tile of mr rows by nv vectors of a hpmli_conv_product, with the row macros of >>gemm. All lanes are
+   stored, because the arrays have space for whole tiles. */
 HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_ARGS)
 {
-    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc;
-    const int64_t lanes = HV_LANES, last = (nv - 1) * HV_LANES; /* tiles are whole: the result has room for them */
+    const int64_t a_row = s->a_row, a_k = s->a_k, b_k = s->b_k, ldc = s->c_row;
+    const int64_t cols = HV_LANES, last = (nv - 1) * HV_LANES;
     HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
-    for (int64_t u = s->runs[0]; u > 0; u--, a += s->a_at[0], b += s->b_at[0]) {
-        const float *from = a, *with = b;
-        for (int64_t v = s->runs[1]; v > 0; v--, from += s->a_at[1], with += s->b_at[1]) {
-            const float *a0 = from, *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
-            const float *q = with;
-            for (int64_t p = s->length; p > 0; p--) {
+    for (int64_t u = s->runs[0]; u > 0; u--, a += s->a_run[0], b += s->b_run[0]) {
+        const float *a_from = a, *b_from = b;
+        for (int64_t v = s->runs[1]; v > 0; v--, a_from += s->a_run[1], b_from += s->b_run[1]) {
+            const float *a0 = a_from, *a3 = a0 + 3 * a_row, *a6 = a3 + 3 * a_row, *a9 = a6 + 3 * a_row;
+            const float *a12 = a9 + 3 * a_row, *q = b_from;
+            for (int64_t k = s->length; k > 0; k--) {
                 HV(f32) b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_LANES), b2 = b1, b3 = b1;
                 HPMLI_ROWS(HPMLI_TILE_ROW, nv)
-                a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
+                a0 += a_k, a3 += a_k, a6 += a_k, a9 += a_k, a12 += a_k, q += b_k;
             }
-            (void)a3, (void)a6, (void)a9, (void)a12, (void)lanes, (void)last;
+            (void)a3, (void)a6, (void)a9, (void)a12, (void)cols, (void)last;
         }
     }
     if (s->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
     else { HPMLI_ROWS(HPMLI_TILE_STORE, nv) }
 }
 
-#define HPMLI_CONV_TILE(nv, r)                                                                                             \
+#define HPMLI_CONV_TILE(nv, r)                                                                                         \
     HPMLI_KERNEL void HV(conv_tile_##nv##_##r)(HPMLI_CONV_TILE_ARGS) { HV(conv_tile)(r + 1, nv, s, a, b, c); }
 #define HPMLI_CONV_TILE_NAME(nv, r) HV(conv_tile_##nv##_##r),
 HPMLI_ROWS(HPMLI_CONV_TILE, 1)
 HPMLI_ROWS(HPMLI_CONV_TILE, 2)
 static hpmli_conv_tile_fn *const HV(conv_tiles)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 1) },
-                                                         { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 2) } };
+                                                                 { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 2) } };
 
-/* All rows of a strip, dealt out evenly to tiles; n columns count. */
-HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t n, const float *a, const float *b, float *c)
+/* Computes all rows of a product, dealt out evenly to tiles, for cols <= HPMLI_NR columns. */
+HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t cols, const float *a, const float *b,
+                                       float *c)
 {
     int64_t tiles = (s->rows + HPMLI_MR - 1) / HPMLI_MR;
     for (int64_t t = 0; t < tiles; t++) {
         int64_t i = t * s->rows / tiles, mr = (t + 1) * s->rows / tiles - i;
-        HV(conv_tiles)[n > HV_LANES][mr - 1](s, a + i * s->ars, b, c + i * s->ldc);
+        HV(conv_tiles)[cols > HV_LANES][mr - 1](s, a + i * s->a_row, b, c + i * s->c_row);
     }
 }
 
-/* out[j * HV_LANES + i] = x[i * ldx + j], i < rows, j < cols, both at most HV_LANES; rows that are not there are zero. */
+/* Transposes a block of at most HV_LANES x HV_LANES floats: out[j * HV_LANES + i] = x[i * ldx + j] for i < rows,
+   j < cols; lanes i >= rows of out become 0. */
 HPMLI_KERNEL void HV(transpose_block)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
 {
     float part[HV_LANES * HV_LANES];
     if (cols < HV_LANES) {
         for (int64_t i = 0; i < rows; i++) HV(store)(part + i * HV_LANES, HV(load_partial)(x + i * ldx, cols));
-        x = part, ldx = HV_LANES;
+        x   = part;
+        ldx = HV_LANES;
     }
     HV(transpose)(x, ldx, rows, out, HV_LANES);
 }
 
-/* y[j * ldy + i] (+)= x[i * ldx + j] + bias[j], i < rows, j < cols. spare: a vector may be read behind each row. */
-HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool spare, float *y, int64_t ldy,
-                             const float *bias, int relu, int accumulate)
+/* y[j * ldy + i] = x[i * ldx + j] + bias[j] for i < rows, j < cols, added to y when `accumulate`. padded: whole vectors
+   may be read from the last columns of x, because there is memory behind them. */
+HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool padded,
+                                                float *y, int64_t ldy, const float *bias, int relu, int accumulate)
 {
     float square[HV_LANES * HV_LANES];
     for (int64_t i = 0; i < rows; i += HV_LANES) {
         int64_t lanes = rows - i < HV_LANES ? rows - i : HV_LANES;
         for (int64_t j = 0; j < cols; j += HV_LANES) {
             int64_t n = cols - j < HV_LANES ? cols - j : HV_LANES;
-            HV(transpose_block)(x + i * ldx + j, ldx, lanes, spare ? HV_LANES : n, square);
+            HV(transpose_block)(x + i * ldx + j, ldx, lanes, padded ? HV_LANES : n, square);
             for (int64_t q = 0; q < n; q++) {
-                float *to = y + (j + q) * ldy + i;
-                HV(f32)     v  = HV(load)(square + q * HV_LANES);
+                float  *to = y + (j + q) * ldy + i;
+                HV(f32) v  = HV(load)(square + q * HV_LANES);
                 if (bias) v += HV(set1)(bias[j + q]);
                 if (accumulate) v = HV(load_upto)(to, lanes) + v;
                 if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
@@ -13556,34 +14070,41 @@ HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int
     }
 }
 
-/* The weights (out, in, taps) of channels [o, o + panel) as tiles read them: dst[(tap * in + c) * panel + lane]. */
+/* Packs the weights (OC, C, taps) of output channels [o, o + HPMLI_CONV_PANEL) as tiles read them, in panels of
+   HPMLI_NR channels: dst[panel][(tap * C + c) * HPMLI_NR + lane], with zeros in lanes without a channel. */
 HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC, each = d->C * d->taps;
     if (end % HPMLI_NR) memset(dst + end / HPMLI_NR * HPMLI_NR * each, 0, (size_t)(each * HPMLI_NR) * sizeof *dst);
-    for (; o < end; o += HV_LANES)
+    for (; o < end; o += HV_LANES) {
+        int64_t rows = end - o < HV_LANES ? end - o : HV_LANES;
+        float  *to   = dst + o / HPMLI_NR * HPMLI_NR * each + o % HPMLI_NR;
         for (int64_t c = 0; c < d->C; c++)
-            HV(conv_store_transposed)(w + o * each + c * d->taps, each, end - o < HV_LANES ? end - o : HV_LANES, d->taps, false,
-                          dst + o / HPMLI_NR * HPMLI_NR * each + c * HPMLI_NR + o % HPMLI_NR, d->C * HPMLI_NR, NULL, 0,
-                          0);
+            HV(conv_store_transposed)(w + o * each + c * d->taps, each, rows, d->taps, false, to + c * HPMLI_NR,
+                                      d->C * HPMLI_NR, NULL, 0, 0);
+    }
 }
 
-/* The same weights for the gradient of the input, output channel o of them: a panel is some lanes of a block. */
+/* Packs the weights of output channel o for the gradient of the input: for each run of taps, panels of HPMLI_NR floats
+   of the run: dst[run][panel][o * HPMLI_NR + lane]. */
 HPMLI_KERNEL void HV(conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
-    int64_t blocks = d->blocks[0] * d->blocks[1], each = d->block / d->C;
-    int64_t width = (d->block + HPMLI_NR - 1) / HPMLI_NR * HPMLI_NR;
-    for (int64_t b = 0; b < blocks; b++, dst += width * d->OC)
-        for (int64_t lane = 0, t = 0, c = 0; lane < width; lane++) {
+    int64_t runs  = d->runs[0] * d->runs[1], run_taps = d->run_floats / d->C;
+    int64_t width = (d->run_floats + HPMLI_NR - 1) / HPMLI_NR * HPMLI_NR;
+    for (int64_t run = 0; run < runs; run++, dst += width * d->OC)
+        for (int64_t lane = 0, tap = 0, c = 0; lane < width; lane++) {
             dst[lane / HPMLI_NR * HPMLI_NR * d->OC + o * HPMLI_NR + lane % HPMLI_NR] =
-                lane < d->block ? w[(o * d->C + c) * d->taps + b * each + t] : 0;
-            if (++c == d->C) c = 0, t++;
+                lane < d->run_floats ? w[(o * d->C + c) * d->taps + run * run_taps + tap] : 0;
+            if (++c == d->C) {
+                c = 0;
+                tap++;
+            }
         }
 }
 
-/* An image (channels, height, width) into NHWC order; rows of the result are `pitch` floats apart. */
+/* Copies an image (channels, height, width) to NHWC order; rows of the result are `pitch` floats apart. */
 HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
-                                        int64_t pitch)
+                                   int64_t pitch)
 {
     float   square[HV_LANES * HV_LANES];
     int64_t plane = height * width, row = 0, col = 0;
@@ -13599,11 +14120,14 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         return;
     }
     for (int64_t p = 0; p < plane; p += HV_LANES) {
-        float  *to[HV_LANES];
+        float  *to[HV_LANES]; /* where each pixel goes */
         int64_t n = plane - p < HV_LANES ? plane - p : HV_LANES;
         for (int64_t i = 0; i < n; i++) {
             to[i] = image + row * pitch + col * channels;
-            if (++col == width) col = 0, row++;
+            if (++col == width) {
+                col = 0;
+                row++;
+            }
         }
         for (int64_t c = 0; c < channels; c += HV_LANES) {
             int64_t rows = channels - c < HV_LANES ? channels - c : HV_LANES;
@@ -13613,12 +14137,12 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
     }
 }
 
-/* Some channels of rows of pixels from one NHWC image to another: to (+)= from + bias. */
+/* Copies some channels of rows of pixels between NHWC images: to = from + bias, added to `to` when `accumulate`. */
 HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
-                             int accumulate)
+                                int accumulate)
 {
-    bool    joint = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels; /* a row is contiguous */
-    int64_t n = joint ? d->pixels * d->channels : d->channels, count = joint ? 1 : d->pixels;
+    bool    rows_contiguous = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels;
+    int64_t n = rows_contiguous ? d->pixels * d->channels : d->channels, count = rows_contiguous ? 1 : d->pixels;
     for (int64_t r = 0; r < d->rows; r++)
         for (int64_t p = 0; p < count; p++) {
             const float *x = from + r * d->from_row + p * d->from_pixel;
@@ -13633,106 +14157,110 @@ HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float
         }
 }
 
-/* Back from NHWC order: dx (C, H, W), or its channels in NHWC order too, (+)= its image. */
+/* Copies a padded image in NHWC order to dx, (C, H, W) or some channels of NHWC, or adds it. */
 HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
-    hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_ld, d->x_ld, d->x_pitch, d->C };
+    hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_pixel, d->x_pixel, d->x_pitch, d->C };
     if (d->nhwc) {
         HV(conv_copy)(&copy, dx, image, NULL, 0, accumulate);
         return;
     }
-    bool    whole = d->x_pitch == d->W * d->C;
-    int64_t rows = whole ? 1 : d->H, n = whole ? d->H * d->W : d->W;
+    bool    unpadded = d->x_pitch == d->W * d->C;
+    int64_t rows = unpadded ? 1 : d->H, n = unpadded ? d->H * d->W : d->W;
     for (int64_t r = 0; r < rows; r++)
-        HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
+        HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0,
+                                  accumulate);
 }
 
-/* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. y: the
-   group's first channel. */
+/* Computes output channels [o0, o1) of one image and group, from its padded image in NHWC order. band: space of
+   (d->band_rows, OW, HPMLI_NR) floats. y: the first channel of the group. */
 HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
-                              const float *bias, int relu, float *y, float *band)
+                                   const float *bias, int relu, float *y, float *band)
 {
-    const int64_t    size = d->block * HPMLI_NR; /* of a run of weights */
-    hpmli_conv_product s = { d->OW, d->col_at, 1, HPMLI_NR, HPMLI_NR, d->block, { d->blocks[0], d->blocks[1] },
-                           { d->block_at[0], d->block_at[1] }, { d->blocks[1] * size, size }, 0 };
+    const int64_t      w_run = d->run_floats * HPMLI_NR; /* floats of the weights of a run */
+    hpmli_conv_product s = { d->OW, d->x_pixel_step, 1, HPMLI_NR, HPMLI_NR, d->run_floats, { d->runs[0], d->runs[1] },
+                             { d->run_step[0], d->run_step[1] }, { d->runs[1] * w_run, w_run }, 0 };
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
         int64_t n = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
-        for (int64_t row = 0; row < d->OH; row += d->band) {
-            int64_t rows = d->OH - row < d->band ? d->OH - row : d->band;
+        for (int64_t row = 0; row < d->OH; row += d->band_rows) {
+            int64_t rows = d->OH - row < d->band_rows ? d->OH - row : d->band_rows;
             for (int64_t r = 0; r < rows; r++)
-                HV(conv_product)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
-            hpmli_conv_copy copy = { 1, rows * d->OW, n, 0, d->y_ld, 0, HPMLI_NR };
+                HV(conv_product)(&s, n, image + (row + r) * d->x_row_step, w + o * d->taps * d->C,
+                                 band + r * d->OW * HPMLI_NR);
+            hpmli_conv_copy copy = { 1, rows * d->OW, n, 0, d->y_pixel, 0, HPMLI_NR };
             const float    *add  = bias ? bias + o : NULL;
-            if (d->nhwc) HV(conv_copy)(&copy, y + row * d->OW * d->y_ld + o, band, add, relu, 0);
-            else HV(conv_store_transposed)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW,
-                               d->OH * d->OW, add, relu, 0);
+            if (d->nhwc) HV(conv_copy)(&copy, y + row * d->OW * d->y_pixel + o, band, add, relu, 0);
+            else HV(conv_store_transposed)(band, HPMLI_NR, rows * d->OW, n, true,
+                                           y + o * d->OH * d->OW + row * d->OW, d->OH * d->OW, add, relu, 0);
         }
     }
 }
 
-/* dx, in NHWC order, += for each block of taps, dy times its weights: the numbers that the pixels of a row of dy were
-   made of overlap, and are added one pixel after the other. */
+/* dx += dy W^T for padded images in NHWC order, run after run of taps. The pixels of a row of dy are added one after
+   the other, because the runs that they read overlap. */
 HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
-    hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->col_at, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
-    for (int64_t u = 0; u < d->blocks[0]; u++)
-        for (int64_t v = 0; v < d->blocks[1]; v++)
-            for (int64_t lane = 0; lane < d->block; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
+    hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->x_pixel_step, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
+    for (int64_t u = 0; u < d->runs[0]; u++)
+        for (int64_t v = 0; v < d->runs[1]; v++)
+            for (int64_t lane = 0; lane < d->run_floats; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
                 for (int64_t i = 0; i < images; i++)
                     for (int64_t row = 0; row < d->OH; row++)
-                        HV(conv_product)(&s, d->block - lane, dy + i * d->y_size + row * d->OW * d->OC, w,
-                                  dx + i * d->x_size + row * d->row_at +
-                                  u * d->block_at[0] + v * d->block_at[1] + lane);
+                        HV(conv_product)(&s, d->run_floats - lane, dy + i * d->y_floats + row * d->OW * d->OC, w,
+                                         dx + i * d->x_floats + row * d->x_row_step +
+                                         u * d->run_step[0] + v * d->run_step[1] + lane);
 }
 
-/* dw (panels of out, taps, in, panel) (+)= sum over the pixels of some images. */
+/* dw (panels of OC, taps, C, HPMLI_NR) = sum over the pixels of some images, added to dw when `add`. */
 HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
-                                int add)
+                                       int add)
 {
-    hpmli_conv_product s = { d->block, 1, d->col_at, d->OC, HPMLI_NR, d->OW, { images, d->OH }, { d->x_size, d->row_at },
-                           { d->y_size, d->OW * d->OC }, add };
+    hpmli_conv_product s = { d->run_floats, 1, d->x_pixel_step, d->OC, HPMLI_NR, d->OW, { images, d->OH },
+                             { d->x_floats, d->x_row_step }, { d->y_floats, d->OW * d->OC }, add };
     for (int64_t o = 0; o < d->OC; o += HPMLI_NR)
-        for (int64_t u = 0; u < d->blocks[0]; u++)
-            for (int64_t v = 0; v < d->blocks[1]; v++, dw += d->block * HPMLI_NR)
-                HV(conv_product)(&s, d->OC - o, x + u * d->block_at[0] + v * d->block_at[1], dy + o, dw);
+        for (int64_t u = 0; u < d->runs[0]; u++)
+            for (int64_t v = 0; v < d->runs[1]; v++, dw += d->run_floats * HPMLI_NR)
+                HV(conv_product)(&s, d->OC - o, x + u * d->run_step[0] + v * d->run_step[1], dy + o, dw);
 }
 
-/* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
-HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate)
+/* dw (OC, C, taps) = the sum of the partial sums, in order, for output channels [o, o + HPMLI_CONV_PANEL). */
+HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate)
 {
     float   sum[HV_LANES * HV_LANES];
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC;
     for (; o < end; o += HV_LANES) {
-        const float *from = parts + o / HPMLI_NR * HPMLI_NR * d->taps * d->C + o % HPMLI_NR;
+        const float *from = partial_sums + o / HPMLI_NR * HPMLI_NR * d->taps * d->C + o % HPMLI_NR;
         for (int64_t c = 0; c < d->C; c++)
             for (int64_t t = 0; t < d->taps; t += HV_LANES) {
                 int64_t n = d->taps - t < HV_LANES ? d->taps - t : HV_LANES;
                 for (int64_t i = 0; i < n; i++) {
                     const float *p = from + ((t + i) * d->C + c) * HPMLI_NR;
-                    HV(f32)           s = HV(load)(p);
-                    for (int64_t k = 1; k < d->parts; k++) s += HV(load)(p + k * d->part_size);
+                    HV(f32)      s = HV(load)(p);
+                    for (int64_t k = 1; k < d->sums; k++) s += HV(load)(p + k * d->sum_floats);
                     HV(store)(sum + i * HV_LANES, s);
                 }
-                HV(conv_store_transposed)(sum, HV_LANES, n, end - o < HV_LANES ? end - o : HV_LANES, true, dw + (o * d->C + c) * d->taps + t,
-                              d->C * d->taps, NULL, 0, accumulate);
+                HV(conv_store_transposed)(sum, HV_LANES, n, end - o < HV_LANES ? end - o : HV_LANES, true,
+                                          dw + (o * d->C + c) * d->taps + t, d->C * d->taps, NULL, 0, accumulate);
             }
     }
 }
 
-/* Corner q of n windows of 2 x 2 side by side, in the rows at x and x + width: upper left, right, lower left, right. */
+/* Loads corner q of n windows of 2 x 2 pixels next to each other, in the rows at x and x + width. Corners: 0 upper
+   left, 1 upper right, 2 lower left, 3 lower right. */
 HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
-    HV(f32) a = HV(load_upto)(p, 2 * n), b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
+    HV(f32) a = HV(load_upto)(p, 2 * n);
+    HV(f32) b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
     return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
 
-/* A row of n maxima; at: which corner each was, 0 to 3. */
+/* Computes a row of n maxima; at: the corner of each maximum. The first of equal numbers wins, and the first NaN. */
 HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
         HV(f32) best = HV(pool_corner)(x + 2 * i, width, 0, c), from = HV(zero)();
-        for (int q = 1; q < 4; q++) { /* the first of equals wins, and the first NaN */
+        for (int q = 1; q < 4; q++) {
             HV(f32) v = HV(pool_corner)(x + 2 * i, width, q, c);
             from = HV(if_eq)(best, best, HV(if_ge)(best, v, from, HV(set1)((float)q)), from);
             best = HV(if_eq)(best, best, HV(if_ge)(best, v, best, v), best);
@@ -13742,9 +14270,9 @@ HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t 
     }
 }
 
-/* Back: the gradient goes to the winner, 0 to the others. */
+/* The gradient: dx = dy at the corner of the maximum, 0 at the other three, added to dx when `accumulate`. */
 HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
-                                                bool accumulate)
+                                        bool accumulate)
 {
     HV_LOOP(n) {
         HV(f32) from = HV(load_upto)(at + i, c), v = HV(load_upto)(dy + i, c);
@@ -13752,8 +14280,8 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
             HV(f32) a = HV(if_eq)(from, HV(set1)((float)q), v, HV(zero)());
             HV(f32) b = HV(if_eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
             for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_LANES) {
-                float *p = dx + 2 * i + q / 2 * width + h * HV_LANES;
-                HV(f32)     d = h ? HV(interleave_high)(a, b) : HV(interleave_low)(a, b);
+                float  *p = dx + 2 * i + q / 2 * width + h * HV_LANES;
+                HV(f32) d = h ? HV(interleave_high)(a, b) : HV(interleave_low)(a, b);
                 if (accumulate) d += HV(load_upto)(p, lanes);
                 HV(store_upto)(p, d, lanes);
             }
@@ -13765,16 +14293,56 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
 // >>table   the kernels of this pass
 // ---------------------------------------------------------------------------------------------------------------------
 
+static bool HV(runs_here)(void) { return HPMLI_RUNS_HERE; }
+
 static const hpmli_kernels HV(kernels) = {
-    HPMLI_ISA_NAME, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv), HV(vfill), HV(vaxpby),
-    HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide), HV(vdot_wide), HV(vmoments),
-    HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(opt_step), HV(to_f32), HV(from_f32), HV(gemm_part),
-    HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode), HV(onebit_decode_add),
-    HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_for_dx), HV(conv_to_nhwc), HV(conv_copy),
-    HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad), HV(conv_unpack), HV(max_pool_row),
-    HV(max_pool_row_back), HV(crc32c),
+    HPMLI_ISA_NAME, HV(runs_here), HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
+    HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
+    HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(opt_step), HV(to_f32),
+    HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
+    HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_for_dx),
+    HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad),
+    HV(conv_unpack), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
 };
 #endif /* HPMLI_ISA */
+#ifdef HPMLI_EDITOR
+#undef HPMLI_ISA
+#endif
+
+#if defined(HPMLI_CHOOSE) && !defined(HPMLI_ISA)
+#undef HPMLI_CHOOSE
+// ---------------------------------------------------------------------------------------------------------------------
+// >>choose   which of the kernels run: the best instruction set of the CPU
+// ---------------------------------------------------------------------------------------------------------------------
+
+#undef HV
+#undef HV_LANES
+#undef HV_LOOP
+#undef HV_POLY5
+#undef HV_POLY_ON
+
+/* Returns the kernels called `name`, or NULL when there are none or this CPU cannot run them. For name NULL: the
+   fastest kernels that this CPU runs. */
+HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
+{
+    static const hpmli_kernels *const tables[] = { /* the fastest first */
+#if defined(HPMLI_EDITOR) /* which knows only the scalar pass */
+#elif defined(HPMLI_HAVE_X86)
+        &hpmli_kernels_avx512,
+        &hpmli_kernels_avx2,
+#elif defined(HPMLI_HAVE_NEON)
+        &hpmli_kernels_neon,
+#endif
+        &hpmli_kernels_scalar,
+    };
+#if defined(HPMLI_HAVE_X86)
+    __builtin_cpu_init();
+#endif
+    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
+        if ((!name || strcmp(name, tables[i]->name) == 0) && tables[i]->runs_here()) return tables[i];
+    return NULL;
+}
+#endif
 #ifdef __CUDACC__
 #pragma nv_diagnostic pop
 #endif

@@ -57,16 +57,21 @@
 //     round           one step of a collective: at most one send and one receive on each rank
 //     deadline        hpml_now() at which a wait gives up with an error; a busy rank extends those of its peers
 //     control message MPI: a short message by which a rank announces that it failed, left, waits or is busy
-//     fault word      first word of a packed message: whether all numbers on the sender's side were finite
+//     header          first 8 bytes of a packed message: a tensor and a rank with a NaN or infinity; 0: none
 //     virtual time    seconds on the clocks of CLOCK and of the simulator: computing and links advance them
 //     job             work in the background, waited for once
 //     bucket          gradients that are exchanged together while the backward pass still runs
+//     strategy        a form of data parallelism: what is exchanged, when, and what the optimizer gets (>>strategies)
+//     shard           the part of a bucket that one rank of a node adds up
 //     stripe, owner   a part of a tensor's rows; the rank that adds up this part
 //     residual        the quantization error that a codec adds to the next gradient (error feedback)
 //     leaf            samples whose gradient is computed and rounded by itself, for exact sums
 //     plain, packed   tensors that are summed as f32; tensors that a codec packs
+//     contribution    a gradient that is packed by itself: each rank has one, with exact sums one for each leaf
 //     exposed         of communication: the seconds that no computation hides
 //     move            what one rank sends, receives and adds in one round of an allreduce
+//     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
+//     plan            the phases that one rank executes
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 //     api-comm   ranks, communicators, messages between two
@@ -270,8 +275,8 @@ HPML_API void    hpml_comm_counters_reset(hpml_comm *c);
 #define HPML_TAG_MAX 1023
 HPML_API hpml_status hpml_send(hpml_comm *c, int to, int tag, const void *data, size_t bytes);
 HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size_t bytes);
-HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t out_bytes, int from, void *in,
-                                   size_t in_bytes, int tag);
+HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_t sent_bytes, int from, void *received,
+                                   size_t received_bytes, int tag);
 
 /* Memory in a message for its transport, all zero when the transport's `start` is called: one value, or bytes for a
    struct of the transport's. */
@@ -354,8 +359,7 @@ typedef struct hpml_transport {
                                                 messages between nodes do */
     bool (*is_concurrent)(const hpml_comm *c); /* optional: a part of c may be used by another thread at the same time;
                                                   false: background work is done at once. NULL: true */
-    bool   one_process; /* all ranks share this machine's cores and memory, whatever their nodes; a receive is delivered
-                           whole, by one call of hpml_message_deliver */
+    bool   one_process; /* all ranks share this machine's cores, whatever their nodes */
     size_t piece;       /* bytes: AUTO sums larger arrays in pieces of this size, which stay in the caches; 0: whole */
     double alpha, beta; /* typical seconds a message, seconds a byte, from which AUTO starts; 0: 2e-6, 0.25e-9 */
     const struct hpmlc_schedule *schedule; /* private to THREADS and CLOCK: how a process's threads take turns */
@@ -595,7 +599,8 @@ typedef struct hpml_distribute_desc {
 /* Collective; NULL on failure, the error on the context. */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc);
-/* Optional: the trainer is serial again. Waits for what is in flight, hence on all ranks, between two steps. */
+/* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
+   between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
 HPML_API void hpml_distribute_free(hpml_distributed *d);
 
 /* Means over the steps since the start, or since the last call with reset; seconds are those of hpml_comm_now. */
@@ -1379,14 +1384,14 @@ HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size
     return hpml_wait(c, &m);
 }
 
-HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t out_bytes, int from, void *in,
-                                   size_t in_bytes, int tag)
+HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_t sent_bytes, int from, void *received,
+                                   size_t received_bytes, int tag)
 {
     hpml_message send, receive;
-    hpml_irecv(c, from, tag, in, in_bytes, &receive);
-    hpml_isend(c, to, tag, out, out_bytes, &send);
-    hpml_status got = hpml_wait(c, &receive), sent = hpml_wait(c, &send);
-    return got != HPML_OK ? got : sent;
+    hpml_irecv(c, from, tag, received, received_bytes, &receive);
+    hpml_isend(c, to, tag, sent, sent_bytes, &send);
+    hpml_status in_status = hpml_wait(c, &receive), out_status = hpml_wait(c, &send);
+    return in_status != HPML_OK ? in_status : out_status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7625,6 +7630,9 @@ HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, h
     if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
         d->history < 0)
         status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative");
+    else if (!d->codec.custom && !hpml_codec_get(d->codec.kind))
+        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: there is no codec %d; take a word of hpml_codec_kind",
+                            (int)d->codec.kind);
     else if (hpml_trainer_settings(t)->input->ctx != c->ctx)
         status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
                             "hpml_comm_ctx(comm)");

@@ -1769,12 +1769,14 @@ enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
    is |x - t|. */
 HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
 {
-    float d = fabsf(x - t), huber = d <= delta ? 0.5f * d * d : delta * (d - 0.5f * delta);
+    float d = fabsf(x - t);
     switch (what) {
     case HPMLG_SQUARE: return x * x;
     case HPMLG_BCE: return (x > 0 ? x : 0) - x * t + log1pf(expf(-fabsf(x)));
     case HPMLG_MSE: return d * d;
-    default: return delta == 0 ? d : huber;
+    default:
+        if (delta == 0) return d;
+        return d <= delta ? 0.5f * d * d : delta * (d - 0.5f * delta);
     }
 }
 
@@ -5269,9 +5271,8 @@ HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t
     float d = x - t;
     if (what == HPMLG_BCE) return hpmlg_act_sigmoid(x) - t;
     if (what == HPMLG_MSE) return 2 * d;
-    float sign = d < 0 ? -1.0f : 0.0f, clipped = d < -delta ? -delta : d;
-    if (delta == 0) return d > 0 ? 1.0f : sign;
-    return d > delta ? delta : clipped;
+    if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
+    return d > delta ? delta : d < -delta ? -delta : d;
 }
 
 /* Computes dx (+)= f'(x - t) dloss / n, dt (+)= the opposite; p NULL: not wanted. */
@@ -5775,7 +5776,9 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
             for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
         }
         for (int j = 0; j < 8; j++) {
-            unsigned low = v.v[j] <= -p.threshold ? 2 : 0, code = v.v[j] >= p.threshold ? 3 : low;
+            unsigned code = 0;
+            if (v.v[j] >= p.threshold) code = 3;
+            else if (v.v[j] <= -p.threshold) code = 2;
             float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_round_to(v.v[j], HPML_DTYPE_BF16);
             codes |= code << 2 * j;
             lost.v[j] = v.v[j] - sent;

@@ -20,7 +20,7 @@
 
 enum { CLASSES = 10, FEATURES = 500, SAMPLES = 600, STEPS = 60 };
 
-/* Somebody's own code: softmax regression on points around ten centres, gradient (CLASSES, FEATURES) by hand. */
+/* The program's own code: softmax regression on points around ten centres, gradient (CLASSES, FEATURES) by hand. */
 static double gradient(const float *w, float *grad, int rank, int step)
 {
     static const float spread = 1.5f;

@@ -21,7 +21,8 @@ typedef struct model {
     int64_t     elements[1024], sent[1024];
 } model;
 
-/* A layer in which every weight is used `uses` times for one example: 2 operations each, so far in place of seconds. */
+/* A layer in which every weight is used `uses` times for one example: 2 operations each, in the field that
+   later holds seconds. */
 static void layer(model *m, int64_t elements, double uses)
 {
     m->forward[m->count] = 2. * (double)elements * uses, m->elements[m->count++] = elements;

@@ -4,7 +4,7 @@
    pack: a job takes as few nodes as it needs, or waits, so GPUs stand idle that are enough for it (stranded); its
    messages stay inside. spread: any free GPUs, from the emptiest node; nothing is stranded, but each step waits for the
    network. given: packed if that is possible now, else what is free, node by node. Step times come from the simulator,
-   which is told where each rank is (hpml_network.node).
+   which gets the node of each rank (hpml_network.node).
    prints   place    all done after  mean wait  stranded GPU hours  mean efficiency   and a line for each.
    Not modelled: two jobs on one node share its card. */
 #define HPML_IMPLEMENTATION

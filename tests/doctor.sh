@@ -1,5 +1,5 @@
 #!/bin/sh
-# What this machine has, and what will be skipped for lack of it. Exit status 0: the demo and the tests can be built.
+# Prints what this machine has, and what is skipped for lack of it. Exit status 0: the demo and the tests can be built.
 row() { printf '%-8s %-36.36s %s\n' "$1" "$2" "$3"; }
 cure() { echo "         $1" | fold -s -w 79; }
 have() { command -v "$1" >/dev/null 2>&1; }
@@ -53,10 +53,12 @@ elif [ -e /dev/nvidiactl ] && [ ! -w /dev/nvidiactl ]; then row gpu "$gpu" "not 
 elif have "$nvcc"; then row gpu "$gpu" "ninja test-gpu, ninja bench-gpu"
 else row gpu "$gpu" "install the CUDA toolkit for it"; fi
 ldconfig -p 2>/dev/null | grep -q openblas && row blas OpenBLAS "ninja bench compares with it" ||
-    row blas none "bench has no peer for products"
+    row blas none "ninja bench has no peer"
 have aarch64-linux-gnu-gcc &&
     row aarch64 "cross compiler" "$(have qemu-aarch64 && echo 'runs under qemu' || echo 'compile only')" ||
     row aarch64 none "aarch64 tests are skipped"
+ctags --version 2>/dev/null | grep -q Universal && row ctags "universal-ctags" ok ||
+    row ctags none "one check of the headers is skipped"
 row cores "$(getconf _NPROCESSORS_ONLN)" ok
 memory=$(awk '/^MemAvailable/ { printf("%.1f", $2 / 1048576) }' /proc/meminfo 2>/dev/null)
 if awk -v free="${memory:-4}" 'BEGIN { exit !(free < 3) }'; then row memory "$memory GB free" "the tests want 3 GB"

@@ -112,8 +112,9 @@ report() { # PROGRAM...: reads what start prints
     done
     took="$((($(date +%s) - began) / 60)) min $((($(date +%s) - began) % 60)) s"
     echo "$took" >$log/took
-    cat $log/*.time | awk '{ cpu += $4 } END { printf "%.1f CPU minutes; the slowest: ", cpu / 60 }' >$log/cpu
-    echo "took $took, $(cat $log/cpu)" $(cat $log/*.time | sort -rn | head -n 5 | sed 's/ [^ ]*$/,/') | sed 's/,$//'
+    cpu=$(cat $log/*.time | awk '{ cpu += $4 } END { printf "%.1f", cpu / 60 }')
+    echo "took $took, $cpu minutes of processor time"
+    echo the slowest: $(cat $log/*.time | sort -rn | head -n 5 | sed 's/ [^ ]*$/,/') | sed 's/,$//'
     reasons
     echo "$passed passed, $failed failed, $skipped skipped"
     [ $failed -eq 0 ]

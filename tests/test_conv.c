@@ -1,10 +1,11 @@
-/* Convolution, pooling, batch normalization: against plain double loops, on any instruction set and thread count. */
+/* Tests convolution, pooling and batch normalization against plain loops in double, on each instruction set and with
+   several numbers of threads. */
 #include "kernels.h"
 #include "test.h"
 
 static void randomize(float *x, int64_t n) { for (int64_t i = 0; i < n; i++) x[i] = uniform(); }
 
-/* A model of one op: loss = sum(y * r), so dy = r. */
+/* A model of one op, y = op(x), whose loss is sum(y * r), so that dy = r. */
 typedef struct model {
     hpml_ctx    *ctx;
     hpml_graph  *g;
@@ -34,7 +35,7 @@ static bool model_make(model *m)
     return true;
 }
 
-/* Largest |a - b| / (1 + |b|). */
+/* Returns the largest |a - b| / (1 + |b|). */
 static double distance(const float *a, const double *b, int64_t n)
 {
     double worst = 0;
@@ -47,7 +48,7 @@ static double distance(const float *a, const double *b, int64_t n)
 
 static const hpml_layout layouts[2] = { HPML_NCHW, HPML_NHWC };
 
-/* An input of the context for C channels of H x W. */
+/* Records an input for B images of C channels, H x W. */
 static hpml_tensor *images(hpml_ctx *ctx, hpml_layout layout, int64_t B, int64_t C, int64_t H, int64_t W)
 {
     hpml_tensor *x = layout == HPML_NHWC ? hpml_input_4d(ctx, B, H, W, C) : hpml_input_4d(ctx, B, C, H, W);
@@ -56,14 +57,14 @@ static hpml_tensor *images(hpml_ctx *ctx, hpml_layout layout, int64_t B, int64_t
     return x;
 }
 
-/* Offset in t of number i of (B, C, H, W). */
+/* Returns the offset in t, of either layout, of element i of the same images in the order (B, C, H, W). */
 static int64_t place(const hpml_tensor *t, int64_t i)
 {
     int64_t C = t->shape[3], pixels = t->shape[1] * t->shape[2];
     return t->layout == HPML_NHWC ? (i / pixels / C * pixels + i % pixels) * C + i / pixels % C : i;
 }
 
-/* A copy of the values of t in the order (B, C, H, W). */
+/* Returns a copy of the values of t in the order (B, C, H, W). */
 static float *in_order(const hpml_tensor *t, const float *values)
 {
     int64_t n = hpml_tensor_count(t);
@@ -94,7 +95,7 @@ static hpml_tensor *conv_record(hpml_tensor *x, const convolution *t)
     return hpml_conv2d(x, t->OC, &d);
 }
 
-/* One step of the reference: calls `visit` for every product w[wi] x[xi] that goes into y[yi]. */
+/* The reference: runs a statement for every product w[wi] x[xi] that is a term of y[yi]. */
 #define EACH_PRODUCT(t, OH, OW, body)                                                                                  \
     for (int64_t b = 0; b < (t)->B; b++)                                                                               \
         for (int64_t o = 0; o < (t)->OC; o++)                                                                          \
@@ -127,8 +128,9 @@ static double activate(hpml_act act, double x)
     }
 }
 
-/* Slope from the result, as the library computed it: a relu at 0 has one of two slopes. */
-static double slope(hpml_act act, double y)
+/* Returns the derivative of an activation from its result y. y is what the library computed, because rounding decides
+   on which side of 0 a relu is. */
+static double derivative(hpml_act act, double y)
 {
     switch ((int)act) {
     case HPML_ACT_RELU: return y > 0 ? 1 : 0;
@@ -139,7 +141,8 @@ static double slope(hpml_act act, double y)
     }
 }
 
-/* Forward and gradients of one convolution on one instruction set; `rows` of the batch; the worst distance. */
+/* Computes one convolution and its gradients on one instruction set, for the first `rows` samples of the batch. Returns
+   the largest distance from the reference. */
 static double conv_check(const char *isa, int threads, const convolution *full, int64_t rows, bool accumulate)
 {
     convolution  t = *full;
@@ -174,7 +177,7 @@ static double conv_check(const char *isa, int threads, const convolution *full, 
             y[i] = activate(t.act, y[i] + (bias ? (double)bias->data[i / (OH * OW) % t.OC] : 0));
         worst = distance(ys, y, hpml_tensor_count(m.y));
         for (int64_t i = 0; i < hpml_tensor_count(m.y); i++) { /* y becomes dz */
-            y[i] = (double)rs[i] * slope(t.act, (double)ys[i]);
+            y[i] = (double)rs[i] * derivative(t.act, (double)ys[i]);
             db[i / (OH * OW) % t.OC] += scale * y[i];
         }
         EACH_PRODUCT(&t, OH, OW, dw[wi] += scale * y[yi] * (double)xs[xi]; dx[xi] += y[yi] * (double)w->data[wi])
@@ -188,7 +191,7 @@ static double conv_check(const char *isa, int threads, const convolution *full, 
     return worst;
 }
 
-/* The other fields are 0: the tests set them to every value in turn. */
+/* Layout, algorithm and workspace are set by the tests. */
 #define CONV(...) { __VA_ARGS__, HPML_NCHW, HPML_CONV_AUTO, 0 },
 static const convolution convolutions[] = {
     /*   B C  H   W   OC  kernel stride padding dilation groups bias act */
@@ -224,7 +227,7 @@ static const convolution convolutions[] = {
 };
 #define CONVOLUTIONS ((int)(sizeof convolutions / sizeof convolutions[0]))
 
-/* In both layouts, by both algorithms: way 0 to 3. */
+/* Each convolution in both layouts and by both algorithms, which are variants 0 to 3. */
 TEST(conv_against_loops)
 {
     for (int isa = 0; isa < ISAS; isa++)
@@ -233,10 +236,10 @@ TEST(conv_against_loops)
             t.layout    = i % 2 ? HPML_NHWC : HPML_NCHW;
             t.algorithm = i % 4 < 2 ? HPML_CONV_AUTO : HPML_CONV_IM2COL;
             double d = conv_check(isas[isa], 1 + i / 4 % 3, &t, t.B, i / 4 % 2 == 0);
-            if (!(d < 1e-4)) printf("%s, convolution %d, way %d: %g\n", isas[isa], i / 4, i % 4, d);
+            if (!(d < 1e-4)) printf("%s, convolution %d, variant %d: %g\n", isas[isa], i / 4, i % 4, d);
             ENSURE(d < 1e-4);
             d = conv_check(isas[isa], 2, &t, (t.B + 1) / 2, false);
-            if (!(d < 1e-4)) printf("%s, convolution %d, way %d, short batch: %g\n", isas[isa], i / 4, i % 4, d);
+            if (!(d < 1e-4)) printf("%s, convolution %d, variant %d, short batch: %g\n", isas[isa], i / 4, i % 4, d);
             ENSURE(d < 1e-4);
         }
 }
@@ -328,7 +331,7 @@ TEST(conv_algorithms_agree_on_halves)
     }
 }
 
-/* Layers without a name of their own are called the same in both layouts, so that files of parameters fit either. */
+/* Layers without a name get the same default names in both layouts, so that a file of parameters fits both. */
 TEST(layouts_name_parameters_alike)
 {
     hpml_ctx *ctx[2];
@@ -345,7 +348,7 @@ TEST(layouts_name_parameters_alike)
     for (int nhwc = 0; nhwc < 2; nhwc++) hpml_ctx_free(ctx[nhwc]);
 }
 
-/* Shapes drawn at random. */
+/* Convolutions of random shapes. */
 TEST(conv_random)
 {
     for (int i = 0; i < 150; i++) {
@@ -363,7 +366,7 @@ TEST(conv_random)
         t.bias = draw[14] % 2, t.act = draw[15] % 2 ? HPML_ACT_RELU : HPML_ACT_NONE;
         t.layout    = draw[15] / 2 % 2 ? HPML_NHWC : HPML_NCHW;
         t.algorithm = draw[15] / 4 % 2 ? HPML_CONV_IM2COL : HPML_CONV_AUTO;
-        t.workspace = t.algorithm == HPML_CONV_IM2COL && draw[15] / 8 % 2 ? 40000 : 0; /* a row: at most 35 KB */
+        t.workspace = t.algorithm == HPML_CONV_IM2COL && draw[15] / 8 % 2 ? 40000 : 0; /* one row takes at most 35 KB */
         d = conv_check(isas[i % ISAS], 1 + i % 2, &t, t.B, i % 3 == 0);
         if (!(d < 1e-4))
             printf("%s: B%d C%d %dx%d OC%d k%dx%d s%dx%d p%dx%d d%dx%d g%d: %g\n", isas[i % ISAS], (int)t.B, (int)t.C,
@@ -372,7 +375,7 @@ TEST(conv_random)
     }
 }
 
-/* FNV-1a over the bits of an array. */
+/* Returns the FNV-1a hash of the bits of an array. */
 static uint64_t hash(uint64_t h, const float *x, int64_t n)
 {
     const unsigned char *p = (const unsigned char *)x;
@@ -611,7 +614,7 @@ TEST(pool_against_loops)
             }
 }
 
-/* NaN wins a maximum: what went wrong stays visible. */
+/* The maximum of a window with a NaN is NaN, so that errors are not hidden. */
 TEST(pool_keeps_nan)
 {
     for (int isa = 0; isa < ISAS; isa++)
@@ -669,7 +672,7 @@ static hpml_tensor *norm_record(hpml_ctx *ctx, const norm *t, hpml_tensor **x)
     return hpml_batchnorm(*x, &d);
 }
 
-/* Forward, gradients, running statistics; in training or in evaluation. */
+/* Checks the result, the gradients and the running statistics of one batch normalization, in training or evaluation. */
 static double norm_check(const char *isa, int threads, const norm *t, bool train)
 {
     model        m;
@@ -683,7 +686,7 @@ static double norm_check(const char *isa, int threads, const norm *t, bool train
     if (!model_make(&m)) return worst;
     gamma = hpml_param_find(m.ctx, "n.weight"), beta = hpml_param_find(m.ctx, "n.bias");
     mean_t = hpml_param_find(m.ctx, "n.running_mean"), var_t = hpml_param_find(m.ctx, "n.running_var");
-    for (int64_t i = 0; i < count; i++) m.x->data[i] = 3 + 2 * m.x->data[i]; /* a mean that matters */
+    for (int64_t i = 0; i < count; i++) m.x->data[i] = 3 + 2 * m.x->data[i]; /* a mean other than 0 */
     {
         double *y = zeros(count), *dx = zeros(count), *dg = zeros(t->C), *db = zeros(t->C);
         double *rm = zeros(t->C), *rv = zeros(t->C), *mean = zeros(t->C), *rstd = zeros(t->C);

@@ -514,7 +514,7 @@ TEST(each_task_runs_once)
     static int64_t count[5000];
     hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
     for (int round = 1; round <= 300; round++) private_parallel(ctx, round % 3 ? round * 16 : 5000, add_task, count);
-    for (int i = 0; i < 5000; i++) { /* 100 times all tasks; in the other rounds the tasks below n */
+    for (int i = 0; i < 5000; i++) { /* 100 rounds count every task, the others only their first ones */
         int64_t want = 100;
         for (int round = 1; round <= 300; round++) want += round % 3 && i < round * 16;
         ENSURE(count[i] == want);

@@ -265,8 +265,8 @@ TEST(names_and_metadata_of_any_text)
     hpml_ctx_free(ctx);
 }
 
-/* Characters that JSON writes as codes; other writers have more of those. Two tensors of one name, or one called as the
-   metadata is, would make a file that nobody reads. */
+/* Characters that JSON writes as codes; other writers have more of those. Two tensors of one name, or one with the
+   metadata's name, would make a file that no reader accepts. */
 TEST(names_with_codes)
 {
     static const char *const names[] = { "a\nb", "a\tb\rc", "\b\f\x01\x1f", "\"\\/", "\xc3\xa9\x7f" };

@@ -989,15 +989,17 @@ static bool in_the_older_format(const char *from, const char *to)
 TEST(gradients_in_an_older_format_are_refused)
 {
     hpml_launch_desc l = { .ranks = 2, .ctx = { .seed = 3, .threads = 1 } };
-    towers first = { .d.delayed = true, .norm = true, .save = path("older") };
-    towers now = first, old;
-    now.save = NULL, now.load = first.save;
-    old = now, old.load = path("oldest");
-    ENSURE(hpml_launch(&l, two_towers, &first, NULL, 0) == HPML_OK && in_the_older_format(first.save, old.load));
-    ENSURE(hpml_launch(&l, two_towers, &now, NULL, 0) == HPML_OK);
-    ENSURE(hpml_launch(&l, two_towers, &old, old.text, sizeof old.text) == HPML_ERR_FORMAT);
-    ENSURE(strstr(old.text, "state.gradients") && strstr(old.text, "hpml_checkpoint_load"));
-    remove(first.save), remove(old.load);
+    for (int turned = 0; turned < 2; turned++) {
+        towers first = { .d.delayed = true, .norm = true, .turned = turned, .save = path("older") };
+        towers now = first, old;
+        now.save = NULL, now.load = first.save;
+        old = now, old.load = path("oldest");
+        ENSURE(hpml_launch(&l, two_towers, &first, NULL, 0) == HPML_OK && in_the_older_format(first.save, old.load));
+        ENSURE(hpml_launch(&l, two_towers, &now, NULL, 0) == HPML_OK && now.w[0][0] != first.w[0][0]);
+        ENSURE(hpml_launch(&l, two_towers, &old, old.text, sizeof old.text) == HPML_ERR_FORMAT);
+        ENSURE(strstr(old.text, "state.gradients") && strstr(old.text, "hpml_checkpoint_load"));
+        remove(first.save), remove(old.load);
+    }
 }
 
 /* Batches from 8 up, on 2 ranks whose models hold 64 each. */
@@ -1682,6 +1684,11 @@ TEST(errors_name_the_rank)
     ENSURE(refused && strstr(text, "of another context"));
     ENSURE(go(&mixed, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED);
     ENSURE(go(&both, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED && strstr(both.text, "sync_batchnorm"));
+    for (int exact = 0; exact < 2; exact++) { /* an unknown codec is refused, not taken for NONE */
+        job unknown = { .d = { .exact = exact, .codec.kind = hpml_codec_find("threebit") } };
+        ENSURE(go(&unknown, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_ARGUMENT);
+        ENSURE(strstr(unknown.text, "there is no codec -1"));
+    }
     job late = { .train.steps = 3, .file.save = path("late"), .d.delayed = true },
         now = { .file.load = late.file.save },
         other = { .file.load = late.file.save, .model.hidden = 32, .d.delayed = true };

@@ -203,7 +203,7 @@ echo "3 passed, 0 failed, 3 skipped"
 S
 echo 'echo "SKIP: no mpicc"; exit 77' >"$tmp/runner/absent.sh"
 echo 'echo reason; exit 3' >"$tmp/runner/bad.sh"
-(cd "$tmp/runner" && ./terminal 80 sh tests/run.sh -j 2 ./slow.sh ./absent.sh ./bad.sh) >"$tmp/out" 2>&1
+(cd "$tmp/runner" && ./terminal 80 sh tests/run.sh ./slow.sh ./absent.sh ./bad.sh) >"$tmp/out" 2>&1
 check "the test runner shows what is running, counts skips by reason and reports a failure" '[ $? -eq 1 ] &&
     says "2 of 3 done; running: slow.sh [12] s" && says "^skipped: 2 x no clang" && says "^skipped: 1 x no mpicc" &&
     says "bad.sh: failed, exit 3" && says "^3 passed, 1 failed, 4 skipped"'

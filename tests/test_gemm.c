@@ -4,7 +4,7 @@
 #include "private_api.h"
 #include "test.h"
 
-/* n floats with a guard of 64 behind them. */
+/* Returns n random floats and 64 more behind them, which nothing may change. */
 #define GUARD 64
 static float *floats(int64_t n)
 {
@@ -13,7 +13,7 @@ static float *floats(int64_t n)
     return p;
 }
 
-typedef struct product { /* what is asked for; arrays are made to fit */
+typedef struct product { /* a product to test; pad: unused columns of each matrix */
     int64_t m, n, k, batch;
     int     ta, tb, bias_n, bias_m, act, pad;
     float   alpha, beta;
@@ -36,7 +36,7 @@ static double reference(const private_product *d, const float *c, int64_t t, int
     return sum;
 }
 
-/* Runs the product on every context; returns the number of wrong or differing elements. */
+/* Computes the product on each context. Returns the number of elements that are wrong or whose bits differ. */
 static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
 {
     private_product d;
@@ -51,7 +51,7 @@ static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
     d.b = b, d.b_k = s->tb ? 1 : ldb, d.b_col = s->tb ? ldb : 1, d.b_batch = nb;
     d.c = got, d.ldc = ldc, d.c_batch = nc;
     d.bias_n = s->bias_n ? bias_n : NULL, d.bias_m = s->bias_m ? bias_m : NULL;
-    for (int64_t i = 0; s->beta == 0 && i < nc * s->batch; i++) /* C must not be read: NaN all over */
+    for (int64_t i = 0; s->beta == 0 && i < nc * s->batch; i++) /* with beta 0 C must not be read */
         if (i % ldc < s->n) c[i] = NAN;
     for (int x = 0; x < contexts; x++) {
         double scale;
@@ -61,7 +61,7 @@ static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
         else if (memcmp(first, got, bytes) != 0) bad++;
         for (int64_t i = 0; x == 0 && i < nc * s->batch + GUARD; i++) {
             int64_t t = nc ? i / nc : 0, r = nc ? i % nc / ldc : 0, j = nc ? i % nc % ldc : 0;
-            if (i >= nc * s->batch || j >= s->n) bad += memcmp(&got[i], &c[i], sizeof(float)) != 0; /* guards, gaps */
+            if (i >= nc * s->batch || j >= s->n) bad += memcmp(&got[i], &c[i], sizeof(float)) != 0; /* not C */
             else {
                 double want = reference(&d, c, t, r, j, &scale);
                 bad += !(fabs((double)got[i] - want) <= 2e-6 * scale);
@@ -125,7 +125,7 @@ TEST(gemm_small_shapes_of_every_kind)
     ENSURE(on_all(check_small) == 0);
 }
 
-/* Short k, where columns of tiles are taken in one call, and A^T that is packed. */
+/* A short k, for which one call computes several columns of tiles, and a packed A^T. */
 static int64_t check_columns(hpml_ctx *const *ctx, int contexts)
 {
     static const int64_t of[][3] = { { 61, 183, 10 }, { 183, 256, 1 }, { 25, 784, 6 }, { 200, 130, 32 },
@@ -135,7 +135,7 @@ static int64_t check_columns(hpml_ctx *const *ctx, int contexts)
         product s = random_product(of[i / 6], 1);
         s.m = of[i / 6][0], s.n = of[i / 6][1], s.k = of[i / 6][2], s.batch = 1 + i % 2, s.alpha = 1;
         s.ta = i % 3 > 0, s.tb = 0, s.beta = i % 4 == 1, s.bias_n = s.bias_m = i % 6 == 5;
-        s.pad = i % 6 == 2 ? 700 : i % 2; /* columns of A far apart */
+        s.pad = i % 6 == 2 ? 700 : i % 2; /* a large step from one column of A to the next */
         bad += wrong(ctx, contexts, &s);
     }
     return bad;
@@ -167,7 +167,7 @@ static int64_t check_long(hpml_ctx *const *ctx, int contexts)
 {
     static const int64_t shape[][3] = {
         { 3, 2500, 33 }, { 30, 1100, 200 }, { 200, 1057, 20 }, /* across the blocks of n */
-        { 1200, 260, 230 }, { 400, 130, 1030 },                /* columns of A far apart: packed, swapped */
+        { 1200, 260, 230 }, { 400, 130, 1030 },                /* A^T with distant columns: packed, swapped */
         { 10, 33, 9000 }, { 32, 27, 20001 }, { 40, 70, 5003 }, { 1, 7, 10000 }, { 2, 1, 70001 }
     };
     int64_t bad = 0;
@@ -209,7 +209,7 @@ TEST(gemm_inside_a_task)
     ENSURE(on_all(check_serial) == 0);
 }
 
-TEST(sgemm_refuses_what_makes_no_sense)
+TEST(sgemm_rejects_invalid_sizes)
 {
     hpml_ctx *ctx = context(NULL, 1);
     float     x[4] = { 1, 2, 3, 4 };
@@ -222,7 +222,8 @@ TEST(sgemm_refuses_what_makes_no_sense)
     hpml_ctx_free(ctx);
 }
 
-/* Products of halves: every pair of types, transposes, leading dimensions; sizes around the tiles and blocks. */
+/* Products of 16-bit floats: each pair of types, transposes, leading dimensions, sizes around those of tiles and
+   blocks. */
 typedef struct halves {
     int64_t    m, n, k, lda, ldb, ldc;
     int        ta, tb;
@@ -230,7 +231,7 @@ typedef struct halves {
     hpml_dtype type[2];
 } halves;
 
-static void *stored(hpml_ctx *ctx, hpml_dtype type, float *x, int64_t n) /* x becomes what is stored */
+static void *stored(hpml_ctx *ctx, hpml_dtype type, float *x, int64_t n) /* x becomes the values as they are stored */
 {
     void *p = malloc((size_t)n * hpml_dtype_size(type) + 1);
     hpml_convert(ctx, type, p, HPML_DTYPE_F32, x, n);
@@ -256,7 +257,7 @@ static int64_t wrong_halves(hpml_ctx *const *ctx, int contexts, const halves *s)
     for (int64_t i = 0; i < nc + GUARD; i++) {
         int64_t r = i / (s->ldc > 0 ? s->ldc : 1), j = i - r * s->ldc;
         double  sum = 0, size = 1;
-        if (i >= nc || j >= s->n) { /* guards, gaps */
+        if (i >= nc || j >= s->n) { /* guards and unused columns */
             bad += memcmp(&first[i], &c[i], sizeof(float)) != 0;
             continue;
         }
@@ -297,7 +298,7 @@ TEST(gemm_of_halves_in_every_pair_of_types)
     ENSURE(on_all(check_halves) == 0);
 }
 
-/* n numbers inc apart, as BLAS counts them. */
+/* Returns an array for n numbers that are inc elements apart. */
 static float *strided(int64_t n, int64_t inc) { return floats(n > 0 ? (n - 1) * inc + 1 : 0); }
 
 static int64_t wrong_gemv(hpml_ctx *ctx, int64_t m, int64_t n, bool trans, int64_t inc_x, int64_t inc_y, int64_t pad,
@@ -368,7 +369,7 @@ static int64_t wrong_vectors(hpml_ctx *ctx, int64_t n, int64_t inc_x, int64_t in
         }
     }
     if (n > 0 && alpha == 0) x[0] = 0, y[0] = 0;
-    for (int64_t i = 0; i < n; i++) { /* equal ones are likely: the first counts */
+    for (int64_t i = 0; i < n; i++) { /* many have the same magnitude: isamax returns the first */
         x[i * inc_x] = rintf(8 * x[i * inc_x]);
         if (best < 0 || fabsf(x[i * inc_x]) > fabsf(x[best * inc_x])) best = i;
     }

@@ -550,7 +550,7 @@ TEST(bytes_are_a_27th)
 TEST(a_failure_ends_the_job)
 {
     const char *who = getenv("HPML_TEST_FAILS");
-    if (!who) SKIP("no rank is told to fail");
+    if (!who) SKIP("HPML_TEST_FAILS names no rank");
     ENSURE(me != atoi(who));
     MPI_Barrier(MPI_COMM_WORLD);
 }

@@ -42,7 +42,7 @@ TEST(words_are_blocks_of_philox)
     }
 }
 
-TEST(same_bits_in_any_cut_on_any_cpu_and_one_by_one)
+TEST(same_bits_in_pieces_of_any_size_and_on_any_instruction_set)
 {
     enum { N = 1000 };
     static float u[N], z[N], x[N];
@@ -198,7 +198,7 @@ TEST(permutation_is_a_bijection)
     ENSURE(is_permutation(1, 1, 65536));
     ENSURE(is_permutation(1, 2, 65537));
     ENSURE(hpml_permute_index(1, 1, 10, 10) == -1 && hpml_permute_index(1, 1, 10, -1) == -1);
-    for (int64_t i = 0; i < 100; i++) { /* sizes that no memory holds */
+    for (int64_t i = 0; i < 100; i++) { /* more elements than memory could hold */
         int64_t y = hpml_permute_index(1, 1, INT64_MAX, i);
         ENSURE(y >= 0);
     }
@@ -223,8 +223,8 @@ TEST(permutation_mixes)
     ENSURE(fixed < 8 && repeats < 8); /* 1 expected */
 }
 
-/* Small sets show whether all orders are equally likely over the epochs. */
-TEST(permutation_of_few)
+/* All orders of a small set must be equally likely over the epochs. */
+TEST(permutation_of_few_elements_is_uniform)
 {
     int    order[6] = { 0 }, place[10][10] = { { 0 } };
     double chi2 = 0;

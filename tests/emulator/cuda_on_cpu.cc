@@ -1,12 +1,12 @@
-/* hpml_cuda.cuh's body, the very text that nvcc compiles, for the emulation in cuda_on_cpu.h. */
+/* The body of hpml_cuda.cuh, the same text that nvcc compiles, for the emulation in cuda_on_cpu.h. */
 #define HPML_CUDA_ON_CPU
 #define HPML_USE_NCCL
 #include "cuda_on_cpu.h"
 #include "cublas_on_cpu.h"
 #include "cudnn_on_cpu.h"
-#define HPMLG_SLOT_BYTES ((size_t)256 << 10) /* so that tests fill the ring */
+#define HPMLG_SLOT_BYTES ((size_t)256 << 10) /* small, so that tests fill the ring */
 #include "nccl_on_cpu.h"
-/* As exact as on the device, not more. */
+/* As exact as on the device, and not more exact. */
 #define expf(x)  emu::near(expf(x), 2)
 #define exp2f(x) emu::near(exp2f(x), 2)
 #define tanhf(x) emu::near(tanhf(x), 2)
@@ -16,7 +16,7 @@
 #define HPML_CUDA_IMPLEMENTATION
 #include "../../hpml_cuda.cuh"
 
-/* What the emulation can be told and asked, for tests in C. On a GPU these are not there. */
+/* Faults that tests in C inject into the emulation, and counters that they read. A GPU has neither. */
 extern "C" void cuda_on_cpu_fault(const char *what, long k)
 {
     auto &e = emu::all;

@@ -9,7 +9,7 @@
      build with ThreadSanitizer reports any two accesses of a block that no barrier separates, with both lines;
    - a barrier or a warp operation that not all threads reach, a wait that is missing after an asynchronous copy, its
      memory written before it has arrived, or a thread that ends first;
-   - out of bounds, by AddressSanitizer; reading what nobody wrote: fresh memory is NaN;
+   - out of bounds, by AddressSanitizer; reading memory before it is written: new memory is NaN;
    - a host pointer in a kernel, a device pointer on the host, a missing synchronisation: work may be held back;
    - leaks, and every error of the runtime at will.
    It cannot show speed or weak memory order. Blocks run one after another: a kernel whose blocks wait for each other
@@ -478,7 +478,7 @@ inline fiber *fiber_take(void)
     return f;
 }
 
-/* Nobody can run, yet some wait. */
+/* Called when no thread can run and some wait: reports the deadlock. */
 [[gnu::cold]] inline void stuck(void)
 {
     for (unsigned i = 0; i < all.threads; i++) {
@@ -1350,7 +1350,7 @@ inline bool while_capturing(stream *s = nullptr)
     return unsafe;
 }
 
-/* What nobody wrote is NaN: the first and the last 4 MiB, so that large allocations cost no more. */
+/* Fills new memory with NaN: the first and the last 4 MiB, so that large allocations take no longer. */
 inline void fill(void *p, size_t bytes)
 {
     size_t n = std::min(bytes, (size_t)4 << 20);
@@ -1806,7 +1806,7 @@ inline void cuda_on_cpu_order(unsigned order) { emu::all.order = order; }
 /* From here on every launch runs in so many orders, and the device's memory must come out the same; also by
    CUDA_ON_CPU_CHECK. 0: off. CUDA_ON_CPU_UNORDERED names kernels whose atomics deal out places: they are left out. */
 inline void cuda_on_cpu_check(unsigned orders) { emu::all.check = orders; }
-/* 0: work on a stream runs at once; 1: only when somebody waits for it; 2..: by chance. */
+/* 0: work on a stream runs at once; 1: only when the host waits for it; 2..: at random. */
 inline void cuda_on_cpu_lazy(unsigned lazy) { emu::all.lazy = lazy, emu::all.laziness = lazy; }
 /* Errors are kept from here on; caught() gives the first one's text, "" if there was none, and ends that. */
 inline void cuda_on_cpu_expect(void) { emu::all.expecting = true, emu::all.caught[0] = 0; }

@@ -1,5 +1,5 @@
-/* NCCL on a CPU: see nccl_on_cpu.h. What a rank sends is copied when it calls, behind the work on its stream so far;
-   what it receives is written on its stream, when all ranks have called. */
+/* NCCL on a CPU: see nccl_on_cpu.h. A rank's input is copied by work on its stream, after
+   the work that is there when the rank calls; its output is written on its stream when all ranks have called. */
 #define HPML_CUDA_ON_CPU
 #include "cuda_on_cpu.h"
 #include "nccl_on_cpu.h"

@@ -588,7 +588,7 @@ TEST(a_missing_synchronisation_shows_when_work_is_held_back)
         cudaMemsetAsync(y.p, 0, 4, s);
         HPMLG_LAUNCH(k_add, 1, 1, 0, s, y.p, 3.0f, 1);
         cudaMemcpyAsync(h, y.p, 4, cudaMemcpyDeviceToHost, s);
-        ENSURE(lazy > 1 || *h == (lazy ? 7 : 3));       /* nobody waited */
+        ENSURE(lazy > 1 || *h == (lazy ? 7 : 3));       /* the host has not waited */
         cudaEventRecord(e, s);
         cudaStreamWaitEvent(other, e);
         HPMLG_LAUNCH(k_double, 1, 1, 0, other, y.p);
