@@ -83,7 +83,7 @@ static hpml_status run_case(const op_case *c, bool gpu, hpml_cuda_precision prec
     if (passes == 3) hpml_graph_forward(g, true, 3), hpml_graph_backward(g, 0.5f, true); /* gradients add up */
     if (hpml_ctx_status(ctx) == HPML_OK) {
         keep(r, ctx, "loss", loss->data, loss->dtype, 1);
-        keep(r, ctx, "result", y->data, y->dtype, hpml_tensor_count(y));
+        keep(r, ctx, "result", y->raw, y->dtype, hpml_tensor_count(y));
         keep(r, ctx, "gradient of x", x->grad, x->dtype, hpml_tensor_count(x));
         for (int p = 0; p < hpml_param_count(ctx); p++) {
             hpml_tensor *w = hpml_param_at(ctx, p);
@@ -326,17 +326,19 @@ static void give_back(hpml_ctx *ctx, void *p, int64_t n, hpml_dtype dtype)
 static void grad_place(hpml_tensor *t, uint64_t seed)
 {
     int64_t n = hpml_tensor_count(t);
-    float  *x = numbers(seed, n, 0);
-    t->grad   = (float *)place(t->ctx, t->dtype, x, n);
+    float  *x   = numbers(seed, n, 0);
+    t->raw_grad = place(t->ctx, t->dtype, x, n);
+    t->grad     = t->dtype == HPML_DTYPE_F32 ? (float *)t->raw_grad : NULL;
     free(x);
 }
 
 static void grad_keep(results *r, hpml_tensor *t)
 {
-    if (!t || !t->grad) return;
-    if (r) keep(r, t->ctx, t->name, t->grad, t->dtype, hpml_tensor_count(t));
-    give_back(t->ctx, t->grad, hpml_tensor_count(t), t->dtype);
-    t->grad = NULL;
+    if (!t || !t->raw_grad) return;
+    if (r) keep(r, t->ctx, t->name, t->raw_grad, t->dtype, hpml_tensor_count(t));
+    give_back(t->ctx, t->raw_grad, hpml_tensor_count(t), t->dtype);
+    t->raw_grad = NULL;
+    t->grad     = NULL;
 }
 
 /* y = op(x): the pass forward on v, and the pass backward of its node on numbers of seed 2. */
@@ -345,9 +347,10 @@ static void run_node(hpml_tensor *x, hpml_tensor *y, const void *v, const one_op
     hpml_ctx   *ctx = x->ctx;
     hpml_graph *g   = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
     hpml_run    run = { .ctx = ctx, .train = !o->eval, .step = 5, .loss_scale = 1 };
-    if (!g || hpml_graph_alloc(g) != HPML_OK || hpml_tensor_set(x, v, hpml_tensor_count(x)) != HPML_OK) return;
+    size_t      bytes = (size_t)hpml_tensor_count(x) * hpml_dtype_size(x->dtype);
+    if (!g || hpml_graph_alloc(g) != HPML_OK || hpml_tensor_set_raw(x, v, bytes) != HPML_OK) return;
     if (hpml_graph_forward(g, !o->eval, 5) != HPML_OK) return;
-    keep(r, ctx, "y", y->data, y->dtype, hpml_tensor_count(y));
+    keep(r, ctx, "y", y->raw, y->dtype, hpml_tensor_count(y));
     grad_place(y, 2);
     for (int s = 0; s < y->node->src_count; s++) {
         hpml_tensor *t = y->node->src[s];
@@ -1047,7 +1050,7 @@ TEST(half_copies_follow_their_weights)
         bool all_zero = true;
         if (pass == 3) ENSURE(hpml_tensor_set(hpml_param_at(ctx, 0), zero, 24) == HPML_OK);
         ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
-        hpml_ctx_backend(ctx)->read(hpml_ctx_device(ctx), y, out->data, 8 * hpml_dtype_size(out->dtype));
+        hpml_ctx_backend(ctx)->read(hpml_ctx_device(ctx), y, out->raw, 8 * hpml_dtype_size(out->dtype));
         for (int i = 0; i < 4; i++) all_zero = all_zero && y[i] == 0; /* 8 halves */
         ENSURE(all_zero == (pass == 3));
     }
