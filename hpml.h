@@ -1845,7 +1845,7 @@ struct hpml_ctx {
     const hpml_backend  *backend;
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend; on the CPU with stored halves: wrappers */
     hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
-    void                *device;     /* what backend->open gave */
+    void                *device;     /* the object that backend->open returned */
     float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;

@@ -7630,6 +7630,9 @@ HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, h
     if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
         d->history < 0)
         status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative");
+    else if (!d->codec.custom && !hpml_codec_get(d->codec.kind))
+        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: there is no codec %d; take a word of hpml_codec_kind",
+                            (int)d->codec.kind);
     else if (hpml_trainer_settings(t)->input->ctx != c->ctx)
         status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
                             "hpml_comm_ctx(comm)");

@@ -5318,12 +5318,8 @@ HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t
     float d = x - t;
     if (what == HPMLG_BCE) return hpmlg_act_sigmoid(x) - t;
     if (what == HPMLG_MSE) return 2 * d;
-    if (delta == 0) {
-        if (d > 0) return 1;
-        return d < 0 ? -1.0f : 0.0f;
-    }
-    if (d > delta) return delta;
-    return d < -delta ? -delta : d;
+    if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
+    return d > delta ? delta : d < -delta ? -delta : d;
 }
 
 /* Computes a loss's gradients dx (+)= f'(x - t) dloss / n and dt (+)= the negative; dx.p, dt.p NULL: not wanted. */

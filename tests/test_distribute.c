@@ -1684,6 +1684,11 @@ TEST(errors_name_the_rank)
     ENSURE(refused && strstr(text, "of another context"));
     ENSURE(go(&mixed, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED);
     ENSURE(go(&both, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED && strstr(both.text, "sync_batchnorm"));
+    for (int exact = 0; exact < 2; exact++) { /* an unknown codec is refused, not taken for NONE */
+        job unknown = { .d = { .exact = exact, .codec.kind = hpml_codec_find("threebit") } };
+        ENSURE(go(&unknown, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_ARGUMENT);
+        ENSURE(strstr(unknown.text, "there is no codec -1"));
+    }
     job late = { .train.steps = 3, .file.save = path("late"), .d.delayed = true },
         now = { .file.load = late.file.save },
         other = { .file.load = late.file.save, .model.hidden = 32, .d.delayed = true };

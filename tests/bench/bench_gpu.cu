@@ -265,7 +265,7 @@ static void bench_kernel(const struct kernel_case *c, hpml_cuda_precision precis
             static int32_t t[65536];
             hpml_rng       r = {};
             for (int i = 0; i < 65536; i++) t[i] = (int32_t)hpml_rng_below(&r, 50257);
-            hpml_tensor_set(in, t, 65536);
+            hpml_tensor_set_raw(in, t, sizeof t);
         }
         for (int back = 0; back < 2; back++) {
             double moved = bytes * (back ? c->backward : c->forward); /* embedding: and the table, in f32 */
