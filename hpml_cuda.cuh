@@ -401,15 +401,15 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 #endif
 
 #define HPMLG_LAUNCH(kernel, grid, block, shared, stream, ...) kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
-/* Declares `name`, the dynamic shared memory of a kernel. */
+/* Declares `name`, a pointer to `type`: the dynamic shared memory of the kernel that contains this macro. */
 #define HPMLG_SHARED(type, name)                                                                                       \
     extern __shared__ __align__(16) unsigned char hpmlg_dynamic[];                                                     \
     type *name = (type *)hpmlg_dynamic
 
-/* d (16, 8) += a (16, 16) b (16, 8) by one warp. The registers are as PTX defines them: with g = lane / 4, t = lane %
-   4, a[0], a[1], a[2], a[3] hold rows g, g + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 (two halves each); b[0],
-   b[1] rows 2t and 2t + 8 (two each, downward) of column g; d rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t +
-   1. */
+/* Multiplies on tensor cores, by one warp: d (16, 8) += a (16, 16) b (16, 8), a and b in halves (f16, else bf16), d in
+   f32. The arguments are one lane's registers, as PTX defines them: with g = lane / 4, t = lane % 4, a[0] to a[3]
+   contain rows g, g + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 (two neighbouring halves each); b[0], b[1] rows 2t
+   and 2t + 8 (two halves each, downward) of column g; d rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. */
 static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16)
 {
 #define HPMLG_MMA(type)                                                                                                \
@@ -420,8 +420,9 @@ static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigne
     else HPMLG_MMA("bf16");
 }
 
-/* d (16, 8) += a (16, 8) b (8, 8) in tf32: a[0..3] hold rows g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; b[0],
-   b[1] rows t, t + 4 of column g. The operands are f32 bits, of which the instruction ignores the low 13. */
+/* Multiplies in tf32 on tensor cores, by one warp: d (16, 8) += a (16, 8) b (8, 8). With g = lane / 4, t = lane % 4:
+   a[0..3] contain rows g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; b[0], b[1] rows t, t + 4 of column g; d as for
+   hpmlg_mma_16816. a and b are bits of f32 numbers, of which the instruction ignores the low 13. */
 static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned b[2])
 {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -430,8 +431,9 @@ static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const uns
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* Loads four 8 x 8 matrices of halves from shared memory. Lane l passes the address of row l % 8 of matrix l / 8 (16
-   bytes, aligned) and gets row l / 4, columns 2 (l % 4) and the next, of matrix i in r[i]; _trans: of its transpose. */
+/* Loads four 8 x 8 matrices of halves from shared memory into the registers r[0..3] of a warp. Lane l passes in `row`
+   the address of row l % 8 of matrix l / 8 (16 bytes, aligned); its r[i] gets, from matrix i, row l / 4, columns 2 (l %
+   4) and the next. variant: "" or, to load each matrix transposed, ".trans". */
 #define HPMLG_LDMATRIX(variant)                                                                                        \
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" variant ".shared.b16 {%0,%1,%2,%3}, [%4];"                            \
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                                      \
@@ -442,9 +444,9 @@ static __device__ __forceinline__ void hpmlg_ldmatrix_x4_trans(unsigned r[4], co
     HPMLG_LDMATRIX(".trans");
 }
 
-/* Starts the copy of 16 bytes from global to shared memory, which overlaps with computation. Not valid: 16 zeros, and
-   `global` is not read. A commit closes a group of copies; wait(n) returns when all groups of this thread but the last
-   n have arrived. */
+/* Starts the copy of 16 bytes from global to shared memory, which overlaps with computation. If `valid` is false, the
+   destination gets 16 zeros and `global` is not read. hpmlg_copy_commit closes a group of copies; hpmlg_copy_wait(n)
+   returns when all groups of this thread but the last n have arrived. */
 static __device__ __forceinline__ void hpmlg_copy_async16(void *shared, const void *global, bool valid)
 {
     unsigned at = (unsigned)__cvta_generic_to_shared(shared), bytes = valid ? 16 : 0;
@@ -466,8 +468,8 @@ static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("c
 #define HPMLG_WARP 32
 #define HPMLG_ALL_LANES 0xffffffffu
 
-/* Return the index of this thread among all threads of a launch, and their count. The loops assign n elements to
-   threads, 8 neighbouring elements to each thread, or n rows to warps. */
+/* Return the index of this thread among all threads of a kernel launch, and the number of these threads. The loops
+   below assign elements 0 to n - 1 to single threads, 8 neighbouring elements to each thread, or n rows to warps. */
 HPMLG_DEVICE int64_t hpmlg_thread_index(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 HPMLG_DEVICE int64_t hpmlg_thread_count(void) { return (int64_t)gridDim.x * blockDim.x; }
 #define HPMLG_FOR_EACH(i, n)                                                                                           \
@@ -477,7 +479,7 @@ HPMLG_DEVICE int64_t hpmlg_thread_count(void) { return (int64_t)gridDim.x * bloc
 #define HPMLG_FOR_EACH_WARP(i, n)                                                                                      \
     for (int64_t i = hpmlg_thread_index() / HPMLG_WARP; i < (n); i += hpmlg_thread_count() / HPMLG_WARP)
 
-/* Returns a / b, by the 32-bit division, which is several times faster, where both fit. */
+/* Returns a / b, by the 32-bit division, which is several times faster, where a and b fit in 32 unsigned bits. */
 HPMLG_DEVICE int64_t hpmlg_quotient(int64_t a, int64_t b)
 {
     return (((uint64_t)a | (uint64_t)b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
@@ -489,16 +491,16 @@ HPMLG_DEVICE float hpmlg_combine(float v, float w, bool maximum)
     return w > v || w != w ? w : v;
 }
 
-/* Returns, to each of tx neighbouring threads (a power of two), the sum of their v, or the maximum, where a NaN counts
-   as the largest. With more than a warp all threads of the block must call. space: shared, a float for each warp; not
-   used within a warp. */
+/* Returns, to each of tx neighbouring threads (a power of two), the sum of their values v, or, if `maximum`, the
+   largest v, where a NaN counts as the largest. If tx exceeds 32 (a warp), all threads of the block must call. space:
+   shared memory for one float per warp of the block; not used if tx is at most 32. */
 HPMLG_DEVICE float hpmlg_group_reduce(float v, float *space, int tx, bool maximum)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP, warps = tx / HPMLG_WARP, first;
     for (int o = (tx < HPMLG_WARP ? tx : HPMLG_WARP) / 2; o > 0; o >>= 1)
         v = hpmlg_combine(v, __shfl_xor_sync(HPMLG_ALL_LANES, v, o), maximum);
     if (warps <= 1) return v;
-    __syncthreads(); /* threads may still read `space` in an earlier call */
+    __syncthreads(); /* wait, because threads may still read `space` in an earlier call */
     if (lane == 0) space[warp] = v;
     __syncthreads();
     first = warp / warps * warps;
@@ -511,12 +513,12 @@ HPMLG_DEVICE float hpmlg_group_reduce(float v, float *space, int tx, bool maximu
 // >>gpu-vec8   reading and writing 8 elements at a time
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* An array of f32, bf16 or f16. Kernels read and write f32 values through hpmlg_get and hpmlg_put, whatever the type:
-   all threads take the same branch on the type, which costs nothing beside the memory access. Fast kernels move 8
-   neighbouring elements, a vec8, in one access of 16 bytes or two. */
+/* Describes an array of f32, bf16 or f16 numbers. Kernels read and write f32 values through hpmlg_get and hpmlg_put,
+   which convert: all threads take the same branch on the type, which costs nothing next to the memory access. Fast
+   kernels move 8 neighbouring elements, a vec8, in one or two accesses of 16 bytes. */
 typedef struct hpmlg_array {
     void   *p;
-    int64_t type; /* HPML_DTYPE_F32, _BF16 or _F16; as wide as a pointer, so that the struct has no padding */
+    int64_t type; /* HPML_DTYPE_F32, _BF16 or _F16; as wide as the pointer `p`, so that the struct has no padding */
 } hpmlg_array;
 
 HPMLG_DEVICE float hpmlg_get(hpmlg_array a, int64_t i)
@@ -533,7 +535,7 @@ HPMLG_DEVICE void hpmlg_put(hpmlg_array a, int64_t i, float v)
     else ((__half *)a.p)[i] = __float2half_rn(v);
 }
 
-/* Returns the two halves of one 32-bit word, the first in its low bits, as floats. */
+/* Returns as floats the two halves of w, of type `type`: .x from the low 16 bits of w, .y from the high 16 bits. */
 HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
 {
     unsigned short low = (unsigned short)w, high = (unsigned short)(w >> 16);
@@ -541,10 +543,10 @@ HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
     return make_float2(__half2float(__ushort_as_half(low)), __half2float(__ushort_as_half(high)));
 }
 
-/* Returns two floats as halves of one word, the first in its low bits. */
+/* Returns a 32-bit word of two halves of type `type`: `a`, rounded, in its low 16 bits, `b` in the high 16. */
 HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
 {
-    __nv_bfloat162 x = __floats2bfloat162_rn(a, b); /* one instruction for both */
+    __nv_bfloat162 x = __floats2bfloat162_rn(a, b); /* one instruction converts both floats */
     __half2        y = __floats2half2_rn(a, b);
     unsigned       w;
     if (type == HPML_DTYPE_BF16) memcpy(&w, &x, sizeof w);
@@ -552,7 +554,7 @@ HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
     return w;
 }
 
-/* Returns v rounded to the type. */
+/* Returns the float v rounded to `type`, HPML_DTYPE_F32, _BF16 or _F16. */
 HPMLG_DEVICE float hpmlg_round_to(float v, int64_t type)
 {
     return type == HPML_DTYPE_F32 ? v : hpmlg_widen(hpmlg_narrow(v, v, (int)type), (int)type).x;
@@ -560,7 +562,7 @@ HPMLG_DEVICE float hpmlg_round_to(float v, int64_t type)
 
 typedef struct hpmlg_vec8 { float v[8]; } hpmlg_vec8;
 
-/* Read or write elements 8 i to 8 i + 7 of an array whose address is a multiple of 16 bytes. */
+/* Read or write elements 8 i to 8 i + 7 of the array `a`, whose address is a multiple of 16 bytes. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get8(hpmlg_array a, int64_t i)
 {
     hpmlg_vec8 e;
@@ -597,14 +599,15 @@ HPMLG_DEVICE void hpmlg_put8(hpmlg_array a, int64_t i, hpmlg_vec8 e)
     }
 }
 
-/* Can elements at to at + 7 be moved as one vec8? Only if all are in [from, to) and the address is aligned. Rows of any
-   length begin anywhere (50,257 columns of bf16); only their ends are moved element by element. */
+/* Returns true if elements at to at + 7 of the array `a` can be moved as one vec8: all lie in [from, to) and their
+   address is a multiple of 16 bytes. Rows of any length may begin anywhere (50,257 columns of bf16); only the ends of
+   such a row are moved element by element. */
 HPMLG_DEVICE bool hpmlg_is_one_access(hpmlg_array a, int64_t at, int64_t from, int64_t to)
 {
     return at >= from && at + 8 <= to && (((uintptr_t)a.p & 15) | (uintptr_t)(at & 7)) == 0;
 }
 
-/* Reads elements at to at + 7; those outside [from, to) are not read and have the value `fill`. */
+/* Reads elements at to at + 7 of the array `a`; returns `fill` for those outside [from, to), which are not read. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get_range(hpmlg_array a, int64_t at, int64_t from, int64_t to, float fill)
 {
     hpmlg_vec8 e;
@@ -613,7 +616,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_get_range(hpmlg_array a, int64_t at, int64_t from,
     return e;
 }
 
-/* Writes, or adds to, elements at to at + 7; those outside [from, to) are not touched. */
+/* Writes e to elements at to at + 7 of array `a` or, if `add`, adds e; elements outside [from, to) are not touched. */
 HPMLG_DEVICE void hpmlg_put_range(hpmlg_array a, int64_t at, int64_t from, int64_t to, hpmlg_vec8 e, bool add)
 {
     if (add) {
@@ -626,8 +629,8 @@ HPMLG_DEVICE void hpmlg_put_range(hpmlg_array a, int64_t at, int64_t from, int64
             if (at + j >= from && at + j < to) hpmlg_put(a, at + j, e.v[j]);
 }
 
-/* Read or write elements c to c + 7 of a row of `cols`; those past the end of the row have the value `fill` and are not
-   written. */
+/* Read or write elements c to c + 7 of row `row` of a matrix with `cols` columns. For columns past the row's end the
+   read returns `fill` and the write does nothing; add: e is added to the elements. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, float fill)
 {
     return hpmlg_get_range(a, row * cols + c, row * cols + c, row * cols + cols, fill);
@@ -638,8 +641,8 @@ HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_
     hpmlg_put_range(a, row * cols + c, row * cols + c, row * cols + cols, e, add);
 }
 
-/* Reads elements c to c + 7 of a parameter (cols); all are `fallback` where the layer has no such parameter (p
-   NULL). */
+/* Returns elements c to c + 7 of a layer's parameter p (cols); all are `fallback` if p is NULL, because the layer has
+   no such parameter. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_param_get8(const float *p, int64_t cols, int64_t c, float fallback)
 {
     hpmlg_array a = { (void *)p, HPML_DTYPE_F32 };
@@ -651,27 +654,27 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_param_get8(const float *p, int64_t cols, int64_t c
 // >>gpu-device   the device: errors, launches, memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Kernels cannot fail, but data can be wrong: a token or a label out of range, a gradient that is NaN. The first kernel
-   that finds such a value leaves a note in host memory. When the host next waits for the device, it reads the note and
-   the context gets an error. */
+/* A message from a kernel to the host. Kernels cannot fail, but data can be wrong: a token or a label out of range, a
+   gradient that is NaN. The first kernel that finds such a value writes this struct in host memory; when the host next
+   waits for the device, it reads the struct and gives the context an error. */
 typedef struct hpmlg_note {
     long long        index;
     int              value;
-    int              nonfinite; /* 1: hpmlg_device.first_nonfinite names the step and the parameter; else 0 */
-    const hpml_node *node;      /* the op that read `value` at `index`, out of range; NULL: no op did */
+    int              nonfinite; /* 1: first_nonfinite (of hpmlg_device) names step and parameter; else 0 */
+    const hpml_node *node;      /* the op whose input number `index` is `value`, out of range; NULL: none */
 } hpmlg_note;
 
-/* Numbers of launches, for hpml_cuda_text. products, convolutions: [0] by a library, [1] by own kernels; _refused:
-   those of [1] that the library had refused. fused: convolutions with bias and activation in one launch. epilogues: [0]
-   fused into cuBLASLt's products, [1] refused. */
+/* Counts of launches, for hpml_cuda_text. products, convolutions: [0] by a library, [1] by this header's kernels;
+   products_refused, convolutions_refused: those of [1] that the library had refused before. fused: convolutions with
+   bias and activation in one launch. epilogues: [0] fused into cuBLASLt's products, [1] refused by cuBLASLt. */
 enum hpmlg_epilogue_kind { HPMLG_BIAS, HPMLG_RELU, HPMLG_GELU, HPMLG_GELU_BACK, HPMLG_SUMS, HPMLG_EPILOGUES };
 typedef struct hpmlg_work_counts {
     long long products[2], convolutions[2], products_refused, convolutions_refused, fused;
     long long epilogues[2][HPMLG_EPILOGUES];
 } hpmlg_work_counts;
 
-/* The key of dropout's random numbers. A recorded pass is the same in each step but for this key, so kernels read it
-   from device memory. */
+/* The key of dropout's random numbers. A recorded pass replays the same launches in each step although the key changes,
+   so kernels read the key from device memory. */
 typedef struct hpmlg_random_key {
     unsigned long long step, sample, seed;
 } hpmlg_random_key;
@@ -681,105 +684,106 @@ typedef struct hpmlg_random_key {
 #define HPMLG_SLOT_BYTES ((size_t)4 << 20)
 #endif
 
-typedef struct hpmlg_slot { /* pinned host memory of uploads, and device memory of the same size behind it */
+typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, and a device buffer of its size */
     unsigned char *host, *device;
-    cudaEvent_t    arrived;  /* the last large upload from this slot has arrived in `device` */
-    cudaEvent_t    reusable; /* the device has read all of the slot */
+    cudaEvent_t    arrived;  /* event: the last large upload from `host` has arrived in `device` */
+    cudaEvent_t    reusable; /* event: the device has read all of `host`; it may be overwritten */
 } hpmlg_slot;
 
-#define HPMLG_PASSES  64                   /* passes that are kept recorded */
-#define HPMLG_SCRATCH ((size_t)1 << 20)    /* bytes */
-#define HPMLG_RESULT  ((size_t)4096)       /* bytes; larger downloads go straight to the caller's memory */
+#define HPMLG_PASSES  64                   /* passes that are kept recorded in a device's cache */
+#define HPMLG_SCRATCH ((size_t)1 << 20)    /* bytes of hpmlg_device.scratch */
+#define HPMLG_RESULT  ((size_t)4096)       /* bytes; larger downloads go to the caller's memory */
 
-/* Side results of an op that a later op uses. They are saved with a recorded pass, so that a replay, which runs no op's
-   host code, restores them. */
+/* Side results of an op that a later op uses. They are saved with a recorded pass, because a replay runs no op's host
+   code: it restores them instead. */
 typedef struct hpmlg_op_notes {
-    const void      *y, *labels;           /* arguments of the last cross-entropy, which has counted its hits */
-    const hpml_node *activation_grad_done; /* the linear layer whose dy the layer after it has already multiplied by
-                                              act'(z), in the epilogue of its own dx */
+    const void      *y, *labels;           /* arguments of the last cross-entropy, which counted its hits */
+    const hpml_node *activation_grad_done; /* the linear layer whose dy the next layer has already multiplied by
+                                              act'(z), in the epilogue of the product for its own dx */
 } hpmlg_op_notes;
 
 typedef struct hpmlg_pass {
     hpml_pass         key;
-    hpmlg_op_notes    op_notes; /* after the pass */
-    hpmlg_work_counts work;     /* of one replay */
-    bool              has_run;  /* op by op, without an error, so that the memory of its ops is allocated */
-    bool              given_up; /* recording has failed: the pass always runs op by op */
-    cudaGraphExec_t   exec;     /* NULL: not recorded yet */
-    uint64_t          used;     /* hpmlg_device.clock at the last use */
+    hpmlg_op_notes    op_notes; /* the side results of its ops after the pass */
+    hpmlg_work_counts work;     /* the launches of one replay, counted */
+    bool              has_run;  /* it ran op by op without an error, so its ops' memory is allocated */
+    bool              given_up; /* recording failed, so the pass always runs op by op */
+    cudaGraphExec_t   exec;     /* the CUDA graph of the pass; NULL: not recorded yet */
+    uint64_t          used;     /* hpmlg_device.clock at the last use; 0: the entry is free */
 } hpmlg_pass;
 
-typedef struct hpmlg_half_copy { /* of a parameter */
-    const float *w;              /* (n) */
-    void        *half;           /* (n) */
+typedef struct hpmlg_half_copy { /* the copy of one f32 parameter in halves, an entry of a list */
+    const float *w;              /* (n): the parameter, f32, on the device */
+    void        *half;           /* (n): its copy in halves, on the device */
     int64_t      n;
-    bool         fresh;          /* equals w */
+    bool         fresh;          /* `half` equals w; false: w has changed since */
     struct hpmlg_half_copy *next;
 } hpmlg_half_copy;
 
-typedef struct hpmlg_allocation { /* memory of tensors or of the device; freed with the device at the latest */
+typedef struct hpmlg_allocation { /* device memory, an entry of the list of all; freed with the device at the latest */
     void                    *p;
     struct hpmlg_allocation *next;
 } hpmlg_allocation;
 
 #define HPMLG_SPANS 1024
 
-typedef struct hpmlg_span { /* a timed span of work: events before and after it */
+typedef struct hpmlg_span { /* a timed span of work, between two events on a stream */
     cudaEvent_t from, to;
     const char *name;
-    double     *seconds;    /* the span's time is added here; NULL: traced only */
-    int         lane;       /* of the trace */
+    double     *seconds;    /* the span's seconds are added here; NULL: traced only */
+    int         lane;       /* of the trace: HPML_LANE_GPU or another */
 } hpmlg_span;
 
 typedef struct hpmlg_device {
     hpml_ctx         *ctx;
     hpmlg_allocation *allocations;
     hpml_cuda_desc    d;
-    hpml_dtype        act_dtype;      /* type of activations */
-    int               sms;            /* multiprocessors */
-    cudaStream_t      stream, copies; /* of ops; of large uploads */
-    uint64_t          clock;          /* ticks with each use of a cache's entry */
-    /* uploads, downloads, notes */
+    hpml_dtype        act_dtype;      /* type in which activations are stored */
+    int               sms;            /* number of multiprocessors */
+    cudaStream_t      stream, copies; /* streams: `stream` runs ops, `copies` large uploads */
+    uint64_t          clock;          /* counts the uses of cache entries, to find the oldest */
+    /* state of uploads, downloads and messages of kernels */
     hpmlg_slot        slots[HPMLG_SLOTS];
-    int               slot;                      /* index of the slot that is being filled */
-    size_t            slot_used;                 /* bytes of this slot */
+    int               slot;                      /* index in `slots` of the one that is being filled */
+    size_t            slot_used;                 /* bytes filled in slots[slot] */
     unsigned char    *pinned;                    /* host memory that the device can access: slots, result, note */
-    void             *result;                    /* HPMLG_RESULT bytes, for small downloads */
+    void             *result;                    /* HPMLG_RESULT bytes of pinned memory for small downloads */
     hpmlg_note       *note;
-    int              *note_taken;                /* on the device: 1 once a kernel has written the note */
-    unsigned long long *first_nonfinite;         /* on the device: see hpmlg_nonfinite_pack */
-    hpmlg_random_key *random_key;                /* on the device */
-    hpmlg_random_key  random_key_host;           /* the value there, */
-    bool              random_key_known;          /* if it is known */
-    /* passes */
+    int              *note_taken;                /* on the device: 1 once a kernel has written *note */
+    unsigned long long *first_nonfinite;         /* on the device: a number that hpmlg_nonfinite_pack made; 0: none */
+    hpmlg_random_key *random_key;                /* on the device: the key of dropout's random numbers */
+    hpmlg_random_key  random_key_host;           /* the key that was last uploaded to *random_key */
+    bool              random_key_known;          /* random_key_host is valid */
+    /* state of passes (>>gpu-pass) */
     hpmlg_pass        passes[HPMLG_PASSES];
-    hpmlg_pass       *running;                   /* the pass that runs op by op now; NULL: none */
-    hpmlg_pass       *recording;                 /* the pass that is being recorded; NULL: none */
+    hpmlg_pass       *running;                   /* the pass that is now run op by op; NULL: none */
+    hpmlg_pass       *recording;                 /* the pass that is now captured; NULL: none */
     bool              in_whole_forward;          /* all ops of a forward pass run, so norms may fuse residual sums */
-    hpmlg_op_notes    op_notes, op_notes_before; /* now; at the start of the current recording */
-    hpmlg_work_counts work, work_before;         /* the same */
-    long long         pass_counts[4];            /* by enum hpmlg_pass_kind */
+    hpmlg_op_notes    op_notes, op_notes_before; /* side results now; at the start of the current recording */
+    hpmlg_work_counts work, work_before;         /* counts of launches now; at the start of the recording */
+    long long         pass_counts[4];            /* numbers of passes, indexed by enum hpmlg_pass_kind */
     long long         waits;                     /* times that the host has waited for the device */
-    hpml_node        *planned;                   /* the node that was planned last */
-    /* times */
+    hpml_node        *planned;                   /* the node that hpmlg_plan planned last */
+    /* state of timing (>>gpu-sync) */
     hpmlg_span        spans[HPMLG_SPANS];
     int               span_count;
-    cudaEvent_t       span_clock;                /* an event that occurred at host time span_clock_time, in seconds */
+    cudaEvent_t       span_clock;                /* an event that occurred at host time span_clock_time */
     double            span_clock_time;
-    /* memory that ops share */
+    /* memory on the device that ops share */
     hpmlg_half_copy  *half_copies;
-    unsigned long long *counts;                  /* on the device: hits and labels of the last cross-entropy */
-    void             *scratch;                   /* HPMLG_SCRATCH bytes for partial sums */
-    void             *workspace;                 /* for libraries and split products */
-    size_t            workspace_bytes;           /* at least d.workspace */
-    size_t            workspace_limit;           /* bytes: the largest size that it may grow to */
-    size_t            workspace_wanted;          /* bytes: the largest request of an algorithm in use */
-    void             *updates;                   /* the table of an optimizer's step */
+    unsigned long long *counts;                  /* on the device: hits and valid labels of cross-entropy */
+    void             *scratch;                   /* HPMLG_SCRATCH bytes of the device for partial sums */
+    void             *workspace;                 /* device memory for libraries and for split products */
+    size_t            workspace_bytes;           /* bytes of `workspace`: at least d.workspace */
+    size_t            workspace_limit;           /* bytes: the largest size that `workspace` may grow to */
+    size_t            workspace_wanted;          /* bytes: the largest request of a library's algorithm in use */
+    void             *updates;                   /* on the device: an optimizer step's table of parameters */
     size_t            updates_bytes;
-    void             *blas, *dnn;                /* cuBLASLt, cuDNN, with their plans by shape; NULL: not in use */
+    void             *blas, *dnn;                /* cuBLASLt, cuDNN with their plans by shape; NULL: not in use */
 } hpmlg_device;
 
-/* Gives the context the error of CUDA or of one of its libraries. cure: a remedy for the user, "" if there is none. */
+/* Sets the context's error to one of CUDA or its libraries and returns its status, HPML_ERR_MEMORY if `memory`. what:
+   the call's purpose; error, more: the error's text and name; cure: a remedy for the user, "" if there is none. */
 HPMLG_FN hpml_status hpmlg_fail(hpmlg_device *d, bool memory, const char *what, const char *error, const char *more,
                                 const char *cure)
 {
@@ -787,7 +791,7 @@ HPMLG_FN hpml_status hpmlg_fail(hpmlg_device *d, bool memory, const char *what, 
                          (int)d->d.device, what, error, more, cure);
 }
 
-/* Gives the context an error if a CUDA call has failed; `what` names the call's purpose. */
+/* Gives the context an error if the CUDA call that returned `e` has failed; `what` names the call's purpose. */
 HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *what)
 {
     const char *cure = "";
@@ -800,33 +804,35 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     return hpmlg_fail(d, e == cudaErrorMemoryAllocation, what, cudaGetErrorString(e), cudaGetErrorName(e), cure);
 }
 
-/* Makes the next of several calls if all calls before succeeded; success is 0 in every library. */
+/* Makes a library call and stores its status in s, if s is 0, which means that all earlier calls succeeded. */
 #define HPMLG_TRY(s, ...)                                                                                              \
     if ((int)(s) == 0) s = __VA_ARGS__
 
-/* Returns true until the context has an error. After an error HPMLG_RUN launches nothing, so ops launch one kernel
-   after the other without asking and return nothing. */
+/* Returns true until the device's context has an error. After an error HPMLG_RUN launches nothing, so functions of ops
+   launch one kernel after the other without asking and return nothing. */
 HPMLG_FN bool hpmlg_ok(const hpmlg_device *d) { return hpml_ctx_status(d->ctx) == HPML_OK; }
 
-/* Launches a kernel on the device's stream. */
+/* Launches a kernel with its arguments on the stream of device d, unless the context has an error; `shared`: bytes of
+   dynamic shared memory. A failed launch gives the context an error. */
 #define HPMLG_RUN(d, kernel, grid, block, shared, ...)                                                                 \
     (!hpmlg_ok(d) ? (void)0 : (HPMLG_LAUNCH(kernel, grid, block, shared, (d)->stream, __VA_ARGS__),                    \
                                (void)hpmlg_check(d, cudaGetLastError(), #kernel)))
 
-/* Launches a kernel for n items: blocks of 256 threads, `each` items to a block. */
+/* Launches a kernel whose threads loop over n elements (or rows): blocks of 256 threads, one block for each `each`
+   elements, but no more than fill the device. */
 #define HPMLG_RUN_ITEMS(d, kernel, n, each, ...)                                                                       \
     HPMLG_RUN(d, kernel, hpmlg_grid_blocks(d, n, each), 256, 0, __VA_ARGS__)
 
-/* Launches kernel<a> if `test` holds, else kernel<b>. */
+/* Launches kernel<a> if `test` is true, else kernel<b>; the other arguments are HPMLG_RUN's. */
 #define HPMLG_RUN_BOOL(d, test, kernel, a, b, ...)                                                                     \
     ((test) ? HPMLG_RUN(d, (kernel<a>), __VA_ARGS__) : HPMLG_RUN(d, (kernel<b>), __VA_ARGS__))
 
-/* The arguments of hpmlg_op_NAME, the function of one op, which runs node n forward, or backward if `back`. */
+/* The parameters of every function hpmlg_op_NAME, which runs one op, node n: forward or, if `back`, backward. */
 #define HPMLG_OP_ARGUMENTS                                                                                             \
     [[maybe_unused]] hpmlg_device *d, [[maybe_unused]] const hpml_run *run, hpml_node *n, bool back
 
-/* Makes this device the current one of the calling thread, and clears an error that other code has left on the thread,
-   because the launches to come check for it. */
+/* Makes `device` (a hpmlg_device) the calling thread's current CUDA device, and clears an error that other code has
+   left on the thread, because later launches check for errors. Returns `device`. */
 HPMLG_FN hpmlg_device *hpmlg_make_current(void *device)
 {
     hpmlg_device *d = (hpmlg_device *)device;
@@ -852,7 +858,7 @@ HPMLG_FN hpmlg_array hpmlg_value_or_grad(const hpml_tensor *t, bool grad)
     return grad ? hpmlg_grad(t) : hpmlg_value(t);
 }
 
-/* Return the arrays that an op of one operand reads and writes: forward x and y, backward dy and dx. */
+/* Return the array that an op of one operand reads (forward x, backward dy) or writes (forward y, backward dx). */
 HPMLG_FN hpmlg_array hpmlg_op_input(const hpml_node *n, bool back)
 {
     return hpmlg_value_or_grad(back ? n->out : n->src[0], back);
@@ -863,13 +869,13 @@ HPMLG_FN hpmlg_array hpmlg_op_output(const hpml_node *n, bool back)
     return hpmlg_value_or_grad(back ? n->src[0] : n->out, back);
 }
 
-/* Is the output added to what the array holds? */
+/* Returns true if the op's output is added to its array: a gradient to which another op has added terms. */
 HPMLG_FN bool hpmlg_op_adds(const hpml_node *n, bool back) { return back && n->accumulate[0]; }
 
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
 
-/* Returns the number of blocks for n items, `each` items to a block, of a kernel whose blocks loop: at most as many as
-   fill the device. */
+/* Returns a number of blocks for n elements or rows, `each` to a block, for a kernel whose threads loop: at most 16
+   blocks for each multiprocessor, which fill the device. */
 HPMLG_FN unsigned hpmlg_grid_blocks(const hpmlg_device *d, int64_t n, int64_t each)
 {
     int64_t blocks = (n + each - 1) / each, limit = (int64_t)d->sms * 16;
@@ -877,7 +883,7 @@ HPMLG_FN unsigned hpmlg_grid_blocks(const hpmlg_device *d, int64_t n, int64_t ea
     return (unsigned)(blocks < 1 ? 1 : blocks);
 }
 
-/* The backend's `alloc`: returns zeroed device memory; NULL: out of memory, which the caller reports with the size. */
+/* Implements the backend's `alloc`: returns device memory, set to 0; NULL: out of memory, which the caller reports. */
 HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
 {
     hpmlg_device     *d = hpmlg_make_current(device);
@@ -896,7 +902,7 @@ HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
     return b->p;
 }
 
-/* Allocates memory for the device's own use; NULL, and an error on the context, when there is none. */
+/* Allocates device memory, set to 0, for the backend itself. Returns NULL, and gives an error, if there is none. */
 HPMLG_FN void *hpmlg_alloc_own(hpmlg_device *d, size_t bytes, const char *what)
 {
     void *p = hpmlg_alloc(d, bytes);
@@ -904,7 +910,7 @@ HPMLG_FN void *hpmlg_alloc_own(hpmlg_device *d, size_t bytes, const char *what)
     return p;
 }
 
-/* The backend's `free`: waits for the device, which may still use the memory. */
+/* Implements the backend's `free` of memory from hpmlg_alloc; waits for the device, which may still use the memory. */
 HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
 {
     hpmlg_device      *d = hpmlg_make_current(device);
@@ -919,8 +925,8 @@ HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
     hpml_ctx_release(d->ctx, b);
 }
 
-/* Returns the entry of a cache that has this key; else the least recently used entry, destroyed, cleared and given this
-   key. P has the members `key` and `used` and a function hpmlg_destroy. */
+/* Returns the entry of the cache `all` that has this key; else the least recently used entry, destroyed, cleared and
+   given this key. The entries' type P has the members `key` and `used` and a function hpmlg_destroy. */
 template <class P, class K, int N> HPMLG_FN P *hpmlg_cache_find(hpmlg_device *d, P (&all)[N], const K &key)
 {
     P *oldest = &all[0];
@@ -977,11 +983,12 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Uploads do not wait for the device: the host copies the bytes into pinned memory and returns, so that the caller may
-   reuse its array. A large upload goes to a device buffer on a stream of its own, so that it overlaps with the previous
-   step, and from there to its destination on the ops' stream; a small one goes on the ops' stream at once. The pinned
-   memory is a ring of slots; the host waits only when all slots are in flight. */
+   reuse its array. A large upload is copied to a device buffer on a second stream (hpmlg_device.copies), so that the
+   copy overlaps with the previous step, and from the buffer to its destination on the stream of the ops; a small upload
+   is copied to its destination on the stream of the ops. The pinned memory is a ring of HPMLG_SLOTS slots; the host
+   waits only when all slots are in flight. */
 
-#define HPMLG_SMALL ((size_t)64 << 10) /* bytes */
+#define HPMLG_SMALL ((size_t)64 << 10) /* bytes: larger uploads use a second stream */
 
 HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, size_t bytes)
 {
@@ -1009,7 +1016,7 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
     return hpmlg_check(d, e, "upload");
 }
 
-/* Marks the half copies of parameters in this memory as stale, because its contents change. */
+/* Marks as stale the half copies of parameters that overlap `bytes` bytes at dst, because these bytes change. */
 HPMLG_FN void hpmlg_half_copies_expire(hpmlg_device *d, const void *dst, size_t bytes)
 {
     const char *from = (const char *)dst, *to = from + bytes;
@@ -1017,7 +1024,7 @@ HPMLG_FN void hpmlg_half_copies_expire(hpmlg_device *d, const void *dst, size_t 
         if ((const char *)w->w < to && from < (const char *)(w->w + w->n)) w->fresh = false;
 }
 
-/* The backend's `write`: uploads without waiting for the device. */
+/* Implements the backend's `write`: uploads bytes to device memory dst, without waiting for the device. */
 HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size_t bytes)
 {
     hpmlg_device *d      = hpmlg_make_current(device);
@@ -1030,7 +1037,7 @@ HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size
     return status;
 }
 
-/* The backend's `zero`: sets device memory to 0. */
+/* Implements the backend's `zero`: sets `bytes` bytes of device memory to 0, without waiting for the device. */
 HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
 {
     hpmlg_device *d = hpmlg_make_current(device);
@@ -1042,12 +1049,13 @@ HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
 // >>gpu-sync   waiting: times of ops, errors that kernels found
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Ops are timed without waiting: an event is recorded on the stream before and after an op, and the times are read when
-   the host has waited for the stream anyway. Events have a clock of their own, so the host compares it with its clock
-   each time: it records an event, waits for it, and takes the middle of the host's times before and after. The error is
-   at most half of the time between them; the comparison is repeated if the host was interrupted. */
+/* Ops are timed without waiting: an event is recorded on the stream before and after each op, and the events' times are
+   read when the host has waited for the stream for another reason. CUDA events have their own clock, so the host
+   compares this clock with its own each time: it records an event, waits for the event, and assumes that it occurred in
+   the middle of the host's times before and after. The error is at most half of the time between these; the comparison
+   is repeated if they are more than 100 us apart, because the host was interrupted. */
 
-/* Adds the spans that are over to the trace and to their sums of seconds. */
+/* Adds each timed span that is over to the trace, and its duration to its counter of seconds; keeps the other spans. */
 HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
 {
     int   unfinished = 0;
@@ -1059,7 +1067,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
         if (e == cudaSuccess) {
             hpml_trace_span(d->ctx, l.lane, l.name, d->span_clock_time + 1e-3 * from, d->span_clock_time + 1e-3 * to);
             if (l.seconds) *l.seconds += 1e-3 * (to - from);
-        } else { /* on another stream, and not over */
+        } else { /* the span is on another stream, and its work is not over */
             d->spans[i] = d->spans[unfinished];
             d->spans[unfinished++] = l;
         }
@@ -1068,7 +1076,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
     d->span_count = unfinished;
     if (unfinished) return;
     if (!d->span_clock) cudaEventCreate(&d->span_clock);
-    double before = 0, after = 1; /* seconds */
+    double before = 0, after = 1; /* host times in seconds; 1 apart, so that the loop begins */
     for (int tries = 0; tries < 10 && after - before > 100e-6; tries++) {
         before = hpml_now();
         cudaEventRecord(d->span_clock, d->stream);
@@ -1079,11 +1087,12 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
     d->span_clock_time = (before + after) / 2;
 }
 
-/* Begins a span on the stream (name NULL), or ends the span that was begun last and names it. */
+/* Begins a span of work on the stream if `name` is NULL; else ends the span that was begun last, and gives it its name,
+   the counter its seconds are added to (or NULL), and its lane in the trace. */
 HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
 {
     hpmlg_span *l    = &d->spans[d->span_count];
-    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last entry is for a span that is not kept */
+    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last is for a span that is not kept */
     if (!name) {
         if (full) cudaStreamSynchronize(d->stream);
         if (full || !d->span_clock) {
@@ -1104,22 +1113,24 @@ HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *
     }
 }
 
-/* The backend's function that times an op: called before it with name NULL, after it with its name. */
+/* Implements the backend's function that times ops: called before an op with name NULL, after the op with its name;
+   `seconds` is the counter to which its time is added. */
 HPMLG_FN void hpmlg_time_op(void *device, const char *name, double *seconds)
 {
     hpmlg_device *d = hpmlg_make_current(device);
     hpmlg_span_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
 }
 
-/* Packs a finding (of a NaN or infinity) into a number such that the largest number is the finding to report: that of
-   the earliest step, then of the parameter whose gradient backward computed first, and of a parameter its gradient
-   rather than its step. */
+/* Packs a finding, a NaN or infinity in parameter `param` at `step`, into a number such that the largest number is the
+   finding to report: the earliest step; within a step the parameter with the highest index, whose gradient backward
+   computed first; for one parameter a finding in its gradient (`gradient`) rather than in its update. */
 HPMLG_DEVICE unsigned long long hpmlg_nonfinite_pack(uint64_t step, int param, bool gradient)
 {
     return (unsigned long long)(0xffffffffu - (unsigned)step) << 32 | (unsigned)(2 * (param + 1) + (gradient ? 1 : 0));
 }
 
-/* Downloads the largest finding, clears it on the device, and gives the context the error. */
+/* Downloads the packed finding of a NaN or infinity, clears it on the device, and gives the context the error that
+   names the step and the parameter. Returns the error's status. */
 HPMLG_FN hpml_status hpmlg_nonfinite_error(hpmlg_device *d)
 {
     unsigned long long worst = 0;
@@ -1134,7 +1145,8 @@ HPMLG_FN hpml_status hpmlg_nonfinite_error(hpmlg_device *d)
                          worst & 1 ? "the gradient of" : "the step of parameter", p ? p->name : "?");
 }
 
-/* The backend's `sync`: waits until the device has done all its work; a kernel's note becomes the context's error. */
+/* Implements the backend's `sync`: waits until the device has done all its work; an error that a kernel reported in
+   hpmlg_device.note becomes the context's error. Returns the status. */
 HPMLG_FN hpml_status hpmlg_sync(void *device)
 {
     hpmlg_device *d = hpmlg_make_current(device);
@@ -1157,7 +1169,7 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
                          (int)n.node->attr.cross_entropy.ignore);
 }
 
-/* The backend's `read`: waits for the device. */
+/* Implements the backend's `read`: downloads bytes from device memory src, after waiting for the device. */
 HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_t bytes)
 {
     hpmlg_device *d     = hpmlg_make_current(device);
@@ -1169,8 +1181,8 @@ HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_
     return status;
 }
 
-/* Leaves the note that `value` at `index` of the labels or tokens that `node` reads is out of range; only the first
-   call counts. */
+/* Reports to the host, from a kernel, that element `index` of the tokens or labels that `node` reads is `value`, out of
+   range. Only the first call counts: *taken is then set to 1. */
 HPMLG_DEVICE void hpmlg_report_index(hpmlg_note *note, int *taken, long long index, int value, const hpml_node *node)
 {
     if (atomicCAS(taken, 0, 1) != 0) return;
@@ -1184,14 +1196,14 @@ HPMLG_DEVICE void hpmlg_report_index(hpmlg_note *note, int *taken, long long ind
 // >>gpu-pass   whole passes, captured once and replayed
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A pass launches hundreds of small kernels, the same ones on the same memory in each step. The first run goes op by
-   op, because libraries allocate their memory then. In the second run the launches are captured as a CUDA graph, and
-   from then on the pass is one launch of this graph. The number of the step, which keys dropout, changes from step to
-   step, so kernels read it from memory. While a pass is captured its ops do not run. Therefore, if capturing fails for
-   any reason, the pass still runs op by op, now and later, and an error that an op caused occurs again. */
+/* A pass launches hundreds of small kernels, the same kernels on the same memory in each step. The first run goes op by
+   op, because libraries allocate their memory in it. In the second run the launches are captured as a CUDA graph, and
+   in later runs the pass is one launch of this graph. The number of the step, which keys dropout, changes from step to
+   step, so kernels read the key from memory. While a pass is captured its ops do not run. Therefore, if capturing fails
+   for any reason, the pass still runs op by op, now and later, and an error that an op caused occurs again. */
 
-/* Uploads the key of this step's random numbers, if it differs from the key on the device. Not while recording: begin
-   has uploaded the key already. */
+/* Uploads the key of the random numbers of this run's step, if it differs from the key on the device. Does nothing
+   while a pass is recorded, because hpmlg_begin has uploaded the key already. */
 HPMLG_FN void hpmlg_random_key_set(hpmlg_device *d, const hpml_run *run)
 {
     hpmlg_random_key key;
@@ -1214,7 +1226,7 @@ HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w);
 
 enum hpmlg_pass_kind { HPMLG_OP_BY_OP, HPMLG_RECORDED, HPMLG_REPLAYED, HPMLG_GIVEN_UP };
 
-/* Adds counts: to += from - less; less NULL: zeros. */
+/* Adds the difference of two sets of counts to a third: *to += *from - *less; less NULL: zeros. */
 HPMLG_FN void hpmlg_work_add(hpmlg_work_counts *to, const hpmlg_work_counts *from, const hpmlg_work_counts *less)
 {
     long long       *t = (long long *)(void *)to;
@@ -1231,7 +1243,8 @@ HPMLG_FN hpml_status hpmlg_replay(hpmlg_device *d, hpmlg_pass *p)
     return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a recorded pass");
 }
 
-/* The backend's `begin` of a pass. *done: the pass was replayed, so its ops must not run. */
+/* Implements the backend's `begin` of the pass `key`: replays the pass if it is recorded, else may start its recording.
+   Sets *done to true if it was replayed, so that the caller must not run its ops. */
 HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *key, bool *done)
 {
     hpmlg_device *d = hpmlg_device_of(run->ctx);
@@ -1258,7 +1271,8 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     return HPML_OK;
 }
 
-/* Gives up recording a pass, none of whose ops has run: restores the state from before the recording. */
+/* Gives up recording the pass p, whose ops have not run because they were only captured: restores the state from before
+   the recording, and marks p to run op by op from now on. Returns HPML_OK. */
 HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
 {
     cudaGetLastError();
@@ -1272,8 +1286,8 @@ HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
     return HPML_OK;
 }
 
-/* The backend's `end` of a pass, with the status of its ops. *again: recording was given up, so the caller runs the ops
-   once more. */
+/* Implements the backend's `end` of a pass; `status` is the status of its ops. If the pass was being recorded, launches
+   its graph. Sets *again to true if recording was given up, so that the caller runs the ops once more. */
 HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status, bool *again)
 {
     hpmlg_device *d = hpmlg_device_of(run->ctx);
@@ -1311,10 +1325,10 @@ HPMLG_DEVICE float hpmlg_act_gate(float x)
     return hpmlg_act_sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
-/* Returns the derivative of x s(u(x)), with a sigmoid s and du = u'(x). */
+/* Returns the derivative of x s(u(x)), where s is the sigmoid's value at u(x), and du = u'(x). */
 HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { return s + x * s * (1 - s) * du; }
 
-/* Activations: name, does the derivative need x (else y = act(x)), y, dy / dx. */
+/* Lists the activations: name; whether the derivative is computed from x (else from y = act(x)); y; dy / dx. */
 #define HPMLG_ACTS(X)                                                                                                  \
     X(RELU, false, x > 0 || x != x ? x : 0, y > 0 ? 1 : 0)                                                             \
     X(LEAKY_RELU, false, x > 0 ? x : slope * x, y > 0 ? 1 : slope)                                                     \
@@ -1332,7 +1346,7 @@ HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { retu
     X(NEG, false, -x, -1)                                                                                              \
     X(ABS, true, fabsf(x), x > 0 ? 1 : x < 0 ? -1 : 0)
 
-/* Returns act(x). slope: LEAKY_RELU's for negative x. */
+/* Returns act(x) for the activation number `act`. slope: the factor of LEAKY_RELU for negative x. */
 HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
 {
 #define HPMLG_X(name, needs_x, value, derivative) if (act == HPML_ACT_##name) return value;
@@ -1341,7 +1355,7 @@ HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
     return x;
 }
 
-/* Returns act'. v: x or y, as hpmlg_act_needs_x tells. */
+/* Returns the derivative of activation `act`. v: its input x if hpmlg_act_needs_x(act), else its output y. */
 HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
 {
     const float x = v, y = v;
@@ -1351,7 +1365,7 @@ HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
     return 1;
 }
 
-/* The same as functions that are called, not inlined: for kernels that need their registers for something else. */
+/* Return what hpmlg_act and hpmlg_act_derivative return, not inlined, for kernels that need their registers. */
 static __device__ __attribute__((noinline)) float hpmlg_act_called(int act, float slope, float x)
 {
     return hpmlg_act(act, slope, x);
@@ -1362,7 +1376,7 @@ static __device__ __attribute__((noinline)) float hpmlg_derivative_called(int ac
     return hpmlg_act_derivative(act, slope, v);
 }
 
-/* Is the derivative computed from x? Else it is computed from y. */
+/* Returns true if the derivative of the activation is computed from its input x, false if from its output y. */
 HPMLG_FN bool hpmlg_act_needs_x(hpml_act act)
 {
 #define HPMLG_X(name, needs_x, value, derivative) if (act == HPML_ACT_##name) return needs_x;
@@ -1371,7 +1385,8 @@ HPMLG_FN bool hpmlg_act_needs_x(hpml_act act)
     return false;
 }
 
-/* Computes y = act(x) or, with dy, y (+)= dy act'. y may be x or dy. */
+/* Computes y (+)= act(x) or, if dy is given (dy.p not NULL), y (+)= dy act'(x), where x is the output if act' needs
+   that. n: elements; add: the result is added to y. y may be x or dy. */
 static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy, int act, float slope, int64_t n,
                                    bool add)
 {
@@ -1387,7 +1402,7 @@ static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy,
     }
 }
 
-/* Copies or adds: y (+)= x; the types may differ. */
+/* Copies n elements of x to y, or, if `add`, adds them to y; the types of the arrays may differ. */
 HPMLG_FN void hpmlg_copy_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, int64_t n, bool add)
 {
     HPMLG_RUN_ITEMS(d, hpmlg_k_act, n, 2048, y, x, hpmlg_array_null(), (int)HPML_ACT_NONE, 0.0f, n, add);
@@ -1403,12 +1418,12 @@ HPMLG_FN void hpmlg_op_activation(HPMLG_OP_ARGUMENTS)
                     hpmlg_op_adds(n, back));
 }
 
-/* The strides of two arrays over one shape: element i of the shape, in order, has the offset hpmlg_strides_at(w, s, i)
-   in array s. A stride of 0 repeats an element (broadcasting). Dimension 0 is the innermost one. Dimensions that both
-   arrays step through evenly are merged: (B, T, C) + (C) becomes (B T, C) + (C). */
+/* The strides of two arrays over a common shape: element i of the shape, counted in order, has the offset
+   hpmlg_strides_at(w, s, i) in array s (0 or 1). A stride of 0 repeats an element (broadcasting). Dimension 0 is the
+   innermost one. Dimensions that both arrays step through evenly are merged: (B, T, C) + (C) becomes (B T, C) + (C). */
 typedef struct hpmlg_strides {
     int     ndim = 1;
-    int64_t count = 1; /* of elements */
+    int64_t count = 1; /* number of elements of the shape */
     int64_t shape[HPML_MAX_DIMS] = { 1 }, stride[2][HPML_MAX_DIMS];
 } hpmlg_strides;
 
@@ -1423,7 +1438,8 @@ HPMLG_DEVICE int64_t hpmlg_strides_at(const hpmlg_strides &w, int s, int64_t i)
     return at + i * w.stride[s][w.ndim - 1];
 }
 
-/* Adds an outer dimension; merges it with the previous one where the strides of both arrays allow. */
+/* Adds an outer dimension of `size` elements, with its strides in array 0 and array 1, to w; merges it with the
+   previous dimension where the strides of both arrays allow. */
 HPMLG_FN void hpmlg_strides_push(hpmlg_strides *w, int64_t size, int64_t stride0, int64_t stride1)
 {
     int to = w->count == 1 ? 0 : w->ndim, last = to > 0 ? to - 1 : 0;
@@ -1439,7 +1455,8 @@ HPMLG_FN void hpmlg_strides_push(hpmlg_strides *w, int64_t size, int64_t stride0
     w->ndim = to + 1;
 }
 
-/* Reads elements at to at + 7 of the shape from array s; those beyond `count` have any value. */
+/* Reads the values that array a, which is array s of the strides w, has at elements at to at + 7 of the shape; those
+   beyond `count` elements have any value. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get_strided(hpmlg_array a, const hpmlg_strides &w, int s, int64_t at, int64_t count)
 {
     hpmlg_vec8 e;
@@ -1459,7 +1476,8 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_get_strided(hpmlg_array a, const hpmlg_strides &w,
     return e;
 }
 
-/* Computes y (+)= a x + b. flat: x has all elements of y in order, else they are read by the strides w. y may be x. */
+/* Computes y (+)= a x + b for n elements; add: the result is added to y. If `flat`, x has all elements of y in order,
+   else x is read by strides 0 of w. y may be x. */
 template <bool flat>
 static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid_constant__ hpmlg_strides w, float a,
                                       float b, int64_t n, bool add)
@@ -1471,7 +1489,7 @@ static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid
     }
 }
 
-/* Computes y (+)= scale x, where x is repeated by w's strides. */
+/* Computes y (+)= scale x, where x is repeated by strides 0 of w; add: the result is added to y. */
 HPMLG_FN void hpmlg_broadcast_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_strides *w, float scale,
                                   bool add)
 {
@@ -1486,19 +1504,19 @@ HPMLG_FN void hpmlg_op_scale(HPMLG_OP_ARGUMENTS)
                     n->attr.scale.a, back ? 0 : n->attr.scale.b, count, hpmlg_op_adds(n, back));
 }
 
-typedef struct hpmlg_binary { /* add, sub, mul, div */
+typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or its gradients */
     int           op;
-    hpmlg_strides w;             /* over the result; stride[s]: of src[s] */
-    bool          same_shape[2]; /* src[s] has every element of the result, in order */
-    hpmlg_array   out, src[2];   /* out: the result; backward: its gradient */
-    hpmlg_array   grad[2];       /* backward: gradients that hpmlg_k_binary_back writes; p NULL: it does not write it */
+    hpmlg_strides w;             /* over the result's shape; w.stride[s]: of src[s] */
+    bool          same_shape[2]; /* src[s] has every element of the result, in order: it is not broadcast */
+    hpmlg_array   out, src[2];   /* out: the result or, backward, its gradient; src: the operands */
+    hpmlg_array   grad[2];       /* backward: gradients of src to write; p NULL: not that one */
     bool          add[2];
-    int           act;           /* not 0: out is first multiplied by act'(src[0]), in place; op is ADD */
+    int           act;           /* not 0: first out *= act'(src[0]), in place; op is ADD */
     float         slope;
 } hpmlg_binary;
 
-/* Reads elements at to at + 7 of operand s. flat: no operand is broadcast, which takes half the registers, so that more
-   loads are in flight. */
+/* Reads elements at to at + 7 of operand s, repeated where it is broadcast. flat: no operand is broadcast; the code
+   then takes half the registers, so that more loads are in flight. */
 template <bool flat> HPMLG_DEVICE hpmlg_vec8 hpmlg_binary_operand(const hpmlg_binary &b, int s, int64_t at)
 {
     if (flat || b.same_shape[s]) return hpmlg_get_range(b.src[s], at, 0, b.w.count, 1);
@@ -1520,9 +1538,9 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 6 : 4)
     }
 }
 
-/* Returns the terms that elements at to at + 7 of the result add to the gradient of src[side]; 0 outside of [from, to).
-   For a / b: da = dy / b, db = -dy a / b^2. Outside, act' is computed from 1, because from 0 it may be infinite, which
-   gives NaN when multiplied by 0. plain: op is ADD and there is no act. */
+/* Returns the terms that elements at to at + 7 of the result contribute to the gradient of operand src[side]; 0 outside
+   [from, to). For a / b: da = dy / b, db = -dy a / b^2. Outside, the derivative of an activation is computed from 1,
+   because from 0 it may be infinite, which gives NaN when multiplied by 0. plain: op is ADD and b.act is 0. */
 template <bool flat, bool plain = false>
 HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
@@ -1545,7 +1563,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int6
     return d;
 }
 
-/* Computes the gradients of operands that are not broadcast. Both operands may be the same tensor. */
+/* Computes the gradients of those operands of an op that are not broadcast; both may be the same tensor. */
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
     const int64_t n = b.w.count;
@@ -1586,7 +1604,7 @@ HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
     hpmlg_binary b = hpmlg_binary_make(n);
     unsigned     blocks = hpmlg_grid_blocks(d, b.w.count, 2048);
     bool         flat = b.same_shape[0] && b.same_shape[1];
-    if (!back && n->fused_with && d->in_whole_forward) return; /* fused into the norm that follows */
+    if (!back && n->fused_with && d->in_whole_forward) return; /* computed by the norm that follows */
     if (!back) return HPMLG_RUN_BOOL(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0];
@@ -1607,24 +1625,24 @@ HPMLG_FN void hpmlg_op_div(HPMLG_OP_ARGUMENTS) { hpmlg_binary_pass(d, n, back); 
 // >>gpu-sums   sums over dimensions, sums of squares
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The sum op and the gradient of a broadcast operand are the same reduction: some dimensions of an array are kept, the
-   others are summed over. The terms are hpmlg_operand_grad's; for op ADD they are the array itself. Two kernels: where
-   the last dimension (last_dim neighbouring elements) is kept, a thread has 8 columns and walks down the rows; where it
-   is summed over, a group of tx threads has a row. Where the kept elements alone do not fill the device the summed
-   dimensions are cut into splits, whose partial sums are reduced once more. The order depends on the shape and the kind
-   of GPU alone. */
+/* Sums over dimensions: the sum op and the gradient of a broadcast operand are the same reduction, in which some
+   dimensions of an array are kept and the others are summed over. The terms are computed by hpmlg_operand_grad; for op
+   ADD they are the array's elements. There are two kernels: where the last dimension (last_dim neighbouring elements)
+   is kept, a thread sums 8 columns down the rows; where the last dimension is summed over, a group of tx threads sums a
+   row. Where the kept elements alone do not fill the device, the summed dimensions are cut into splits, whose partial
+   sums are reduced by another launch. The order depends on the shape and the kind of GPU alone. */
 typedef struct hpmlg_reduce {
     hpmlg_binary  b;
     int           side;
-    hpmlg_strides kept, summed; /* without the last dimension; stride[0]: within the array */
+    hpmlg_strides kept, summed; /* dimensions but the last one; stride[0]: in the array */
     int64_t       last_dim;
-    hpmlg_array   out;          /* (splits, kept) */
+    hpmlg_array   out;          /* (splits, kept): the sums, or a partial sum for each split */
     float         scale;
     bool          add;
-    int           tx;           /* neighbouring threads of a group: a power of two up to 256 */
+    int           tx;           /* number of neighbouring threads in a group: a power of two up to 256 */
 } hpmlg_reduce;
 
-#define HPMLG_REDUCE_THREADS 256 /* threads of a block */
+#define HPMLG_REDUCE_THREADS 256 /* threads of a block of the reducing kernels */
 
 template <bool plain>
 static __global__ void __launch_bounds__(HPMLG_REDUCE_THREADS, plain ? 5 : 3) hpmlg_k_reduce_columns(hpmlg_reduce f)
@@ -1658,7 +1676,7 @@ static __global__ void __launch_bounds__(HPMLG_REDUCE_THREADS, plain ? 5 : 3) hp
     __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
     int     lane = (int)threadIdx.x % f.tx, ty = HPMLG_REDUCE_THREADS / f.tx;
     int64_t k = (int64_t)blockIdx.x * ty + threadIdx.x / (unsigned)f.tx, to = (int64_t)blockIdx.y * f.kept.count + k;
-    int64_t vecs = (f.last_dim + 14) / 8; /* that a row touches, wherever it begins */
+    int64_t vecs = (f.last_dim + 14) / 8; /* most vec8s that a row touches, wherever it begins */
     int64_t base = k < f.kept.count ? hpmlg_strides_at(f.kept, 0, k) : 0;
     float   sum = 0;
     for (int64_t q = (int64_t)blockIdx.y * f.tx + lane; q < f.summed.count * vecs && k < f.kept.count;
@@ -1673,7 +1691,7 @@ static __global__ void __launch_bounds__(HPMLG_REDUCE_THREADS, plain ? 5 : 3) hp
     if (lane == 0 && k < f.kept.count) hpmlg_put(f.out, to, f.add ? hpmlg_get(f.out, to) + sum : sum);
 }
 
-/* Returns the smallest power of two that is at least n, but at most `most`. */
+/* Returns the smallest power of two that is at least n, or `most`, a power of two, if this is smaller. */
 HPMLG_FN int hpmlg_power_of_two(int64_t n, int most)
 {
     int p = 1;
@@ -1681,7 +1699,7 @@ HPMLG_FN int hpmlg_power_of_two(int64_t n, int most)
     return p;
 }
 
-/* Returns the strides that repeat an array (outer, inner) over a shape (outer, dim, inner). */
+/* Returns the strides that repeat an array (outer, inner) `dim` times, over a shape (outer, dim, inner). */
 HPMLG_FN hpmlg_strides hpmlg_broadcast_strides(int64_t outer, int64_t dim, int64_t inner)
 {
     hpmlg_strides w = {};
@@ -1691,7 +1709,8 @@ HPMLG_FN hpmlg_strides hpmlg_broadcast_strides(int64_t outer, int64_t dim, int64
     return w;
 }
 
-/* Computes out (+)= scale * the sums of x over the dimensions that are broadcast in w; x is read in w's order. */
+/* Computes out (+)= scale * the sums of x, over those dimensions of w whose stride 0 is 0 (broadcast); x is read in the
+   order of w. add: the result is added to out. */
 HPMLG_FN void hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpmlg_strides w, float scale, bool add)
 {
     hpmlg_binary b = {};
@@ -1701,7 +1720,8 @@ HPMLG_FN void hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpm
     hpmlg_reduce_run(d, &b, 0, out, scale, add);
 }
 
-/* Computes out (+)= scale * the gradient of operand `side`, which is broadcast. */
+/* Computes out (+)= scale * the gradient of operand `side` (0 or 1) of the op b; the operand is broadcast, so the terms
+   are summed over its repeated dimensions. add: the result is added to out. */
 HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale, bool add)
 {
     hpmlg_reduce f = {};
@@ -1717,31 +1737,31 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
         hpmlg_strides_push(b->w.stride[side][i] ? &f.kept : &f.summed, b->w.shape[i], step, step);
         step *= b->w.shape[i];
     }
-    int64_t vecs = (f.last_dim + (keeps_last ? 7 : 14)) / 8; /* of a row */
+    int64_t vecs = (f.last_dim + (keeps_last ? 7 : 14)) / 8; /* number of vec8s in a row */
     int64_t kept = keeps_last ? f.kept.count * f.last_dim : f.kept.count;
     f.tx = hpmlg_power_of_two(keeps_last ? vecs : f.summed.count * vecs, keeps_last ? 32 : HPMLG_REDUCE_THREADS);
     int     ty     = HPMLG_REDUCE_THREADS / f.tx;
     int64_t blocks = keeps_last ? f.kept.count * ((vecs + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
-    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx); /* splits */
+    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx); /* useful splits */
     int64_t splits = (int64_t)d->sms * 8 / blocks;
     int64_t fit    = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept; /* splits whose sums fit in the scratch memory */
     if (splits > useful) splits = useful;
     if (splits > fit) splits = fit;
-    if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* partial sums, which stand there, are reduced at once */
+    if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the input is partial sums in `scratch`: one split */
     else {
         f.out   = hpmlg_array_of(d->scratch, HPML_DTYPE_F32);
         f.scale = 1;
         f.add   = false;
     }
     dim3 grid((unsigned)blocks, (unsigned)splits);
-    bool plain = b->op == HPML_OP_ADD && !b->act; /* nothing to compute: fewer registers, more loads in flight */
+    bool plain = b->op == HPML_OP_ADD && !b->act; /* no derivatives: fewer registers, more loads in flight */
     if (keeps_last)
         HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_columns, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
     else HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_rows, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
     if (splits > 1) hpmlg_sum_run(d, out, f.out, hpmlg_broadcast_strides(1, splits, kept), scale, add);
 }
 
-/* Returns the sizes (outer, middle, inner) of t around dimension dim; HPML_ALL_DIMS: (1, all, 1). */
+/* Computes the sizes of t before, at and after dimension dim; for HPML_ALL_DIMS they are 1, all elements, 1. */
 HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, int64_t *middle, int64_t *inner)
 {
     *outer  = 1;
@@ -1762,11 +1782,11 @@ HPMLG_FN void hpmlg_op_sum(HPMLG_OP_ARGUMENTS)
     else hpmlg_sum_run(d, to, from, w, scale, false);
 }
 
-/* The functions of two arrays whose sums are taken over all elements: squares, and the losses. */
+/* The terms that are summed over all elements: squares of x, or losses of x and the target t. */
 enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
 
-/* Returns the term of one element. BCE: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. Huber with delta 0
-   is |x - t|. */
+/* Returns the term of one element x and target t. BCE: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows.
+   Huber (the default case): quadratic below |x - t| = delta; with delta 0 it is |x - t|. */
 HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
 {
     float d = fabsf(x - t);
@@ -1780,7 +1800,7 @@ HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
     }
 }
 
-/* Computes part[block] = the sum of the block's terms. */
+/* Computes part[b] = the sum of the terms of n elements of x and t (t.p NULL: none) that block b loops over. */
 static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array t, int what, float delta, int64_t n)
 {
     __shared__ float space[256 / HPMLG_WARP];
@@ -1794,14 +1814,14 @@ static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array
     if (threadIdx.x == 0) part[blockIdx.x] = sum;
 }
 
-/* One number from partial sums, added in double by one block. */
+/* The arguments of hpmlg_k_sum_finish, which adds n partial sums in double, in one block, and divides the sum. */
 typedef struct hpmlg_sum_finish {
-    const float *part;                 /* (n) */
+    const float *part;                 /* (n): the partial sums */
     int64_t      n;
-    const unsigned long long *counted; /* the divisor, which a kernel has counted; NULL: */
+    const unsigned long long *counted; /* the divisor, where a kernel has counted it; NULL: use `divisor` */
     double       divisor;
-    float       *out, *inverse;        /* sum / divisor; 1 / divisor; NULL: not wanted */
-    double      *wide;                 /* the same as out, in double; NULL: not wanted */
+    float       *out, *inverse;        /* out: sum / divisor; inverse: 1 / divisor; each may be NULL: not wanted */
+    double      *wide;                 /* sum / divisor in double; NULL: not wanted */
 } hpmlg_sum_finish;
 
 static __global__ void __launch_bounds__(1024) hpmlg_k_sum_finish(hpmlg_sum_finish f)
@@ -1822,11 +1842,12 @@ static __global__ void __launch_bounds__(1024) hpmlg_k_sum_finish(hpmlg_sum_fini
     if (f.inverse) f.inverse[0] = divisor > 0 ? (float)(1 / divisor) : 0;
 }
 
-/* Sums f(x, t) over n elements; the caller has set the divisor and the results of `f`. */
+/* Sums the terms `what` of x and t over n elements, and writes the results that `f` names; the caller has set the
+   divisor and the result pointers of `f`. */
 HPMLG_FN void hpmlg_sum_terms_run(hpmlg_device *d, hpmlg_sum_finish f, hpmlg_array x, hpmlg_array t,
                                   enum hpmlg_loss_kind what, float delta, int64_t n)
 {
-    float   *part = (float *)d->scratch + 64; /* the first 256 bytes are for results */
+    float   *part = (float *)d->scratch + 64; /* the first 256 bytes of `scratch` are for results */
     unsigned blocks = hpmlg_grid_blocks(d, n, 2048);
     f.part = part;
     f.n    = blocks;
@@ -1834,7 +1855,7 @@ HPMLG_FN void hpmlg_sum_terms_run(hpmlg_device *d, hpmlg_sum_finish f, hpmlg_arr
     HPMLG_RUN(d, hpmlg_k_sum_finish, 1, 1024, 0, f);
 }
 
-/* The backend's `sumsq`: writes the sum of squares of x to *out, on the device. */
+/* Implements the backend's `sumsq`: writes the sum of squares of the n elements of x to *out, on the device. */
 HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
 {
     hpmlg_sum_finish f = {};
@@ -1849,22 +1870,22 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const 
 // >>gpu-shape   reshape, permute, slice, concat
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Copies only inputs and parameters: where an op computed the source, the result of a reshape has the source's
-   memory. */
+/* Runs the reshape op, which copies only where its source is an input or a parameter: where an op computed the source,
+   the result and the source are the same memory. */
 HPMLG_FN void hpmlg_op_reshape(HPMLG_OP_ARGUMENTS)
 {
     hpmlg_array to = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
     if (to.p && to.p != from.p) hpmlg_copy_run(d, to, from, hpml_tensor_count(n->out), hpmlg_op_adds(n, back));
 }
 
-/* to (+)= from, permuted, in tiles of 64 x 64 that go through shared memory, so that both arrays are accessed along
-   rows: `from` along its last dimension, which is dimension p of `to`, and `to` along its own. */
+/* Permutes: to (+)= from, in tiles of 64 x 64 through shared memory, so that both arrays are accessed along rows:
+   `from` along its last dimension, which is dimension p of `to`, and `to` along the last dimension of `to`. */
 #define HPMLG_TRANSPOSE_TILE 64
 typedef struct hpmlg_transpose {
     hpmlg_array   from, to;
-    hpmlg_strides w;                 /* over the other dimensions, with the strides of from and to */
-    int64_t       p, last;           /* sizes of dimension p and of the last one */
-    int64_t       from_last, to_p;   /* strides in `from` of the last dimension, in `to` of p; the other two are 1 */
+    hpmlg_strides w;                 /* over all dimensions but these two, with the strides of from and to */
+    int64_t       p, last;           /* sizes of dimension p and of the last dimension of `to` */
+    int64_t       from_last, to_p;   /* strides: in `from` of `last`, in `to` of p; the other two are 1 */
     int64_t       p_tiles, last_tiles;
     bool          add;
 } hpmlg_transpose;
@@ -1886,7 +1907,7 @@ static __global__ void hpmlg_k_transpose(hpmlg_transpose t)
     }
 }
 
-/* Permutes dimensions; backward, by the inverse permutation. */
+/* Runs the permute op, which permutes dimensions; backward it permutes the gradient by the inverse permutation. */
 HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
 {
     const hpml_tensor *shape = back ? n->src[0] : n->out, *other = back ? n->out : n->src[0];
@@ -1902,7 +1923,7 @@ HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
         whole *= other->shape[i];
     }
     for (int i = 0; i < shape->ndim; i++) {
-        int k = n->attr.permute.dims[i]; /* dimension i of the result is k of x */
+        int k = n->attr.permute.dims[i]; /* dimension i of the result is dimension k of the operand */
         if (back) stride[k] = step[i];
         else stride[i] = step[k];
     }
@@ -1924,11 +1945,11 @@ HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
     HPMLG_RUN(d, hpmlg_k_transpose, (unsigned)(t.w.count * t.p_tiles * t.last_tiles), 256, 0, t);
 }
 
-/* Copies rows: `width` elements of row o of `to`, from to_at on, become (or are added) `lead` zeros, `block` elements
-   of row o of `from`, from from_at on, and zeros. */
+/* Copies rows: the `width` elements of row o of `to`, from offset to_at on, become (or, if `add`, are increased by)
+   `lead` zeros, then `block` elements of row o of `from`, from offset from_at on, then zeros. */
 typedef struct hpmlg_row_copy {
     hpmlg_array to, from;
-    int64_t     to_at, to_step, from_at, from_step; /* elements: offset of the first row, distance of two rows */
+    int64_t     to_at, to_step, from_at, from_step; /* in elements: offset of row 0; distance of two rows */
     int64_t     width, block, lead, rows;
     bool        add;
 } hpmlg_row_copy;
@@ -1944,8 +1965,9 @@ static __global__ void hpmlg_k_row_copy(hpmlg_row_copy b)
     }
 }
 
-/* Copies (or adds) `part` into `whole`, or the other way, values or gradients: part is the slice of whole's dimension
-   dim from `start` on. The gradient of a slice that is not added is written with zeros around it. */
+/* Copies `part` into `whole` if into_whole, else the other way; gradients if `gradient`, else values; add: adds
+   instead. part is the slice of whole's dimension dim from index `start` on. A gradient that is copied into `whole`
+   without adding is written with zeros around it. */
 HPMLG_FN void hpmlg_copy_slice(hpmlg_device *d, const hpml_tensor *whole, const hpml_tensor *part, int dim,
                                int64_t start, bool into_whole, bool gradient, bool add)
 {
@@ -1996,18 +2018,18 @@ HPMLG_FN void hpmlg_op_concat(HPMLG_OP_ARGUMENTS)
 // >>gpu-norm   softmax, layernorm, rmsnorm
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A row is the work of a team, a warp or a block: thread t takes the vec8s t, t + TEAM, ... of a tile of TEAM G vec8s.
-   A row that fits in one tile is read once and stays in registers; a longer one is read again, from the cache, for each
-   loop over it (reload). */
+/* A row is the work of a team, TEAM threads of a warp or a block: thread t takes the vec8s t, t + TEAM, ... of a tile
+   of TEAM G vec8s, so it has G of each tile. A row that fits in one tile is read once and stays in registers; a longer
+   row is read again, from the cache, for each loop over it (reload). */
 
-#define HPMLG_WARP_ROW 1024 /* columns: rows up to here are for a warp, longer ones for a block */
+#define HPMLG_WARP_ROW 1024 /* columns: a row of at most these is computed by a warp, a longer one by a block */
 
 HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     return hpmlg_grid_blocks(d, rows, cols <= HPMLG_WARP_ROW ? 4 : 1);
 }
 
-/* Launches the kernel for the team and tile that suit rows of `cols` columns. */
+/* Launches kernel<TEAM, G> on rows of `cols` columns: TEAM threads to a row, G vec8s to a thread. */
 #define HPMLG_RUN_ROWS(d, kernel, blocks, cols, shared, ...)                                                           \
     ((cols) <= 256              ? HPMLG_RUN(d, (kernel<32, 1>), blocks, 128, shared, __VA_ARGS__)                      \
      : (cols) <= 768            ? HPMLG_RUN(d, (kernel<32, 3>), blocks, 128, shared, __VA_ARGS__)                      \
@@ -2015,8 +2037,8 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
      : (cols) <= 2048           ? HPMLG_RUN(d, (kernel<128, 2>), blocks, 128, shared, __VA_ARGS__)                     \
                                 : HPMLG_RUN(d, (kernel<256, 4>), blocks, 256, shared, __VA_ARGS__))
 
-/* Loops over the rows of this team; and over the tiles of a row and the vec8s of a tile: k counts the vec8s of this
-   thread, c is the first column of a vec8. */
+/* Loop over the rows of this thread's team; and over the tiles of a row and this thread's vec8s of a tile: k counts the
+   vec8s (0 to G - 1), c is the first column of vec8 k. TEAM, G, rows and cols are the kernel's. */
 #define HPMLG_FOR_EACH_ROW                                                                                             \
     for (int64_t row = (int64_t)blockIdx.x * (blockDim.x / TEAM) + threadIdx.x / TEAM; row < rows;                     \
          row += (int64_t)gridDim.x * (blockDim.x / TEAM))
@@ -2024,7 +2046,7 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
     for (int64_t tile = 8 * (int64_t)(threadIdx.x % TEAM), end = cols + tile; tile < end; tile += 8 * TEAM * G)        \
         HPMLG_UNROLL for (int64_t k = 0, c = tile; k < G; k++, c += 8 * TEAM)
 
-/* Computes y = softmax(x), or its logarithm, of each row. */
+/* Computes y = softmax(x), or its logarithm if `log`, of each row of x (rows, cols), TEAM threads to a row. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log)
 {
@@ -2044,7 +2066,7 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
             for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - row_max);
         }
         sum = hpmlg_group_reduce(sum, space, TEAM, false);
-        /* row_max and log_sum are subtracted one after the other: their sum would be rounded as coarsely as row_max */
+        /* row_max and log_sum are subtracted one by one, because their sum would be rounded as coarsely as row_max */
         float log_sum = logf(sum), scale = 1 / sum;
         HPMLG_FOR_EACH_ROW_VEC8 {
             if (reload) e[k] = hpmlg_row_get(x, row, cols, c, 0);
@@ -2055,7 +2077,8 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
     }
 }
 
-/* Computes dx (+)= y (dy - <dy, y>); for the logarithm dx (+)= dy - exp(y) sum(dy). */
+/* Computes the gradient of softmax for each row, dx (+)= y (dy - <dy, y>); of its logarithm, if `log`, dx (+)= dy -
+   exp(y) sum(dy). add: the result is added to dx. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg_array dy, int64_t rows, int64_t cols,
                                             bool log, bool add)
@@ -2096,10 +2119,10 @@ HPMLG_FN void hpmlg_softmax_pass(hpmlg_device *d, hpml_node *n, bool back)
 HPMLG_FN void hpmlg_op_softmax(HPMLG_OP_ARGUMENTS) { hpmlg_softmax_pass(d, n, back); }
 HPMLG_FN void hpmlg_op_log_softmax(HPMLG_OP_ARGUMENTS) { hpmlg_softmax_pass(d, n, back); }
 
-/* Computes xhat = (x - mean - rest) rstd and y = xhat gamma + beta; rmsnorm (not centred): mean = rest = 0. The mean is
-   the sum of two floats, mean + rest, so that numbers far from 0 lose no digits. saved: mean and rstd of each row,
-   then, after those of all rows, rest of each. A residual sum x = p + q right before the norm can be fused (p.p not
-   NULL): the kernel writes x and does not read it again. */
+/* Computes y = xhat gamma + beta of each row, with xhat = (x - mean - rest) rstd; for layernorm `centred` is true, for
+   rmsnorm mean = rest = 0. The mean is the sum of two floats, mean + rest, so that numbers far from 0 lose no digits.
+   saved: mean and rstd of each row, then, after those of all rows, the rest of each row. A residual sum x = p + q right
+   before the norm can be fused (p.p not NULL): the kernel then also writes x and does not read it again. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, const float *gamma,
                                     const float *beta, float2 *saved, int64_t rows, int64_t cols, float eps,
@@ -2144,16 +2167,16 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
     }
 }
 
-/* Computes, with g = dy gamma, dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block writes the sums of dgamma
-   and dbeta over its rows to part (blocks, 2, cols): every thread sums its own columns, then the teams are added in
-   order. */
+/* Computes, with g = dy gamma and xhat as in hpmlg_k_norm, dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block
+   writes the sums of dgamma and dbeta over its rows to part (blocks, 2, cols), unless `part` is NULL: every thread sums
+   its own columns, then the teams' sums are added in order. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, const float *gamma,
                                          const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
                                          bool add)
 {
     __shared__ float space[HPMLG_WARP];
-    HPMLG_SHARED(float, sums); /* (2, cols) where a block has several teams */
+    HPMLG_SHARED(float, sums); /* (2, cols): sums of dgamma, dbeta, where a block has several teams */
     const bool reload = cols > 8 * TEAM * G;
     const int  teams = (int)blockDim.x / TEAM;
     hpmlg_vec8 e[G], f[G], a[G] = {}, b[G] = {};
@@ -2162,12 +2185,12 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     hpmlg_array dbeta  = { (float *)dgamma.p + cols, HPML_DTYPE_F32 };
     HPMLG_FOR_EACH_ROW {
         float mean = saved[row].x, rstd = saved[row].y, rest = ((const float *)(saved + rows))[row], sum = 0, dot = 0;
-        auto  load = [&](int64_t k, int64_t c) { /* e = xhat, f = dy */
+        auto  load = [&](int64_t k, int64_t c) { /* computes e = xhat, f = dy */
             e[k] = hpmlg_row_get(x, row, cols, c, mean);
             f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean - rest) * rstd;
         };
-        auto times_gamma = [&](int64_t k, int64_t c) { /* f = g */
+        auto times_gamma = [&](int64_t k, int64_t c) { /* computes f = g = dy gamma */
             hpmlg_vec8 g = hpmlg_param_get8(gamma, cols, c, 1);
             for (int j = 0; j < 8; j++) f[k].v[j] *= g.v[j];
         };
@@ -2211,8 +2234,8 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     for (int64_t i = threadIdx.x; i < 2 * cols && teams > 1; i += blockDim.x) part[i] = sums[i];
 }
 
-/* Computes dgamma (cols) and dbeta (cols) (+)= the sums of part (parts, 2, cols). A block has 32 columns; its 8 warps
-   sum every 8th part each, and are then added in order. */
+/* Computes dgamma (cols) and dbeta (cols) (+)= the sums of part (parts, 2, cols) over its first dimension. A block
+   computes 32 columns; each of its 8 warps sums every 8th of the `parts`, and the warps' sums are added in order. */
 static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const float *part, int parts, int64_t cols,
                                            bool add_gamma, bool add_beta)
 {
@@ -2231,19 +2254,19 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
     out[c] = (add ? out[c] : 0) + sum;
 }
 
-/* Returns the number of blocks of hpmlg_k_norm_back, and so of its parts. */
+/* Returns the number of blocks of hpmlg_k_norm_back, each of which writes its own sums of dgamma and dbeta. */
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int blocks = (int)hpmlg_row_blocks(d, rows, cols);
-    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* blocks that run at once: registers allow 3 or 4 */
+    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* at once: registers allow 3 or 4 a multiprocessor */
     return blocks < limit ? blocks : limit;
 }
 
 HPMLG_FN const float *hpmlg_param_value(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->data : NULL; }
 HPMLG_FN float       *hpmlg_param_grad(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->grad : NULL; }
 
-/* Marks the residual sum that norm n computes too, if `before`, the node planned just before n, is such a sum. Only
-   passes that run as a whole fuse. */
+/* Marks a residual sum that norm n is to compute too: if `before`, the node planned just before n, adds two tensors of
+   n's shape and n reads the result. Only forward passes that run as a whole use the mark. */
 HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
 {
     hpml_node *add = n->src[0]->node;
@@ -2287,12 +2310,13 @@ HPMLG_FN void hpmlg_op_rmsnorm(HPMLG_OP_ARGUMENTS) { hpmlg_norm(d, n, back); }
 // >>gpu-batchnorm   batch normalization
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per channel, over N = B P numbers with P = H W: y = gamma (x - mean) rstd + beta. Three kernels: splits of a channel
-   are summed, a block each; one thread for each channel joins the splits in order; all elements are written. A split's
-   result is (count, mean, sum of squared distances from the mean), joined as in Chan, Golub & LeVeque 1979, which loses
-   no digits where the mean is far from zero. A thread joins its own numbers in float, after subtracting the channel's
-   first number. Backward, the same struct holds plain sums: mean is s1 = sum dy, square is sum dy (x - mean), from
-   which s2 = sum dy xhat is computed. A block has one channel, or 32 neighbouring channels where P is 1. */
+/* Batch normalization, per channel over N = B P numbers with P = H W: y = gamma (x - mean) rstd + beta. There are three
+   kernels: blocks sum a split of a channel each; one thread for each channel joins the channel's splits in order; all
+   elements are written. A split's result is (count, mean, sum of squared distances from the mean), joined as in Chan,
+   Golub & LeVeque 1979, which loses no digits where the mean is far from zero. A thread joins the numbers that it reads
+   in float, after subtracting the channel's first number. Backward, the same struct contains plain sums: its mean is s1
+   = sum dy, its square is sum dy (x - mean), from which s2 = sum dy xhat is computed. A block works on one channel, or
+   on 32 neighbouring channels where P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
@@ -2309,27 +2333,28 @@ HPMLG_DEVICE hpmlg_moments<T> hpmlg_moments_join(hpmlg_moments<T> a, hpmlg_momen
     return s;
 }
 
-typedef struct hpmlg_bn {           /* batchnorm */
-    int64_t      B, C, P, N, width; /* width: channels of a block */
+typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels; sizes as at the start of >>gpu-batchnorm */
+    int64_t      B, C, P, N, width; /* P = H W, N = B P; width: channels of a block */
     int64_t      splits, unit;      /* splits of a channel; numbers read at once: 8 where 8 divides P, else 1 */
     hpmlg_array  x, y, dx, dy;
-    const float *gamma, *beta;      /* (C), or NULL; so are their gradients */
+    const float *gamma, *beta;      /* (C), or NULL; dgamma and dbeta may be NULL too */
     float       *dgamma, *dbeta, *running_mean, *running_var;
-    float2      *saved, *means;     /* (C): mean and rstd; s1 / N and s2 / N */
-    float       *rest;              /* (C): the mean is saved[c].x + rest[c], as in layernorm */
-    hpmlg_moments<double> *part;    /* (splits, C) */
+    float2      *saved, *means;     /* (C): mean, rstd; backward: s1 / N, s2 / N, the means that dx needs */
+    float       *rest;              /* (C): what rounding took from saved[c].x: the mean is saved[c].x + rest[c] */
+    hpmlg_moments<double> *part;    /* (splits, C): each split's result */
     float        eps, momentum;
     bool         train, relu, add[3];
 } hpmlg_bn;
 
-/* Returns the offset of unit u of channel c. */
+/* Returns the offset in x of unit u of channel c, where a unit is s.unit (1 or 8) neighbouring numbers. */
 HPMLG_DEVICE int64_t hpmlg_bn_offset(const hpmlg_bn &s, int64_t c, int64_t u)
 {
     int64_t i = u * s.unit, image = hpmlg_quotient(i, s.P);
     return (image * s.C + c) * s.P + (i - image * s.P);
 }
 
-/* Loads up to 8 numbers of a channel and returns their count: unit u of 8, or u and 7 more, a block's width apart. */
+/* Loads up to 8 numbers of channel c of the array x into *e and returns their count: unit u, if units have 8 numbers;
+   else unit u and 7 more below `to`, at the distance of this block's threads in a channel. */
 HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_vec8 *e)
 {
     int count = 0;
@@ -2347,7 +2372,7 @@ HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int6
 
 template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
 {
-    typedef typename std::conditional<back, double, float>::type T; /* in which a thread joins its own numbers */
+    typedef typename std::conditional<back, double, float>::type T; /* the type in which a thread sums */
     __shared__ hpmlg_moments<double> all[256];
     int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
@@ -2361,7 +2386,7 @@ template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
         if (back) {
             hpmlg_bn_load(s, s.dy, c, u, to, &f);
             if (s.relu) hpmlg_bn_load(s, s.y, c, u, to, &z);
-            for (int j = 0; j < 8; j++) { /* beyond the end dy is 0 */
+            for (int j = 0; j < 8; j++) { /* dy is 0 beyond the end of the split */
                 float v = s.relu && !(z.v[j] > 0) ? 0 : f.v[j];
                 sum += v;
                 other += v * (e.v[j] - mean);
@@ -2385,8 +2410,9 @@ template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
     if (threadIdx.x < s.width && c < s.C) s.part[blockIdx.y * s.C + c] = all[threadIdx.x];
 }
 
-/* Joins the splits of each channel. Forward: the statistics, which also move the running ones (in evaluation the
-   running ones are used); backward: the gradients of gamma and beta, and the means that dx needs. */
+/* Joins the splits of each channel, a thread each. Forward: computes the mean and rstd of the batch, and updates the
+   running statistics with them (in evaluation, mean and rstd are computed from the running statistics); backward:
+   computes the gradients of gamma and beta, and the means that dx needs. */
 template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
 {
     int64_t c = hpmlg_thread_index();
@@ -2409,8 +2435,9 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
     s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
 
-/* Computes y = a (x - mean) + b with a = rstd gamma, b = beta - rest a, then relu if wanted; dx (+)= a (dy - s1 / N -
-   xhat s2 / N). Each thread has vec8s of the whole array; the channel may change within a vec8. */
+/* Computes, forward, y = a (x - mean) + b with a = rstd gamma, b = beta - rest a, then relu if s.relu; backward dx (+)=
+   a (dy - s1 / N - xhat s2 / N), with s1 = sum dy, s2 = sum dy xhat. Each thread takes vec8s of the whole array; the
+   channel may change within a vec8. */
 template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
@@ -2483,8 +2510,9 @@ HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
     return (size_t)(s.C * s.splits) * sizeof *s.part + (size_t)s.C * sizeof *s.means;
 }
 
-/* Called where ranks share a batch: joins the splits of each channel on the host, as sums, adds these up over the
-   ranks, and uploads them as the only split. The host waits for the device, so such passes are not recorded. */
+/* Sums the statistics over the ranks that share a batch: joins the splits of each channel on the host, as sums, adds
+   these sums up over the ranks, and uploads the totals as the only split (s->splits = 1; s->N: numbers on all ranks).
+   The host waits for the device, so such passes are not recorded. */
 HPMLG_FN void hpmlg_bn_sum_ranks(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
 {
     size_t      bytes = (size_t)(s->C * s->splits) * sizeof *s->part;
@@ -2518,7 +2546,7 @@ HPMLG_FN void hpmlg_bn_sum_ranks(const hpml_run *run, hpmlg_device *d, hpmlg_bn 
 
 HPMLG_FN void hpmlg_op_batchnorm(HPMLG_OP_ARGUMENTS)
 {
-    hpmlg_bn s = hpmlg_bn_of(d, n, run->train), all; /* of this rank; of all ranks that share the batch */
+    hpmlg_bn s = hpmlg_bn_of(d, n, run->train), all; /* s: of this rank; all: of all ranks that share the batch */
     bool     shared = run->train && run->sum;
     unsigned channels = (unsigned)((s.C + 127) / 128);
     dim3     grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
@@ -2527,7 +2555,7 @@ HPMLG_FN void hpmlg_op_batchnorm(HPMLG_OP_ARGUMENTS)
     if (back || s.train) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_splits, true, false, grid, 256, 0, s);
     if (back) HPMLG_RUN(d, hpmlg_k_bn_channels<true>, channels, 128, 0, s);
     if (shared) hpmlg_bn_sum_ranks(run, d, &all, back);
-    all.dgamma = NULL; /* the gradients of gamma and beta are of this rank's samples, written above */
+    all.dgamma = NULL; /* the gradients of gamma and beta are this rank's own, written above */
     all.dbeta  = NULL;
     if (!back || shared) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_channels, true, false, channels, 128, 0, all);
     if (s.N == 0 || (back && !s.dx.p)) return;
@@ -2538,18 +2566,18 @@ HPMLG_FN void hpmlg_op_batchnorm(HPMLG_OP_ARGUMENTS)
 // >>gpu-pool   max and average pooling
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One thread for each output; backward one for each input, which adds the gradients of the windows that contain it, in
-   a fixed order and without atomics. Max pooling keeps the offset of each winner within its plane; a NaN wins. Average
-   pooling divides by the number of pixels inside the image. */
+/* Pooling: one thread computes each output; backward one thread computes the gradient of each input, adding the
+   gradients of the windows that contain it, in a fixed order and without atomics. Max pooling keeps the offset, within
+   its plane, of the element that won; a NaN wins. Average pooling divides by the number of pixels inside the image. */
 typedef struct hpmlg_pool {
-    hpmlg_array x, y;    /* backward: gradients */
-    int        *winner;  /* (outputs); NULL: average */
+    hpmlg_array x, y;    /* input and output; backward: their gradients */
+    int        *winner;  /* (outputs): offset of the largest element in its plane; NULL: average pooling */
     int64_t     planes;
     int         H, W, OH, OW, kh, kw, stride, pad;
     bool        add;
 } hpmlg_pool;
 
-/* Splits i into (plane, row, column) of planes of (h, w); returns the plane. */
+/* Splits the index i of an element of an array (planes, h, w) into plane, row and column; returns the plane. */
 HPMLG_DEVICE int64_t hpmlg_plane_position(int64_t i, int h, int w, int *row, int *column)
 {
     int64_t q = hpmlg_quotient(i, w), plane = hpmlg_quotient(q, h);
@@ -2558,7 +2586,7 @@ HPMLG_DEVICE int64_t hpmlg_plane_position(int64_t i, int h, int w, int *row, int
     return plane;
 }
 
-/* Returns the part [from, to) of window o that lies inside [0, size). */
+/* Computes [*from, *to), the part of pooling window number o, along one dimension, inside the image's `size` pixels. */
 HPMLG_DEVICE void hpmlg_window(int o, int stride, int pad, int kernel, int size, int *from, int *to)
 {
     int first = o * stride - pad, end = first + kernel;
@@ -2630,7 +2658,7 @@ HPMLG_FN void hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
     p.pad    = n->attr.conv.padding[0];
     p.add    = hpmlg_op_adds(n, back);
     if (back) return HPMLG_RUN_ITEMS(d, hpmlg_k_pool_back, p.planes * p.H * p.W, 256, p);
-    if (!p.winner && p.pad == 0 && p.kh == p.H && p.kw == p.W) { /* global: the mean of each plane */
+    if (!p.winner && p.pad == 0 && p.kh == p.H && p.kw == p.W) { /* global average pooling: the mean of each plane */
         int64_t pixels = x[2] * x[3];
         return hpmlg_sum_run(d, p.y, p.x, hpmlg_broadcast_strides(p.planes, pixels, 1), 1 / (float)pixels, false);
     }
@@ -2643,7 +2671,7 @@ HPMLG_FN void hpmlg_op_avg_pool2d(HPMLG_OP_ARGUMENTS) { hpmlg_pool_pass(d, n, ba
 // >>gpu-random   Philox, dropout
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns words 4 block to 4 block + 3 of a stream of random numbers, the same as hpml_philox4x32's. */
+/* Returns random words 4 block to 4 block + 3 of stream number `stream`, the same as hpml_philox4x32 on the CPU. */
 HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stream, unsigned long long block)
 {
     unsigned k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
@@ -2658,8 +2686,8 @@ HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stre
     return c;
 }
 
-/* Computes words first to first + 7 of a stream: two blocks, three where the first word is not the first of its
-   block. */
+/* Computes w = random words first to first + 7 of a stream. Philox makes blocks of 4 words: the 8 words are in two
+   blocks, or in three where `first` is no multiple of 4. */
 HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, unsigned long long stream,
                                       unsigned long long first)
 {
@@ -2670,8 +2698,8 @@ HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, un
     HPMLG_UNROLL for (int j = 0; j < 8; j++) w[j] = first & 1 ? all[j + 1] : all[j];
 }
 
-/* Computes y (+)= x scale where the random word of the element is at least `least`, else 0. Word i belongs to element
-   i, counted from the first sample of the global batch. each: elements of a sample. */
+/* Computes y (+)= x scale where the element's random word is at least `least`, else 0. Word i belongs to element i,
+   counted from the first sample of the global batch. index: the node's number; each: elements of a sample. */
 static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_random_key *key, int index,
                                        unsigned least, float scale, int64_t each, int64_t n, bool add)
 {
@@ -2706,24 +2734,27 @@ HPMLG_FN void hpmlg_op_dropout(HPMLG_OP_ARGUMENTS)
 // >>gpu-embedding   rows of a table, and their gradient
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The gradient of the table is computed without float atomics: the positions of each token are listed and sorted, then
-   the gradients of each row of the table are added in order. Entries of the lists are assigned by integer atomics, in
-   any order, and sorted afterwards. A token of more than HPMLG_LONG positions, such as a blank, is long: its positions
-   are cut into pieces of HPMLG_LONG, which are summed one by one and then added in order. */
+/* The gradient of an embedding's table is computed without float atomics: the positions of each token in the batch are
+   listed and sorted, then the gradients at these positions are added in order to the token's row of the table. Entries
+   of the lists are assigned by integer atomics, in any order, and sorted afterwards. A token of more than HPMLG_LONG
+   positions, such as a blank, is long: its positions are cut into pieces of HPMLG_LONG positions, whose sums are
+   computed one by one and then added in order. */
 #define HPMLG_LONG 64
 typedef struct hpmlg_token_lists {
-    const int *token;              /* (tokens) */
+    const int *token;              /* (tokens): the token at each position */
     int64_t    tokens, vocabulary;
-    int64_t    most_pieces;        /* upper bound of the number of pieces */
-    int       *count, *used;       /* (vocabulary): positions of a token; (2): entries used of `order`, `piece` */
+    int64_t    most_pieces;        /* upper bound of the number of pieces of long tokens */
+    int       *count, *used;       /* (vocabulary): positions of a token; (2): used entries of `order`, `piece` */
     int       *start;              /* (vocabulary): offset of a token's positions in `order` */
     int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
-    int       *slot, *order;       /* (tokens): index of a position in its token, then sorted positions; unsorted */
+    int       *slot, *order;       /* (tokens): slot: number of a position among its token's, at last the positions,
+                                      sorted; order: the positions, unsorted */
     int       *piece;              /* (most_pieces): the token that a piece belongs to */
-    float     *sums;               /* (most_pieces, width): the sum of each piece */
+    float     *sums;               /* (most_pieces, width): the sum of dy over each piece's positions */
 } hpmlg_token_lists;
 
-/* Computes y[i] = table[token[i]], a warp for each row; a token out of range gives a row of zeros and a note. */
+/* Computes y[i] = table[token[i]], a warp for each row i; a token out of range gives a row of zeros, and is reported to
+   the host through *note as an error of `node`. */
 static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg_token_lists b, int64_t width,
                                          hpmlg_note *note, int *taken, const hpml_node *node)
 {
@@ -2737,9 +2768,9 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg
     }
 }
 
-/* Builds the lists in four launches. Step 0 counts positions and gives each a slot in its token's list; in step 1 the
-   position with slot 0 reserves entries of `order` for its token; step 2 fills `order`; step 3 sorts each token's
-   positions into `slot`, which is not needed any more. */
+/* Builds the lists of each token's positions in four launches, a thread for each position. Step 0 counts the positions
+   of each token and numbers them (`slot`); in step 1 the position numbered 0 reserves entries of `order` for its token;
+   step 2 fills `order`; step 3 sorts each token's positions into `slot`, whose numbers are not needed any more. */
 static __global__ void hpmlg_k_token_lists(hpmlg_token_lists b, int step)
 {
     int64_t i = hpmlg_thread_index();
@@ -2758,12 +2789,12 @@ static __global__ void hpmlg_k_token_lists(hpmlg_token_lists b, int step)
     b.slot[b.start[t] + rank] = (int)i;
 }
 
-/* Returns the sum, for columns c to c + 7, of n rows of x: rows at[0], at[1], ..., or, where `at` is NULL, the
-   first n. */
+/* Returns the sum, for columns c to c + 7, of n rows of x (width columns): rows at[0] to at[n - 1] or, where `at` is
+   NULL, rows 0 to n - 1. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int64_t width, int64_t c)
 {
     hpmlg_vec8 sum = {}, e[4];
-    for (int k = 0; k < n; k += 4) { /* four loads are in flight */
+    for (int k = 0; k < n; k += 4) { /* 4 rows at a time, so that four loads are in flight */
         HPMLG_UNROLL for (int q = 0; q < 4; q++) {
             bool    in  = k + q < n;
             int64_t row = in && at ? at[k + q] : k + q;
@@ -2775,7 +2806,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int6
     return sum;
 }
 
-/* Sums each piece of a long token: a warp for 256 columns of a piece. */
+/* Sums dy over each piece (up to HPMLG_LONG positions) of each long token: a warp for 256 columns of a piece. */
 static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_token_lists b, int64_t width)
 {
     int64_t     parts = (width + 255) / 256;
@@ -2788,7 +2819,7 @@ static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_token_list
     }
 }
 
-/* Computes row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
+/* Computes row t of dw (+)= the sum of dy over the positions of token t, a warp for 256 columns of a row. */
 static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_token_lists b, int64_t width,
                                               bool add)
 {
@@ -2809,12 +2840,12 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
     }
 }
 
-/* Lays the arrays out in the node's scratch memory, if it is allocated. Returns their size in bytes. */
+/* Places the token lists in node n's scratch memory, if it is allocated. Returns the bytes that they need. */
 HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_token_lists *b)
 {
     b->tokens      = hpml_tensor_count(n->src[0]);
     b->vocabulary  = n->src[1]->shape[0];
-    b->most_pieces = 2 * b->tokens / HPMLG_LONG; /* a token of 65 positions has two pieces */
+    b->most_pieces = 2 * b->tokens / HPMLG_LONG; /* as a token of 65 positions has two pieces */
     int64_t sums  = b->most_pieces * n->src[1]->shape[1];
     size_t  bytes = (size_t)(sums + 3 * b->vocabulary + 2 + 2 * b->tokens + b->most_pieces) * sizeof(int);
     if (!n->scratch) return bytes;
@@ -2856,14 +2887,14 @@ HPMLG_FN void hpmlg_op_embedding(HPMLG_OP_ARGUMENTS)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* All products, convolutions included, are one sum, c[row, col] = sum over k of a[row, k] b[k, col]; they differ in the
-   addresses of their operands' elements. An operand has two axes: its lines (rows of a, columns of b) and k. An axis
-   splits an index into up to three, i = (q nu + u) nv + v, and has a distance for each of the three: in memory and, for
-   images, in height and width; an element outside of the image is 0. One kernel gathers the elements of any operands
-   (edges, any strides, mixed types; f32, tf32 or halves), another copies 16 bytes at a time from dense halves. A block
-   of 128 threads computes a tile of T x T. When there are too few tiles for the device, k is cut into splits, whose
-   sums are added in order. */
+   addresses of the elements of the operands a and b. An operand has two axes: its lines (rows of a, columns of b) and
+   k. An axis splits an index i into up to three, i = (q nu + u) nv + v, and has a distance for each of q, u and v: in
+   memory and, for images, in height and width; an element outside of the image is 0. One kernel gathers the elements of
+   any operands (edges, any strides, mixed types; f32, tf32 or halves), another copies 16 bytes at a time from dense
+   halves. A block of 128 threads computes a tile of T x T elements of c. When there are too few tiles to fill the
+   device, k is cut into splits, whose sums are added in order. */
 
-/* Division by `by` of numbers below 2^31 as a multiplication: mul = ceil(2^shift / by), shift = 31 + ceil(log2(by)). */
+/* Divides n < 2^31 by `by`: n mul >> shift, with mul = ceil(2^shift / by) and shift = 31 + ceil(log2(by)). */
 typedef struct hpmlg_divisor { unsigned shift, mul, by, unused; } hpmlg_divisor;
 
 HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
@@ -2878,14 +2909,14 @@ HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
 HPMLG_DEVICE unsigned hpmlg_divide(unsigned n, hpmlg_divisor d) { return (unsigned)((uint64_t)n * d.mul >> d.shift); }
 
 typedef struct hpmlg_axis {
-    hpmlg_divisor block, row; /* nu nv; nv */
-    int64_t   q, u, v;        /* elements from one q, u, v to the next */
-    int16_t   h0, h, w0, w;   /* height h0 + u h, width w0 + v w */
+    hpmlg_divisor block, row; /* divisors: by nu nv; by nv */
+    int64_t   q, u, v;        /* distances in memory, in elements, from one q, u or v to the next */
+    int16_t   h0, h, w0, w;   /* for images: height h0 + u h, width w0 + v w */
 } hpmlg_axis;
 
-typedef struct __align__(16) hpmlg_coord { /* what one axis adds to an element's address */
-    int64_t at;   /* elements; below 0: beyond the end of the axis */
-    int     h, w; /* position in the image */
+typedef struct __align__(16) hpmlg_coord { /* what the index on one axis adds to an element's address */
+    int64_t at;   /* offset in elements; below 0: beyond the end of the axis */
+    int     h, w; /* height and width, to be added up over both axes */
 } hpmlg_coord;
 
 HPMLG_FN hpmlg_axis hpmlg_axis_3d(int64_t nu, int64_t nv, int64_t q, int64_t u, int64_t v)
@@ -2915,14 +2946,14 @@ HPMLG_DEVICE hpmlg_coord hpmlg_coord_of(const hpmlg_axis &x, int64_t i, int64_t 
 
 typedef struct hpmlg_operand {
     hpmlg_array x;
-    int64_t     batch;        /* elements to the next matrix */
+    int64_t     batch;        /* elements to the next matrix of the batch */
     hpmlg_axis  line, k;
-    int64_t     H, W;         /* size of the image; H 0: not an image */
+    int64_t     H, W;         /* size of the image; H 0: the operand is not an image */
     int64_t     along_k;      /* neighbours in k are closer in memory than neighbouring lines */
     int64_t     ld;           /* not 0: the elements are neighbours along one axis, and `ld` apart along the other */
 } hpmlg_operand;
 
-/* Returns the element at a line and a k; 0 outside. base: offset of the matrix in the batch. */
+/* Returns the operand's element at the coordinates `line` and `k`; 0 outside. base: offset of the batch's matrix. */
 HPMLG_DEVICE float hpmlg_operand_get(const hpmlg_operand &o, int64_t base, hpmlg_coord line, hpmlg_coord k)
 {
     int64_t at = base + line.at + k.at;
@@ -2935,22 +2966,22 @@ HPMLG_DEVICE float hpmlg_operand_get(const hpmlg_operand &o, int64_t base, hpmlg
     return hpmlg_get(o.x, at);
 }
 
-/* c = act(alpha a b (+ c) + bias). What act is computed from is kept in z, if z is not NULL. back: instead
-   c = (alpha a b (+ c)) act'(z). */
+/* A batch of products c = act(alpha a b (+ c) + bias), c of (m, n). The input of act is saved in z, unless z.p is NULL.
+   If `back`, instead c = (alpha a b (+ c)) act'(z), where z is read. */
 typedef struct hpmlg_product {
     int64_t       m, n, k, batch;
     hpmlg_operand a, b;
     hpmlg_array   c, z;
     int64_t       ldc, c_batch;
-    hpmlg_axis    col;           /* of c */
+    hpmlg_axis    col;           /* axis of c's columns, where they are not neighbours */
     int64_t       flat, by_vec8; /* columns of c are neighbours; rows of c can be moved 8 elements at a time */
     int64_t       add;
     float         alpha, slope;
     const float  *bias;
-    int64_t       bias_row, bias_col, bias_batch; /* elements to the next */
+    int64_t       bias_row, bias_col, bias_batch; /* distances in `bias` from a row, column or matrix to the next */
     int64_t       act, back;
-    int64_t       half;          /* HPML_DTYPE_BF16 or _F16: the type in which halves are multiplied */
-    float        *part;          /* (splits, batch, m, n) sums of the splits; NULL: one split, which writes c */
+    int64_t       half;          /* HPML_DTYPE_BF16 or _F16: the type of operands in halves */
+    float        *part;          /* (splits, batch, m, n): sums of the splits; NULL: one split, which writes c */
     int64_t       splits, k_each;
     int64_t       tiles_m, tiles_n;
 } hpmlg_product;
@@ -2960,7 +2991,7 @@ HPMLG_DEVICE float hpmlg_add_bias(const hpmlg_product &g, int64_t batch, int64_t
     return g.bias ? v + g.bias[batch * g.bias_batch + row * g.bias_row + col * g.bias_col] : v;
 }
 
-/* Computes the epilogue of one sum and stores the result. */
+/* Scales the sum v for element (row, col) of matrix `batch` of c, computes its epilogue and stores the result in c. */
 HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, float v)
 {
     int64_t at = batch * g.c_batch + row * g.ldc + (g.flat ? col : hpmlg_coord_of(g.col, col, g.n).at);
@@ -2972,7 +3003,7 @@ HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int6
     hpmlg_put(g.c, at, v);
 }
 
-/* Does the same for eight neighbours of a row; col and the offset of the row are multiples of 8. */
+/* Stores 8 results as hpmlg_store_result stores one: columns col to col + 7. col, the row's offset: multiples of 8. */
 HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, hpmlg_vec8 e)
 {
     int64_t    at  = (batch * g.c_batch + row * g.ldc + col) / 8;
@@ -3026,8 +3057,8 @@ HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int
 
 typedef struct hpmlg_tile { int64_t batch, split, row, col, k0, k1; } hpmlg_tile;
 
-/* Returns the tile of this block. Blocks that run at the same time have tiles in 8 rows of tiles, so that they share
-   rows of a and columns of b in the cache. */
+/* Returns the tile that this block computes. Blocks that run at the same time have tiles in 8 rows of tiles, so that
+   they share rows of a and columns of b in the cache. */
 template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g)
 {
     unsigned   m = (unsigned)g.tiles_m, n = (unsigned)g.tiles_n;
@@ -3043,12 +3074,13 @@ template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g
     return t;
 }
 
-/* Returns the index of element (row, col) of a tile of sums in shared memory: neither writes nor reads have bank
-   conflicts. */
+/* Returns the index of element (row, col) of a tile (T, T) of sums in shared memory: scattered so that neither
+   hpmlg_store_tile's writes nor its reads have bank conflicts. */
 template <int T> HPMLG_DEVICE int hpmlg_sum_offset(int row, int col) { return row * T + (col ^ (row & 3) << 3); }
 
-/* Stores the sums of a tile, which the threads hold in the layout of the tensor cores (MMA) or of hpmlg_f32_step: they
-   go through shared memory, so that each thread gets 8 neighbours. Warp w has the quarter (w / 2, w % 2). */
+/* Stores the sums of tile t, which the threads have in their registers acc[] in the layout of the tensor cores (MMA) or
+   of hpmlg_f32_step: the sums pass through the shared memory `sums`, so that each thread gets 8 neighbours of a row.
+   Warp w has the quarter in row w / 2, column w % 2 of the tile. */
 template <int T, bool MMA>
 HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const float *acc, float *sums)
 {
@@ -3084,11 +3116,11 @@ HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const f
     }
 }
 
-/* How a tile of an operand lies in shared memory: halves as [line][32 k] or [32 k][line], with pieces of 16 bytes
+/* The order of an operand's tile in shared memory: halves as [line][32 k] or [32 k][line], with units of 16 bytes
    exchanged so that ldmatrix has no bank conflicts, or gathered as [line][16 k]. */
 enum hpmlg_layout { HPMLG_K_MAJOR, HPMLG_LINE_MAJOR, HPMLG_GATHERED };
 
-/* Returns the index of an element in the shared memory of its tile. */
+/* Returns the index of element (line, k) of an operand's tile in shared memory, for T lines in layout L. */
 template <int T, int L> HPMLG_DEVICE int hpmlg_tile_offset(int line, int k)
 {
     if (L == HPMLG_K_MAJOR) return line * 32 + ((k >> 3) ^ (line >> 1 & 3)) * 8 + (k & 7);
@@ -3096,7 +3128,8 @@ template <int T, int L> HPMLG_DEVICE int hpmlg_tile_offset(int line, int k)
     return line * 24 + k;
 }
 
-/* Loads lines `line` to line + 15 at k to k + 15 as hpmlg_mma_16816 needs them: one fragment of a, or two of b. */
+/* Loads lines `line` to line + 15 at k to k + 15 of the tile x into r as hpmlg_mma_16816 needs them: one fragment of
+   the left operand a or, if `b`, two of the right operand. */
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int line, int k, bool b)
 {
@@ -3106,7 +3139,7 @@ HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int lin
     else hpmlg_ldmatrix_x4(r, x + hpmlg_tile_offset<T, L>(l8 + in, k8));
 }
 
-/* Adds 16 k to the warp's quarter of a tile. */
+/* Adds the products of 16 k, from k on, of the half tiles a and b to acc, the warp's quarter of the tile of sums. */
 template <int T, int LA, int LB, bool F16>
 HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const unsigned short *b, int k)
 {
@@ -3121,7 +3154,8 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
             hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
 }
 
-/* Starts the copy of a dense tile of halves, 32 k deep. x: its first element; lines, ks: how many of each exist. */
+/* Starts the copy of a dense tile of halves, T lines and 32 k, to shared memory. x: its first element in the operand;
+   lines, ks: how many lines and k the operand has from there on; the rest is filled with 0. */
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x, int64_t ld, int64_t lines, int64_t ks)
 {
@@ -3141,7 +3175,7 @@ HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x
 
 #define HPMLG_STAGES 4
 
-/* Starts the copies of both operands' tiles for step `step` into its stage. */
+/* Starts the copies of both operands' tiles, the 32 k of step `step`, into one of the four stages in turn. */
 template <int T, int LA, int LB>
 HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t, int64_t step, unsigned short *tiles)
 {
@@ -3155,10 +3189,10 @@ HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t,
         hpmlg_dense_load<T, LA>(at, a, g.a.ld, g.m - t.row, t.k1 - k);
         hpmlg_dense_load<T, LB>(at + T * 32, b, g.b.ld, g.n - t.col, t.k1 - k);
     }
-    hpmlg_copy_commit(); /* a group for each step, also empty, because hpmlg_copy_wait counts groups */
+    hpmlg_copy_commit(); /* a group per step, even an empty one, because hpmlg_copy_wait counts groups */
 }
 
-/* Multiplies dense halves: four stages of 32 k, three in flight while one is multiplied. */
+/* Computes a tile of a product of dense halves: four stages of 32 k, three being copied while one is multiplied. */
 template <int T, int LA, int LB>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __grid_constant__ hpmlg_product g)
 {
@@ -3171,7 +3205,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __g
     HPMLG_ROLLED for (int64_t s = 0; s < steps; s++) {
         const unsigned short *a = tiles + s % HPMLG_STAGES * (2 * T * 32);
         hpmlg_copy_wait(HPMLG_STAGES - 2);
-        __syncthreads(); /* stage s has arrived for all threads, and none reads stage s - 1 any more */
+        __syncthreads(); /* stage s has arrived for all threads, and no thread reads stage s - 1 any more */
         hpmlg_dense_stage<T, LA, LB>(g, t, s + HPMLG_STAGES - 1, tiles);
         if (g.half == HPML_DTYPE_F16) {
             hpmlg_half_step<T, LA, LB, true>(acc, a, a + T * 32, 0);
@@ -3181,13 +3215,14 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __g
             hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 16);
         }
     }
-    hpmlg_store_tile<T, true>(g, t, acc, (float *)(void *)tiles); /* the groups after the last stage are empty */
+    hpmlg_store_tile<T, true>(g, t, acc, (float *)(void *)tiles); /* no copy writes to `tiles` any more */
 }
 
-/* The type in which the gathering kernel multiplies. */
+/* The type in which the kernel hpmlg_k_product_gather multiplies. */
 enum hpmlg_gather_type { HPMLG_IN_F32, HPMLG_IN_TF32, HPMLG_IN_HALF };
 
-/* Loads 16 k of an operand's tile into registers, element by element. lines, ks: coordinates of the tile's axes. */
+/* Loads 16 k of an operand's tile into registers v, element by element. base: offset of the matrix; lines, ks:
+   coordinates of the tile's lines and of the 16 k. */
 template <int T>
 HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t base, const hpmlg_coord *lines,
                                     const hpmlg_coord *ks)
@@ -3198,11 +3233,12 @@ HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t ba
     }
 }
 
-/* Returns v rounded to tf32. The device's NaN, 0x7fffffff, is kept: adding the half of the last place would make it
-   -0. */
+/* Returns v rounded to tf32 (for an instruction that cuts off 13 bits). The device's NaN, 0x7fffffff, is returned
+   unchanged, because adding half of the last place would make it -0. */
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
-/* Stores the same 16 k into shared memory: f32 as [k][line], tf32 as [line][k], halves as hpmlg_tile_offset says. */
+/* Stores the elements that hpmlg_gather_load loaded into shared memory: f32 as [k][line], tf32 as [line][k], halves (of
+   `type`) in the order of hpmlg_tile_offset. */
 template <int T, int KIND>
 HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k, int type)
 {
@@ -3215,7 +3251,7 @@ HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k
     }
 }
 
-/* Adds 16 k in f32: a thread has sixteen rows of eight columns (T 128), or eight of four. */
+/* Adds the products of 16 k in f32 to acc: a thread has sixteen rows of eight columns (T = 128), or eight of four. */
 template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, const float *b)
 {
     int ty = (int)threadIdx.x / 16 * 4, tx = (int)threadIdx.x % 16 * 4;
@@ -3230,7 +3266,7 @@ template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, co
     }
 }
 
-/* Adds 16 k in tf32 to the warp's quarter of a tile. */
+/* Adds the products of 16 k of the tiles a and b in tf32 to acc, the warp's quarter of the tile of sums. */
 template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a, const unsigned *b)
 {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -3251,13 +3287,13 @@ template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a
 #define HPMLG_TILE_BYTES(T, KIND)                                                                                      \
     ((KIND) == HPMLG_IN_F32 ? 16 * ((T) + 4) * 4 : (KIND) == HPMLG_IN_TF32 ? (T) * 80 : (T) * 48)
 
-/* Multiplies any operands: 16 k at a time through registers, in two stages. */
+/* Computes a product of any operands, a tile a block: loads 16 k at a time through registers into one of two stages. */
 template <int T, int KIND>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __grid_constant__ hpmlg_product g)
 {
     enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
     HPMLG_SHARED(unsigned char, shared);
-    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* (a, b)(T); (stage)(a, b)(16) */
+    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* coordinates: (a, b)(T); (stage)(a, b)(16) */
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
@@ -3265,7 +3301,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
     for (int i = id; i < 2 * T; i += 128)
         lines[i] = i < T ? hpmlg_coord_of(g.a.line, t.row + i, g.m) : hpmlg_coord_of(g.b.line, t.col + i - T, g.n);
-    for (int s = -2; s < steps; s++) { /* find the coordinates of step s + 2, load step s + 1, multiply step s */
+    for (int s = -2; s < steps; s++) { /* finds the coordinates of step s + 2, loads step s + 1, multiplies step s */
         unsigned char *now = tiles + (s & 1) * 2 * BYTES, *next = tiles + (~s & 1) * 2 * BYTES;
         hpmlg_coord   *soon = ks + (~s & 1) * 32;
         bool           load = s >= -1 && s + 1 < steps;
@@ -3294,7 +3330,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     hpmlg_store_tile<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
 }
 
-/* Computes many products of few rows or columns (depthwise convolutions): each sum by one thread, or by a block. */
+/* Computes many products of few rows or columns (depthwise convolutions), a thread or (if `block`) a block to a sum. */
 static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_product g, bool block)
 {
     __shared__ float space[HPMLG_WARP];
@@ -3310,7 +3346,7 @@ static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_produc
     if (!block || threadIdx.x == 0) hpmlg_store_result(g, batch, row, col, sum);
 }
 
-/* Adds the splits in order. */
+/* Computes each element of c from the sums of its splits, which are added in order. */
 static __global__ void hpmlg_k_product_join(const __grid_constant__ hpmlg_product g)
 {
     int64_t size = g.batch * g.m * g.n;
@@ -3327,7 +3363,7 @@ static __global__ void hpmlg_k_product_join(const __grid_constant__ hpmlg_produc
 
 typedef void hpmlg_product_kernel(const hpmlg_product);
 
-/* [T 64, 128][a and b K-major; b line-major; both line-major; gathering in f32, tf32, halves] */
+/* Indices: [T is 64, 128][dense: a and b K-major; b line-major; both line-major; gathering in f32, tf32, halves] */
 static hpmlg_product_kernel *const hpmlg_product_kernels[2][6] = {
     { hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_K_MAJOR>,
       hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_LINE_MAJOR>,
@@ -3339,7 +3375,8 @@ static hpmlg_product_kernel *const hpmlg_product_kernels[2][6] = {
       hpmlg_k_product_gather<128, HPMLG_IN_TF32>, hpmlg_k_product_gather<128, HPMLG_IN_HALF> },
 };
 
-/* Bytes of shared memory: the four stages of dense operands. The sums of a tile and gathered operands need no more. */
+/* The bytes of shared memory of a product kernel with tiles of T x T: the four stages of dense operands. The sums of a
+   tile, and gathered operands, need no more. */
 #define HPMLG_PRODUCT_SHARED(T) ((size_t)(T) * 512)
 
 HPMLG_FN void hpmlg_product_open(hpmlg_device *d)
@@ -3353,7 +3390,7 @@ HPMLG_FN void hpmlg_product_open(hpmlg_device *d)
 
 HPMLG_FN bool hpmlg_is_half(hpmlg_array x) { return x.type == HPML_DTYPE_BF16 || x.type == HPML_DTYPE_F16; }
 
-/* Can the operand be copied 16 bytes at a time? */
+/* Returns true if the operand can be copied 16 bytes at a time, so that the dense kernels can be used. */
 HPMLG_FN bool hpmlg_is_dense(const hpmlg_operand *o, int64_t lines, int64_t k)
 {
     int64_t extent = o->along_k ? k : lines;
@@ -3361,7 +3398,7 @@ HPMLG_FN bool hpmlg_is_dense(const hpmlg_operand *o, int64_t lines, int64_t k)
            (uintptr_t)o->x.p % 16 == 0;
 }
 
-/* Sets the numbers of tiles and of splits, so that the device has enough blocks. */
+/* Sets the numbers of tiles (of T x T) and of splits of the product g, so that the device has enough blocks. */
 HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T)
 {
     int64_t tiles, limit, want;
@@ -3369,7 +3406,7 @@ HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T
     g->tiles_n = (g->n + T - 1) / T;
     tiles = g->tiles_m * g->tiles_n * g->batch;
     want  = (2 * d->sms + tiles - 1) / tiles;
-    limit = (int64_t)(d->d.workspace / sizeof(float)) / (g->batch * g->m * g->n); /* sums that fit in the workspace */
+    limit = (int64_t)(d->d.workspace / sizeof(float)) / (g->batch * g->m * g->n); /* splits that fit in the workspace */
     if (limit > g->k / 256) limit = g->k / 256;
     if (want > limit) want = limit;
     if (want < 2 || tiles >= d->sms) want = 1;
@@ -3378,7 +3415,7 @@ HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T
     g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
 }
 
-/* Returns the column of hpmlg_product_kernels for these operands. */
+/* Returns the second index into hpmlg_product_kernels, for the layouts and types of the operands of g. */
 HPMLG_FN int hpmlg_product_variant(const hpmlg_device *d, const hpmlg_product *g)
 {
     bool dense = hpmlg_is_dense(&g->a, g->m, g->k) && hpmlg_is_dense(&g->b, g->n, g->k) && g->a.x.type == g->b.x.type;
@@ -3388,7 +3425,7 @@ HPMLG_FN int hpmlg_product_variant(const hpmlg_device *d, const hpmlg_product *g
     return 3 + (d->d.precision == HPML_CUDA_F32 ? HPMLG_IN_F32 : HPMLG_IN_TF32);
 }
 
-/* Runs a product by this header's kernels. */
+/* Runs the product g by this header's kernels. */
 HPMLG_FN void hpmlg_product_run(hpmlg_device *d, hpmlg_product *g)
 {
     int64_t limit = (int64_t)1 << 31, tiles = ((g->m + 127) / 128) * ((g->n + 127) / 128) * g->batch;
@@ -3412,28 +3449,28 @@ HPMLG_FN void hpmlg_product_run(hpmlg_device *d, hpmlg_product *g)
     if (g->splits > 1) HPMLG_RUN_ITEMS(d, hpmlg_k_product_join, g->batch * g->m * g->n, 256, *g);
 }
 
-/* A product of two matrices with rows of neighbours, which cuBLASLt can compute too: c (batch, m, n) = act(alpha a b
-   (+ c) + bias), or back: c = (alpha a b (+ c)) act'(z), where z is read. */
+/* A batch of products of row-major matrices, which cuBLASLt can compute too: c (batch, m, n) = act(alpha a b (+ c) +
+   bias) or, if `back`, c = (alpha a b (+ c)) act'(z), where z is read. */
 struct hpmlg_gemm : hpmlg_product {
-    float      *sums;      /* (m) for the sums of a's rows, if the product can compute them too; NULL: not wanted */
-    const void *bias_half; /* bias (n) in c's type, for cuBLASLt; NULL: no such copy */
+    float      *sums;      /* (m): gets the sums of the rows of a, if the product can compute them; NULL: not wanted */
+    const void *bias_half; /* (n): the bias in c's type, for cuBLASLt; NULL: none exists */
 };
 
-/* The parts of a product's epilogue that not every implementation has, and that its caller must run as a kernel of its
-   own where the product has not done them. */
+/* What a product has done of those parts of its epilogue that not every implementation has. The caller must run a part
+   as a kernel of its own where the product has not done it. */
 typedef struct hpmlg_epilogue {
     bool derivative; /* c has been multiplied by act'(z) */
     bool row_sums;   /* hpmlg_gemm.sums has been written */
 } hpmlg_epilogue;
 
-/* Returns the array from element `at` on. */
+/* Returns the array that begins at element `at` of x. */
 HPMLG_FN hpmlg_array hpmlg_array_at(hpmlg_array x, int64_t at)
 {
     x.p = (char *)x.p + at * (int64_t)hpml_dtype_size((hpml_dtype)x.type);
     return x;
 }
 
-/* Describes an operand by its axes. batch: elements to the next matrix. */
+/* Describes a product's operand by its axes. batch: elements to the next matrix; along_k: neighbours in k are close. */
 HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
 {
     hpmlg_operand o = {};
@@ -3445,7 +3482,7 @@ HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis
     return o;
 }
 
-/* Describes an operand in images of (H, W). */
+/* Describes an operand whose elements are in images (H, W); the other arguments are hpmlg_operand_of's. */
 HPMLG_FN hpmlg_operand hpmlg_image_operand(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
                                            int64_t H, int64_t W)
 {
@@ -3455,8 +3492,8 @@ HPMLG_FN hpmlg_operand hpmlg_image_operand(hpmlg_array x, int64_t batch, hpmlg_a
     return o;
 }
 
-/* Describes a matrix whose rows are ld elements apart. along_k: k runs along its rows, else down its columns. batch:
-   elements to the next matrix. */
+/* Describes a matrix whose rows are ld elements apart, as an operand. along_k: k runs along the rows of the matrix,
+   else down its columns. batch: elements to the next matrix. */
 HPMLG_FN hpmlg_operand hpmlg_matrix(hpmlg_array x, int64_t ld, int64_t batch, bool along_k)
 {
     hpmlg_axis    one = hpmlg_axis_1d(1), far = hpmlg_axis_1d(ld);
@@ -3487,8 +3524,8 @@ HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_operand
 
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue *done);
 
-/* Runs the product by cuBLASLt or, where that refuses, by this header's kernels. Returns the optional parts of the
-   epilogue that the product has done. */
+/* Runs the product g by cuBLASLt or, where cuBLASLt refuses, by this header's kernels. Returns which optional parts of
+   the epilogue the product has done. */
 HPMLG_FN hpmlg_epilogue hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
 {
     hpmlg_epilogue done = {};
@@ -3499,7 +3536,7 @@ HPMLG_FN hpmlg_epilogue hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
     return done;
 }
 
-/* Writes a half copy again if its parameter has changed. */
+/* Converts a parameter to its half copy again if the parameter has changed. */
 HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w)
 {
     if (w->fresh) return;
@@ -3507,8 +3544,8 @@ HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w)
     w->fresh = hpmlg_ok(d);
 }
 
-/* Returns the half copy of a parameter, allocated when first needed (the first run of a pass is not recorded, so memory
-   can be allocated); NULL, and an error on the context, when there is no memory for it. */
+/* Returns the half copy of parameter t, allocated when first needed (the first run of a pass is not recorded, so memory
+   can be allocated); NULL, and an error on the context, when there is no memory. */
 HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t)
 {
     hpmlg_half_copy *w = d->half_copies;
@@ -3526,8 +3563,8 @@ HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t)
     return w->half;
 }
 
-/* Returns a tensor as an operand of products: the half copy of a parameter; an f32 input of a half model, narrowed into
-   `place` if that is not NULL; else the tensor itself. */
+/* Returns tensor t as an operand of products: for a parameter of a half model its half copy; for an f32 input of a half
+   model a narrowed copy in the memory `place`, unless `place` is NULL; else the tensor itself. */
 HPMLG_FN hpmlg_array hpmlg_product_input(hpmlg_device *d, const hpml_tensor *t, void *place)
 {
     hpmlg_array x = hpmlg_value(t);
@@ -3538,7 +3575,7 @@ HPMLG_FN hpmlg_array hpmlg_product_input(hpmlg_device *d, const hpml_tensor *t, 
     return hpmlg_array_of(place, d->act_dtype);
 }
 
-/* Returns the bytes that hpmlg_product_input needs at `place`. */
+/* Returns the bytes of memory that hpmlg_product_input needs at its argument `place` for tensor t; 0: none. */
 HPMLG_FN size_t hpmlg_narrowed_bytes(const hpmlg_device *d, const hpml_tensor *t)
 {
     bool narrow = d->act_dtype != HPML_DTYPE_F32 && t->dtype == HPML_DTYPE_F32 && !t->param;
@@ -3549,14 +3586,14 @@ HPMLG_FN size_t hpmlg_narrowed_bytes(const hpmlg_device *d, const hpml_tensor *t
 // >>gpu-cublas   matrix products by cuBLASLt
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Row-major matrices are transposed column-major ones: c = a b is c^T = b^T a^T, so the operands change places. The
+/* Row-major matrices are transposed column-major ones: c = a b is c^T = b^T a^T, so a and b change places. The
    library's answer for a shape (an algorithm, or a refusal) is kept as a plan. Bias, relu, gelu and gelu' are fused
    into the product's epilogue, and so are sums of a's rows; where the library has no such kernel, an activation follows
    as a kernel of its own, and the rest is left to the caller (hpmlg_epilogue). In HPML_CUDA_F32 gelu and gelu' are not
-   fused, because the library's have only the 11 bits of the hardware's tanh. Its relu is max(z, 0), which turns a NaN
+   fused, because cuBLASLt uses the hardware's tanh of 11 bits. The relu of cuBLASLt is max(z, 0), which turns a NaN
    into 0: the update finds the NaN in the gradient of the layer's weights, where 0 is multiplied by the NaN in x. */
 
-/* Appends v to a list of at most 16 different numbers. */
+/* Appends v to a list of at most 16 different numbers, unless v is in the list or the list is full. */
 HPMLG_FN void hpmlg_list_add(int list[16], int *count, int v)
 {
     int i = 0;
@@ -3577,7 +3614,7 @@ HPMLG_FN hpml_status hpmlg_blas_check(hpmlg_device *d, cublasStatus_t s, const c
                       "; hpml_cuda_desc.own_kernels does without cuBLASLt");
 }
 
-/* Does the library refuse, so that own kernels run? */
+/* Returns true if the status says that cuBLASLt refuses a product, so that this header's kernels run instead. */
 HPMLG_FN bool hpmlg_blas_refused(cublasStatus_t s)
 {
     return s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_INVALID_VALUE || s == CUBLAS_STATUS_ARCH_MISMATCH;
@@ -3590,9 +3627,9 @@ typedef struct hpmlg_blas_key {
 
 typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
-    uint64_t               used;         /* hpmlg_device.clock at the last use */
-    bool                   set, usable;  /* the library has been asked; it has not refused */
-    int                    id;           /* of the algorithm, in cuBLASLt */
+    uint64_t               used;         /* hpmlg_device.clock at the last use; 0: free */
+    bool                   set, usable;  /* cuBLASLt has been asked; it did not refuse */
+    int                    id;           /* number of the algorithm in cuBLASLt */
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t   algo;
@@ -3655,7 +3692,7 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
     return s;
 }
 
-/* Sets the addresses of bias and z, which are not part of the key. */
+/* Sets the addresses of bias and z (NULL: none) in a plan's descriptor; they are not part of the plan's key. */
 HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
@@ -3664,7 +3701,7 @@ HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *
     return s;
 }
 
-/* Asks cuBLASLt for an algorithm and keeps the answer in *p, a refusal too. */
+/* Asks cuBLASLt for an algorithm and keeps the answer in *p, a refusal too. bias, z: as in hpmlg_blas_set_pointers. */
 HPMLG_FN void hpmlg_blas_choose(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasLtMatmulPreference_t       want = NULL;
@@ -3697,7 +3734,7 @@ HPMLG_FN void hpmlg_blas_choose(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_pl
     if (!hpmlg_blas_refused(s)) hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
 }
 
-/* Lists cuBLASLt's ids of the algorithms that products use; returns how many there are. */
+/* Lists cuBLASLt's numbers of the algorithms that products use, each number once; returns how many there are. */
 HPMLG_FN int hpmlg_blas_algorithms(const hpmlg_device *d, int list[16])
 {
     const hpmlg_blas *blas = (const hpmlg_blas *)d->blas;
@@ -3707,8 +3744,8 @@ HPMLG_FN int hpmlg_blas_algorithms(const hpmlg_device *d, int list[16])
     return count;
 }
 
-/* Describes the product for cuBLASLt. Returns false if cuBLASLt must not be asked. line: the vector of bias or bias
-   sums, which must be aligned to 16 bytes, because cuBLASLt has no preference for the alignment of vectors. */
+/* Describes the product g in *k for cuBLASLt. Returns false if cuBLASLt must not be asked. line: the vector of bias or
+   of bias sums, which must be aligned to 16 bytes, because cuBLASLt has no preference for the alignment of vectors. */
 HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const void *line)
 {
     memset(k, 0, sizeof *k);
@@ -3733,12 +3770,12 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const vo
     k->add    = g->add;
     uintptr_t addresses = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p | (uintptr_t)line |
                           (uintptr_t)g->z.p;
-    for (k->align = 256; addresses % (uintptr_t)k->align; k->align /= 2) {} /* bytes, of all arrays */
+    for (k->align = 256; addresses % (uintptr_t)k->align; k->align /= 2) {} /* bytes to which all arrays are aligned */
     return (k->batch == 1 || !g->bias) && (uintptr_t)line % 16 == 0;
 }
 
-/* Returns the epilogue to fuse into the product. full: with activation, derivative or sums, as far as cuBLASLt has
-   them; else only with the bias. cuBLASLt's B is our a, so BGRADB sums the rows of a. */
+/* Returns the epilogue for cuBLASLt to fuse into the product g. full: with activation, derivative or sums, as far as
+   cuBLASLt has them; else only with the bias. The right operand B of cuBLASLt is g->a, so BGRADB sums the rows of a. */
 HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpmlg_gemm *g, bool full)
 {
     bool bias = g->bias != NULL, z = g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0;
@@ -3753,7 +3790,7 @@ HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpm
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-/* Counts the epilogue that was fused into a product, or that cuBLASLt refused. */
+/* Counts the epilogue e, which was fused into a product or, if `refused`, which cuBLASLt refused. */
 HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refused)
 {
     long long *n = d->work.epilogues[refused];
@@ -3766,8 +3803,8 @@ HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refus
     }
 }
 
-/* Runs the product by cuBLASLt: first with the full epilogue, if there is one, then with the bias alone and the
-   activation as a kernel after the product. Returns false if both are refused. */
+/* Runs the product g by cuBLASLt: first with the full epilogue, if there is one, then with the bias alone and the
+   activation as a kernel after the product. *done: the optional parts done. Returns false if cuBLASLt refuses. */
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue *done)
 {
     hpmlg_blas    *blas = (hpmlg_blas *)d->blas;
@@ -3782,7 +3819,7 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue 
         bool        plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, act_after = act && plain;
         void       *z = !plain ? g->z.p : NULL, *c = act_after && g->z.p ? g->z.p : g->c.p;
         const void *line = e == CUBLASLT_EPILOGUE_BGRADB ? g->sums : bias;
-        if (plain && full) continue; /* cuBLASLt has no such epilogue */
+        if (plain && full) continue; /* there is no epilogue to fuse */
         key.epilogue = (int64_t)e;
         key.c_type   = act_after && g->z.p ? g->z.type : g->c.type;
         hpmlg_blas_plan *p = hpmlg_cache_find(d, blas->plans, key);
@@ -3825,13 +3862,14 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 // >>gpu-matmul   matmul and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Forward, y = act(x w^T + bias) is one product. Backward, dz = dy act'(z) overwrites dy, which no later op reads, and
-   the sums of dz's columns are the gradient of the bias; one kernel does both. Either is fused into a product where
-   possible: the column sums into dw = dz^T x, whose left operand they belong to, and act'(z) of a layer into the dx of
-   the linear layer after it, which writes this layer's dy (hpmlg_op_notes.activation_grad_done). */
+/* The linear layer. Forward, y = act(z), z = x w^T + bias, is one product. Backward, dz = dy act'(z) overwrites dy,
+   which no later op reads, and the sums of dz's columns are the gradient of the bias; one kernel computes dz and the
+   sums. Each of these is fused into a product where possible: the column sums into dw = dz^T x, whose left operand is
+   dz^T, and act'(z) of a layer into the dx of the next linear layer, which writes this layer's dy
+   (hpmlg_op_notes.activation_grad_done). */
 
-/* Computes in one kernel: dy *= act'(v), if there is an activation; db, if not NULL, (+)= the sums of dy over the
-   dimensions that are broadcast in w. */
+/* Computes in one kernel dy *= act'(v), if `act` is not 0, and db (+)= the sums of dy over those dimensions of w whose
+   stride 0 is 0 (broadcast), if db is not NULL. */
 HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
                                   hpmlg_strides w, float *db, bool add)
 {
@@ -3848,10 +3886,10 @@ HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v
 
 typedef struct hpmlg_dims {
     int64_t batch, m, n, k;
-    bool    shared; /* all products of the batch have the same b */
+    bool    shared; /* all products of the batch have the same right operand b */
 } hpmlg_dims;
 
-/* Returns the sizes of the products. Those with a shared b and an a that is not transposed are one tall product. */
+/* Returns the sizes of a matmul's products. A batch with one shared b and an a not transposed is one tall product. */
 HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 {
     const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
@@ -3869,7 +3907,7 @@ HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
     return d;
 }
 
-/* Computes c (m, n) (+)= a b; transposed: c is (n, m), the transpose of that. */
+/* Computes `batch` products c (m, n) (+)= a b; transposed: stores the transpose of the product, c (n, m), instead. */
 HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_operand a,
                                     hpmlg_operand b, hpmlg_array c, bool add, bool transposed)
 {
@@ -3878,11 +3916,11 @@ HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, i
     hpmlg_gemm_run(d, &g);
 }
 
-/* Returns the operand op(A) (m, k) or, second, op(B) (k, n); transposed: of its transpose. */
+/* Returns the operand op(A) (m, k), from x, or if `second` op(B) (k, n); transposed: its transpose. */
 HPMLG_FN hpmlg_operand hpmlg_matmul_operand(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second,
                                             bool transposed)
 {
-    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* as its transpose */
+    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* x is the operand's transpose */
     int64_t rows = second ? s->k : s->m, cols = second ? s->n : s->k;
     int64_t batch = second && s->shared ? 0 : rows * cols;
     return hpmlg_matrix(x, stored ? rows : cols, batch, (stored != transposed) == second);
@@ -3897,19 +3935,19 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
     if (!back)
         return hpmlg_batched_product(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_operand(n, &s, a, false, false),
                                      hpmlg_matmul_operand(n, &s, b, true, false), hpmlg_value(n->out), false, false);
-    if (ta->raw_grad) /* dA (m, k) = dC op(B)^T, as A is stored */
+    if (ta->raw_grad) /* dA (m, k) = dC op(B)^T, or its transpose, as A is stored */
         hpmlg_batched_product(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true),
                               hpmlg_matmul_operand(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
                               n->attr.matmul.trans_a);
-    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
-        bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
+    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC, or its transpose */
+        bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b's gradient is summed over the batch */
         hpmlg_array ai = hpmlg_array_at(a, i * s.m * s.k), ci = hpmlg_array_at(dc, i * mn);
         hpmlg_batched_product(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_operand(n, &s, ai, false, true),
                               hpmlg_matrix(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
     }
 }
 
-/* Returns the array that act' is computed from: z if it is saved, else y. */
+/* Returns the array from which the derivative of linear layer n's activation is computed: z if it is saved, else y. */
 HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
 {
     return n->saved ? hpmlg_array_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
@@ -3930,16 +3968,16 @@ HPMLG_FN void hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
     hpmlg_gemm_run(d, &g);
 }
 
-/* Returns the linear layer m before n whose act'(z) the dx of n can include; NULL: none. n must be recorded right after
-   m: then n is the first reader of m's result, and so the last one to add to its gradient. */
+/* Returns m, the linear layer before n, if the product for n's dx can include the multiplication by m's act'(z); NULL:
+   none. n must be recorded right after m: then n is the first reader of m's result, and adds to its gradient last. */
 HPMLG_FN const hpml_node *hpmlg_linear_before(const hpml_node *n)
 {
     const hpml_node *m = n->src[0]->node;
     return m && m->op == HPML_OP_LINEAR && m->attr.act.act && m->index + 1 == n->index ? m : NULL;
 }
 
-/* Computes dz = dy act'(z), db = the column sums of dz, dw = dz^T x. The sums are fused into the product for dw if dy
-   needs no act' first, or has it already. */
+/* Computes a linear layer's dz = dy act'(z), db = the column sums of dz, and dw = dz^T x. The sums are fused into the
+   product for dw if `act` is HPML_ACT_NONE: the layer has no activation, or dy is multiplied by act'(z) already. */
 HPMLG_FN void hpmlg_linear_dw(hpmlg_device *d, hpml_node *n, hpml_act act)
 {
     hpml_tensor  *x = n->src[0], *w = n->src[1], *bias = n->src[2];
@@ -3967,7 +4005,7 @@ HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     hpml_tensor     *x = n->src[0], *w = n->src[1];
     const hpml_node *before = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    bool             act_done = d->op_notes.activation_grad_done == n; /* by the dx of the layer after this one */
+    bool             act_done = d->op_notes.activation_grad_done == n; /* dy includes act'(z) */
     d->op_notes.activation_grad_done = NULL;
     hpmlg_linear_dw(d, n, act_done ? HPML_ACT_NONE : n->attr.act.act);
     if (!x->raw_grad) return;
@@ -4019,7 +4057,7 @@ HPMLG_FN void hpmlg_op_linear(HPMLG_OP_ARGUMENTS)
 typedef struct hpmlg_conv {
     int64_t B, C, H, W, OC, OH, OW, groups; /* C, OC: channels of one group */
     int64_t taps, P;                        /* elements of the kernel's window; pixels of a plane of y */
-    const int32_t *kernel, *stride, *padding, *dilation; /* (2) */
+    const int32_t *kernel, *stride, *padding, *dilation; /* (2): along height, width */
 } hpmlg_conv;
 
 HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
@@ -4044,8 +4082,8 @@ HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
 }
 
 /* The pixels of x along one axis that have one remainder modulo the stride: `count` pixels, first, first + stride, ...
-   They are reached by `taps` of the kernel's taps: tap, tap + step, ...; these connect the first pixel to pixels at,
-   at - back, ... of y, and each next pixel to pixels one further. */
+   The kernel's taps that reach them are `taps` taps: tap, tap + step, ... These taps connect the first pixel to pixels
+   at, at - back, ... of y, and each next pixel of x to pixels of y one further. */
 typedef struct hpmlg_residue { int first, count, tap, step, taps, at, back; } hpmlg_residue;
 
 HPMLG_FN hpmlg_residue hpmlg_residue_of(const hpmlg_conv *c, int i, int first, int64_t size)
@@ -4060,7 +4098,7 @@ HPMLG_FN hpmlg_residue hpmlg_residue_of(const hpmlg_conv *c, int i, int first, i
     return r;
 }
 
-/* Computes dx (+)= the gradient of a convolution by its input, one product for each remainder. */
+/* Computes dx (+)= the gradient of a convolution by its input, one product for each remainder of the stride. */
 HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array w, hpmlg_array dx,
                             bool add)
 {
@@ -4095,10 +4133,10 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
     }
 }
 
-/* Computes y (images, C, P) = act(y + bias), in place. */
+/* Computes y (images, C, P) = act(y + bias), in place; bias (C) or NULL; n: elements of y. */
 static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
-    bool one = P % 8 == 0; /* the eight pixels of a vec8 are of one plane */
+    bool one = P % 8 == 0; /* the eight pixels of a vec8 are in one plane */
     HPMLG_FOR_EACH_VEC8(at, n) {
         hpmlg_vec8 e = hpmlg_get_range(y, at, 0, n, 0);
         float      b = bias && one ? bias[at / P % C] : 0;
@@ -4108,20 +4146,20 @@ static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int ac
     }
 }
 
-/* Runs one pass of a convolution by cuDNN; false: cuDNN refuses. */
+/* Runs one pass of convolution n by cuDNN: y, dx or dw; add: adds to the result. Returns false if cuDNN refuses. */
 typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN_PASSES } hpmlg_dnn_pass;
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add);
 
-/* Runs one pass, by cuDNN or by this header's kernels. */
+/* Runs one pass of convolution n, which computes y, dx (in x) or dw (in w), by cuDNN or by this header's kernels. */
 HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                              hpmlg_array y, bool add)
 {
     hpmlg_conv    c = hpmlg_conv_of(n);
     hpmlg_product j = {};
     int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
-    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);     /* of y */
-    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* tap (0, 0) of each pixel, in x */
+    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);     /* axis over pixels of y */
+    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* of x: tap (0, 0) of each pixel */
     hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* offsets from tap (0, 0) */
     if (!hpmlg_ok(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
     d->work.convolutions[1]++;
@@ -4166,7 +4204,7 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
 HPMLG_FN void hpmlg_op_conv2d(HPMLG_OP_ARGUMENTS)
 {
     hpml_tensor  *x = n->src[0], *w = n->src[1], *y = n->out;
-    hpmlg_strides planes = {}; /* the bias has a number for each channel */
+    hpmlg_strides planes = {}; /* strides of the bias: one number per channel */
     if (!back)
         return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_product_input(d, x, n->scratch),
                               hpmlg_product_input(d, w, NULL), hpmlg_value(y), false);
@@ -4188,13 +4226,13 @@ HPMLG_FN void hpmlg_op_conv2d(HPMLG_OP_ARGUMENTS)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Each convolution and batch size has a plan: its descriptors and, for each pass, the algorithm that cuDNN's heuristics
-   put first among those that are deterministic and fit the workspace, which grows for the algorithm unless the pass is
-   being recorded. Where there is no such algorithm, this header's kernels run. HPML_CUDA_F32 excludes Winograd and FFT,
-   whose sums are not products of the f32 operands. In a half model cuDNN computes the gradient of the weights in
-   halves, which are then added to the f32 gradient. */
+   put first among the algorithms that are deterministic and fit in the workspace, which is grown for the algorithm
+   unless the pass is being recorded. Where there is no such algorithm, this header's kernels run. HPML_CUDA_F32
+   excludes Winograd and FFT, because they do not sum products of the f32 operands. In a half model cuDNN computes the
+   gradient of the weights in halves, which are then added to the f32 gradient. */
 
-/* Grows the workspace to `bytes` bytes. Returns false: over the limit, while recording, or out of memory. Recorded
-   passes are destroyed, and recorded again when they next run, because they contain the old address. */
+/* Grows the libraries' workspace to `bytes` bytes. Returns false: over the limit, while recording, or out of memory.
+   Recorded passes are destroyed, and recorded again when they next run, because they contain the old address. */
 HPMLG_FN bool hpmlg_workspace_grow(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->workspace_bytes) return true;
@@ -4224,8 +4262,8 @@ HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const cha
                       "; hpml_cuda_desc.own_kernels does without cuDNN");
 }
 
-/* Does the library refuse, so that own kernels run? Since version 9 the last three digits of a status are the
-   reason. */
+/* Returns true if the status says that cuDNN refuses, so that this header's kernels run instead. Since cuDNN 9 the last
+   three digits of a status are the reason. */
 HPMLG_FN bool hpmlg_dnn_refused(cudnnStatus_t s)
 {
     int family = CUDNN_MAJOR < 9 ? (int)s : (int)s / 1000 * 1000;
@@ -4245,11 +4283,11 @@ typedef struct hpmlg_dnn_plan {
     cudnnConvolutionDescriptor_t conv;
     cudnnActivationDescriptor_t  act;
     int                          algo[HPMLG_DNN_PASSES];
-    cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* of the algorithm */
-    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* the library has been asked for an
-                                                                                       algorithm; it has not refused */
-    bool                         set, refused;           /* described to the library; which refused the description */
-    bool                         unfused;                /* the library has refused bias and activation in one launch */
+    cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algo[] */
+    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* cuDNN has been asked for an
+                                                                                       algorithm; it has given one */
+    bool                         set, refused;           /* described to cuDNN; which refused the description */
+    bool                         unfused;                /* cuDNN has refused bias and activation in one launch */
 } hpmlg_dnn_plan;
 
 #define HPMLG_DNN_PLANS 128
@@ -4302,13 +4340,13 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
     return s;
 }
 
-/* Is algorithm `a` of a pass neither Winograd's nor an FFT? */
+/* Is true if algorithm `a` of a cuDNN pass is neither Winograd's nor an FFT. */
 #define HPMLG_DNN_EXACT(pass, a)                                                                                       \
     ((int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_FFT && (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_FFT_TILING &&      \
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD &&                                                           \
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD_NONFUSED)
 
-/* Takes the first algorithm that is deterministic, fits the workspace and, in f32, uses f32 products. */
+/* Chooses the first algorithm that is deterministic, fits in the workspace and, in f32, multiplies f32 numbers. */
 #define HPMLG_DNN_CHOOSE(Kind, KIND, Pass, ...)                                                                        \
     do {                                                                                                               \
         cudnnConvolution##Kind##AlgoPerf_t found[8];                                                                   \
@@ -4353,7 +4391,7 @@ HPMLG_FN hpmlg_dnn_plan *hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, cons
 }
 
 /* Computes y = conv(x, w) or, where cuDNN can, act(conv(x, w) + bias) in one launch, which only one of its algorithms
-   has; *whole tells the caller which. */
+   supports. Sets *whole to true if bias and activation, where the layer has them, are done. */
 HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n,
                                          hpmlg_array x, hpmlg_array w, hpmlg_array y, bool *whole)
 {
@@ -4375,7 +4413,7 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
                                    d->workspace_bytes, &zero, p->y, y.p);
 }
 
-/* Opens cuDNN with the first convolution, because that takes a while. Returns NULL on failure. */
+/* Returns the device's cuDNN state, opened at the first convolution because that takes long; NULL: an error. */
 HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
 {
     hpmlg_dnn *dnn = (hpmlg_dnn *)d->dnn;
@@ -4388,7 +4426,7 @@ HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
     return NULL;
 }
 
-/* Runs a pass by cuDNN; false: cuDNN refuses. After a refusal the pass runs by own kernels in all later steps too. */
+/* Runs a pass of convolution n by cuDNN; false: cuDNN refuses, so that the pass runs by own kernels in all steps. */
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add)
 {
@@ -4396,7 +4434,7 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     bool        narrow = pass == HPMLG_DNN_DW && d->act_dtype != HPML_DTYPE_F32, whole = true;
     void       *dw = narrow ? (char *)n->scratch + hpmlg_narrowed_bytes(d, n->src[0]) : w.p;
     int64_t     count = hpml_tensor_count(n->out);
-    uintptr_t       addresses = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a micro-batch begins anywhere */
+    uintptr_t       addresses = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a micro-batch may begin anywhere */
     if (d->d.own_kernels || x.type != (int)d->act_dtype || y.type != (int)d->act_dtype || addresses % 16) return false;
     hpmlg_dnn      *dnn = hpmlg_dnn_open(d);
     hpmlg_dnn_plan *p   = dnn ? hpmlg_dnn_plan_of(d, dnn, n, pass) : NULL;
@@ -4425,7 +4463,7 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     return true;
 }
 
-/* Lists cuDNN's ids of the algorithms that this pass of convolutions uses; returns how many there are. */
+/* Lists cuDNN's numbers of the algorithms that pass `pass` of the convolutions uses; returns how many there are. */
 HPMLG_FN int hpmlg_dnn_algorithms(const hpmlg_device *d, int pass, int list[16])
 {
     const hpmlg_dnn *dnn = (const hpmlg_dnn *)d->dnn;
@@ -4451,9 +4489,10 @@ HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
 // >>gpu-attention   multi-head attention without storing the (T, T) matrix
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per sample and head: S = scale Q K^T, P = softmax(S), O = P V, in one pass over blocks of keys (FlashAttention-2, Dao
-   2023). Online softmax: a query keeps the maximum and the sum of the scores of all blocks up to now; when a block
-   brings a larger maximum, sum and output are rescaled. For one query, in scalar code:
+/* Attention: per sample and head, S = scale Q K^T, P = softmax(S), O = P V, in one pass over blocks of keys
+   (FlashAttention-2, Dao 2023). Softmax is computed online: for each query the maximum and the sum of exp(score -
+   maximum) over the blocks up to now are kept; when a block brings a larger maximum, the sum and the output are
+   rescaled. For one query, in scalar code:
 
        float most = -INFINITY, sum = 0, o[D] = { 0 };
        for (block = 0; block < T; block += K) {                  loaded while the previous block is computed
@@ -4493,23 +4532,23 @@ HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
    lie in different banks. They are loaded by asynchronous copies one block ahead; rows that are not aligned, or of
    another type, are loaded element by element. */
 
-#define HPMLG_ATTN_MOST 256 /* columns of a head */
+#define HPMLG_ATTN_MOST 256 /* columns of a head that the kernels accept */
 #define HPMLG_ATTN_LD(columns) ((columns) + 8) /* floats from row to row, so that 8 rows lie in different banks */
 
 enum hpmlg_attn_part { HPMLG_ATTN_Q, HPMLG_ATTN_K, HPMLG_ATTN_V, HPMLG_ATTN_O };
 
 typedef struct hpmlg_attn {
-    hpmlg_array qkv, o;         /* (B, T, 3C), (B, T, C); backward: o is the gradient of O */
-    hpmlg_array out;            /* forward: O, backward: the gradient of qkv */
-    float      *lse, *delta;    /* (B, heads, T) */
-    int64_t     pairs;          /* of a sample and a head: B heads */
+    hpmlg_array qkv, o;         /* (B, T, 3C), (B, T, C); backward: o is the gradient of the output O */
+    hpmlg_array out;            /* forward: the output O; backward: the gradient of qkv */
+    float      *lse, *delta;    /* (B, heads, T): log of the sum, base 2; rowsum(dO O) */
+    int64_t     pairs;          /* number of pairs of a sample and a head: B heads */
     int         T, heads, D;
     float       scale;
     bool        causal, add;
     bool        is_aligned, is_aligned_o; /* qkv, o can be copied 16 bytes at a time without conversion */
 } hpmlg_attn;
 
-template <int type> struct hpmlg_element { /* t: the type of an element in shared memory */
+template <int type> struct hpmlg_element { /* hpmlg_element<type>::t is the type of an element in shared memory */
     typedef typename std::conditional<type == HPML_DTYPE_F32, float, unsigned short>::type t;
 };
 
@@ -4519,7 +4558,7 @@ HPMLG_DEVICE void hpmlg_element_put(unsigned short *to, float v, int type)
     *to = (unsigned short)hpmlg_narrow(v, 0, type);
 }
 
-/* Returns 2^x; 0 below 2^-126. */
+/* Returns 2^x; 0 if this is below 2^-126 (on the GPU). */
 HPMLG_DEVICE float hpmlg_exp2(float x)
 {
 #ifdef HPML_CUDA_ON_CPU
@@ -4531,28 +4570,30 @@ HPMLG_DEVICE float hpmlg_exp2(float x)
 #endif
 }
 
-/* Returns the address of the piece of 16 bytes number `chunk` in a row of a tile. */
+/* Returns the address of the unit of 16 bytes number `chunk` in row `row` of a tile with DP columns in shared memory,
+   where units are exchanged to avoid bank conflicts. */
 template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, int chunk)
 {
     int swap = DP * sizeof(E) % 128 == 0 ? row & 7 : row >> 1 & 3;
     return tile + row * DP + (chunk ^ swap) * (int)(16 / sizeof(E));
 }
 
-/* Returns the offset of row `row` of Q, K, V or O (part) of pair bh. */
+/* Returns the offset of row `row` of Q, K, V or O (part: an hpmlg_attn_part) of pair bh of a sample and a head. */
 HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
 {
     int64_t C = (int64_t)p.heads * p.D, b = bh / p.heads, at = (b * p.T + row) * C, in = (bh - b * p.heads) * p.D;
     return part == HPMLG_ATTN_O ? at + in : 3 * at + part * C + in;
 }
 
-/* Loads `rows` rows from `row` on into a tile, by a block of `threads`; rows beyond T and columns beyond D are zero. */
+/* Loads `rows` rows of Q, K, V or dO (part) of pair bh, from `row` on, into a tile, by a block of `threads` threads;
+   rows beyond T and columns beyond D are zero. Aligned rows arrive with hpmlg_copy_wait. */
 template <int type, int DP, int threads, int rows>
 HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<type>::t *tile, int64_t bh, int part,
                                   int row)
 {
     typedef typename hpmlg_element<type>::t E;
     const int   each = (int)(16 / sizeof(E)), chunks = DP / each, span = chunks < threads ? chunks : threads;
-    const int   step = threads / span; /* rows at a time */
+    const int   step = threads / span; /* rows that the block loads at a time */
     bool        is_o = part == HPMLG_ATTN_O, is_aligned = is_o ? p.is_aligned_o : p.is_aligned;
     hpmlg_array a  = is_o ? p.o : p.qkv;
     int         r  = (int)threadIdx.x / span;
@@ -4571,7 +4612,7 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     }
 }
 
-/* Computes d (16 M, 8 N) = a b^T over DP columns. a: this warp's rows of a tile; b: all 8 N rows of another tile. */
+/* Computes d (16 M, 8 N) = a b^T over DP columns. a: this warp's 16 M rows of a tile; b: 8 N rows of another tile. */
 template <int type, int DP, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const unsigned short *a, const unsigned short *b)
 {
@@ -4615,8 +4656,8 @@ HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const float *a, const f
     }
 }
 
-/* Computes d (16 M, 8 NO) += s (16 M, 8 N) b. s: fragments that hpmlg_attn_scores computed; b: 8 N rows of a tile, from
-   column `column` on. */
+/* Computes d (16 M, 8 NO) += s (16 M, 8 N) b by one warp. s: fragments from hpmlg_attn_scores; b: 8 N rows of a tile, 8
+   NO columns from `column` on. */
 template <int type, int DP, int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M][N][4], const unsigned short *b,
                                         int column)
@@ -4641,7 +4682,7 @@ template <int type, int DP, int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M][N][4], const float *b, int column)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, t = lane % 4;
-    HPMLG_ROLLED for (int from = 0; from < 4; from++) /* the thread of this row's four whose elements of s are used */
+    HPMLG_ROLLED for (int from = 0; from < 4; from++) /* s is used from one of the row's four threads after the other */
         HPMLG_UNROLL for (int k = 0; k < 2 * N; k++) {
             float x[M][2];
             HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
@@ -4657,14 +4698,14 @@ HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M
         }
 }
 
-/* Stores out (+)= scale[row] d, in rows from `row` and columns from `column` on, through `space`, shared memory of this
-   warp, so that each thread writes vec8s. */
+/* Stores out (+)= scale[row] d in rows from `row` and columns from `column` on of Q, K, V or O (part), through `space`,
+   shared memory of this warp, so that each thread writes vec8s. */
 template <int M, int NO>
 HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, int row, int column,
                                    const float (&d)[M][NO][4], const float (&scale)[M][2], float *space)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, g = lane / 4, t = lane % 4;
-    __syncwarp(); /* space may still be read */
+    __syncwarp(); /* wait, because threads may still read `space` */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
         HPMLG_UNROLL for (int j = 0; j < NO; j++) {
             float *to = space + (8 * i + g) * HPMLG_ATTN_LD(8 * NO) + 8 * j + 2 * t, k = scale[i / 2][i % 2];
@@ -4679,8 +4720,9 @@ HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, in
     }
 }
 
-/* Returns the first row of this block's tile and its pair. The longest tiles come first: with a causal mask the last
-   queries read most keys, and the first keys are read by most queries. */
+/* Returns the first row of the tile of `rows` rows that this block computes, and sets *bh to its pair of sample and
+   head. The longest tiles are computed first: with a causal mask the last queries read most keys (last_first), and the
+   first keys are read by most queries. */
 HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first, int64_t *bh)
 {
     int64_t tile = blockIdx.x / p.pairs;
@@ -4688,8 +4730,9 @@ HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first,
     return (int)(last_first ? (p.T + rows - 1) / rows - 1 - tile : tile) * rows;
 }
 
-/* Turns s, the scores of 16 M rows with the keys from `key` on, into P without its divisor. edge: some keys are hidden.
-   Updates the rows' maxima `most` and sums `sum` (over this thread's columns), in base 2, and rescales o. */
+/* Turns s, the scores of 16 M queries from `row` on with the keys from `key` on, into exp2(score - maximum): softmax
+   without its divisor. edge: some of the keys are hidden. Updates the rows' maxima `most` and sums `sum` (over this
+   thread's columns), in base 2, and rescales the output o. */
 template <int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], float (&most)[M][2], float (&sum)[M][2],
                                      float (&o)[M][NO][4], int row, int key, bool edge)
@@ -4725,13 +4768,13 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
             HPMLG_UNROLL for (int e = 0; e < 4; e++) o[m][j][e] *= shrink[m][e / 2];
 }
 
-/* Computes attention forward. One block: 16 M W queries of one head, and keys 8 N at a time. */
+/* Computes attention forward (see >>gpu-attention): a block computes 16 M W queries of a head, 8 N keys at a time. */
 template <int type, int DP, int M, int W, int N>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
-    HPMLG_SHARED(E, q);      /* (R, DP) */
+    HPMLG_SHARED(E, q);      /* (R, DP): the block's queries */
     E      *kv = q + R * DP; /* two stages of keys (K, DP) and values (K, DP) */
     int64_t bh;
     int     first = hpmlg_attn_tile(p, R, true, &bh), row = first + (int)threadIdx.x / HPMLG_WARP * 16 * M, stage = 0;
@@ -4743,7 +4786,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         HPMLG_UNROLL for (int j = 0; j < DP / 8; j++) o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0;
     }
     hpmlg_attn_load<type, DP, threads, R>(p, q, bh, HPMLG_ATTN_Q, first);
-    for (int key = -K; key < end; key += K, stage ^= 1) { /* loads the next block and computes this one */
+    for (int key = -K; key < end; key += K, stage ^= 1) { /* loads the block at key + K, then computes the one at key */
         E *now = kv + stage * 2 * K * DP, *next = kv + (stage ^ 1) * 2 * K * DP;
         hpmlg_copy_wait(0);
         __syncthreads();
@@ -4765,7 +4808,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = most[i / 2][i % 2] + log2f(v);
         v = 1 / v;
     }
-    __syncthreads(); /* the memory of the tiles is free for the result */
+    __syncthreads(); /* wait: the result overwrites the tiles */
     hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
 }
 
@@ -4773,16 +4816,16 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
 // >>gpu-attention-back   the gradient of attention
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* With P from the kept lse:
+/* The gradient of attention, with the probabilities P computed from the saved lse, the log of each query's sum:
 
        delta = rowsum(dO O),  dP = dO V^T,  dS = P (dP - delta),  dQ = scale dS K,  dK = scale dS^T Q,  dV = P^T dO.
 
-   One kernel has two roles. In both a block holds two tiles of its own rows in shared memory, and streams over blocks
-   of the other side: for dK and dV its own rows are keys (K and V; Q and dO stream by), for dQ queries (Q and dO; K and
-   V stream by). S and dP are computed twice, but every sum stays in the registers of one thread and is added in order,
-   so that the bits are the same each time. */
+   One kernel template has two roles. In both a block keeps two tiles of its own rows in shared memory, and reads blocks
+   of the other side's rows one after the other: for dK and dV its own rows are keys (tiles of K and V; tiles of Q and
+   dO are read), for dQ queries (tiles of Q and dO; tiles of K and V are read). S and dP are computed twice, but every
+   sum stays in the registers of one thread and is added in order, so that the bits are the same each time. */
 
-/* Computes delta = rowsum(dO O): 8 threads for each row of a head. */
+/* Computes delta = rowsum(dO O) for the gradient of attention: 8 threads for each row of a head. p.o is dO. */
 static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
 {
     int64_t rows = p.pairs * p.T;
@@ -4801,8 +4844,9 @@ static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
     }
 }
 
-/* Phase 3 of hpmlg_k_attn_back. s: scores of rows with a block of columns, becomes P; dp: dP, becomes dS. lse and delta
-   of the queries are line[c] and line[8 N + c] of column c (KEYS), else of_row. edge: some keys are hidden. */
+/* Turns scores into their gradients in hpmlg_k_attn_back. s: the scores of rows from `row` with columns from `column`,
+   becomes P; dp: dP, becomes dS. If KEYS, rows are keys and columns queries, and the lse and delta of column c are
+   line[c] and line[8 N + c]; else those of the row's query are in of_row. edge: some keys are hidden. */
 template <bool KEYS, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
                                      const float (&of_row)[M][2][2], const float *line, int row, int column, bool edge)
@@ -4822,16 +4866,16 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
     }
 }
 
-/* Computes the gradients. One block: 16 M W keys of one head, their dK and dV (KEYS), or as many queries and their dQ;
-   DA columns of these from blockIdx.y DA on. own, stream: the two tiles of this block's rows, and two stages of two
-   tiles of the others. */
+/* Computes the gradients of attention. A block computes dK and dV of 16 M W keys of one head (KEYS), or dQ of as many
+   queries, in DA columns, from blockIdx.y DA on. In shared memory, `own` has two tiles of this block's rows, and
+   `stream` two stages of two tiles of the other side's rows. */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
-    HPMLG_SHARED(E, own);                              /* keys and values, or queries and dO: two of (R, DP) */
-    E      *stream = own + 2 * R * DP;                 /* the others: two stages of two (K, DP) */
+    HPMLG_SHARED(E, own);                              /* (R, DP) twice: keys and values, or queries and dO */
+    E      *stream = own + 2 * R * DP;                 /* two stages of two (K, DP): the other side */
     float  *lines = (float *)(stream + 4 * K * DP);    /* two stages of lse and delta of the queries in stream */
     int64_t bh;
     int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
@@ -4839,7 +4883,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T;
     float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
     float   scale[M][2], one[M][2];
-    /* 1. Prepare: lse and delta of own queries in registers; sums are 0; load own tiles. */
+    /* 1. Prepare: load lse and delta of the block's queries into registers; clear sums; start loading own tiles. */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         int r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
         of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[bh * p.T + r] : INFINITY;
@@ -4857,7 +4901,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     for (int c = begin - K; c < end; c += K, stage ^= 1) {
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
-        /* 2. Wait for this block's tiles, and start loading those of the next block (with lse and delta of queries). */
+        /* 2. Wait for the streamed tiles, and start loading those of the next block (KEYS: with lse and delta). */
         hpmlg_copy_wait(0);
         __syncthreads();
         if (c + K < end) {
@@ -4865,30 +4909,30 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
             hpmlg_attn_load<type, DP, threads, K>(p, next + K * DP, bh, KEYS ? HPMLG_ATTN_O : HPMLG_ATTN_V, c + K);
             hpmlg_copy_commit();
             for (int i = (int)threadIdx.x; KEYS && i < K; i += threads) {
-                bool in = c + K + i < p.T; /* rows beyond the end get weight 0 */
+                bool in = c + K + i < p.T; /* queries beyond the end get P = 0 */
                 next_line[i]     = in ? p.lse[bh * p.T + c + K + i] : INFINITY;
                 next_line[K + i] = in ? p.delta[bh * p.T + c + K + i] : 0;
             }
         }
-        /* 3. S and dP from own and streamed tiles, then P and dS; blocks that the causal mask hides are left out. */
+        /* 3. Compute S and dP from own and streamed tiles, then P and dS; skip blocks that the causal mask hides. */
         if (c < begin || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, own + at * DP, now);
         hpmlg_attn_scores<type, DP, M, N>(dp, own + (R + at) * DP, now + K * DP);
         hpmlg_attn_dscores<KEYS>(p, s, dp, of_row, line, row, c, KEYS ? p.causal && c < row + 16 * M - 1
                                  : c + K > p.T || (p.causal && c + K > row + 1));
-        /* 4. Accumulate: KEYS: dV += P^T dO, dK += dS^T Q; else dQ += dS K. */
+        /* 4. Accumulate. KEYS: dV += P^T dO and dK += dS^T Q; else dQ += dS K. */
         if constexpr (KEYS) hpmlg_attn_accumulate<type, DP>(d1, s, now + K * DP, column);
         hpmlg_attn_accumulate<type, DP>(d0, dp, now, column);
     }
-    /* 5. Store the sums through the memory of own tiles. */
+    /* 5. Store the sums through the shared memory of the own tiles. */
     float *space = (float *)own + at * HPMLG_ATTN_LD(DA);
     __syncthreads();
     hpmlg_attn_store(p, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, row, column, d0, scale, space);
     if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, one, space);
 }
 
-/* Launches a kernel with more shared memory than kernels have by default: in passes that are not recorded it is asked
-   for. */
+/* Launches an attention kernel, a block for `rows` rows, `parts` times, with `shared` bytes of shared memory. Passes
+   that are not recorded request more than the 48 KiB that kernels have by default. */
 HPMLG_FN void hpmlg_attn_launch(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
                                 unsigned parts, int threads, size_t shared)
 {
@@ -4902,8 +4946,8 @@ HPMLG_FN void hpmlg_attn_launch(hpmlg_device *d, void (*kernel)(hpmlg_attn), con
     HPMLG_RUN(d, kernel, dim3((unsigned)blocks, parts), (unsigned)threads, shared, *p);
 }
 
-/* Launches the kernels of heads of up to DP columns. The sizes are such that results stay in registers, and that two
-   blocks, or at least one, fit in the shared memory of a multiprocessor (99 KiB on the smallest GPUs). */
+/* Launches the attention kernels for heads of up to DP columns. The tile sizes are such that results stay in registers,
+   and that two blocks, or at least one, fit in a multiprocessor's shared memory (99 KiB on the smallest GPUs). */
 template <int type, int DP> HPMLG_FN void hpmlg_attn_run(hpmlg_device *d, const hpmlg_attn *p, bool backward)
 {
     const bool   f32 = type == HPML_DTYPE_F32, large = DP > 128;
@@ -4963,18 +5007,18 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
 // >>gpu-lstm   long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* As on the CPU: one product for the contribution of x to the gates of all steps, then step by step the recurrent
-   product and the cell. Backward, the kept gates are overwritten by da, the gradients of their sums; the gradients of
-   the weights are then one product each over all steps, that of w_h with the h of the step before. Half models multiply
-   half copies of da. */
+/* The LSTM, computed as on the CPU: one product computes the contribution of x to the gates of all steps, then the
+   recurrent product and the cell are computed step by step. Backward, the saved gates are overwritten by da, the
+   gradients of the gates' sums; the gradients of the weights are then one product each over all steps, that of w_h with
+   the h of the previous step. Half models multiply half copies of da. */
 
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
     float      *gates, *cells, *dh, *dc;  /* (B, T, 4H), (B, T, H), (B, H), (B, H) */
-    hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H) */
+    hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
 } hpmlg_lstm;
 
-/* Lays the arrays out in the node's saved and scratch memory; returns the bytes of scratch memory. */
+/* Places an LSTM's arrays in node n's saved and scratch memory; returns the bytes of scratch memory that they need. */
 HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpmlg_lstm *l)
 {
     const hpml_tensor *x = n->src[0];
@@ -5005,7 +5049,8 @@ HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpm
 
 HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
-/* Computes one element of h and c at step t, from the sums of its gates i, f, g, o. */
+/* Computes one element of h and of the cell at step t of an LSTM, from the sums of its gates i, f, g, o, which are
+   replaced by the gates; a thread for each of the B H elements. */
 static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 {
     int64_t at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
@@ -5022,7 +5067,8 @@ static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
     hpmlg_put(l.h, row * l.H + j, out * tanhf(cell));
 }
 
-/* Computes the same backward: the gates become da; dc is passed on to the step before. */
+/* Computes the gradients of one LSTM element at step t: replaces its gates by da, the gradients of their sums, and dc
+   by the gradient of the cell of step t - 1. Writes h of step t - 1 to l.before. */
 static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
 {
     int64_t      at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
@@ -5074,7 +5120,7 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     hpmlg_array half_w_h = hpmlg_product_input(d, w_h, NULL);
     for (int64_t t = l.T - 1; t >= 0; t--) {
         HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
-        if (t == 0) break; /* dh_{t-1} = da_t W_h */
+        if (t == 0) break; /* the product is dh of step t - 1 = da_t W_h */
         g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_matrix(hpmlg_array_at(l.da, t * 4 * H), l.T * 4 * H, 0, true),
                           hpmlg_matrix(half_w_h, H, 0, false), hpmlg_array_of(l.dh, HPML_DTYPE_F32), H, false);
         hpmlg_gemm_run(d, &g);
@@ -5115,34 +5161,34 @@ HPMLG_FN void hpmlg_op_lstm(HPMLG_OP_ARGUMENTS)
 /* Cross-entropy as in hpml.h: with d_i = x_i - max, sum = sum of exp(d_i), label l, smoothing s and V classes, loss =
    log(sum) - (1 - s) d_l - s mean(d), dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V. A group of threads reads a row
    once: each thread keeps a maximum and the sum of exp(x - maximum), which is rescaled when the maximum grows.
-   Probabilities are not stored; max, 1 / sum and loss of each row are kept, and 1 / (number of valid rows). The same
-   kernel counts hits. */
+   Probabilities are not stored; max, 1 / sum and loss of each row are saved, and 1 / (number of valid rows). The kernel
+   also counts hits, the rows whose largest element is the label's. */
 typedef struct hpmlg_cross_entropy {
     hpmlg_array         x, dx;    /* (rows, V) */
     const int          *labels;   /* (rows) */
     float              *max, *inverse_sum, *loss; /* (rows): maximum, 1 / sum, loss of each row */
     float              *inverse;  /* (1): 1 / (number of valid rows) */
-    const float        *dloss;    /* (1) */
+    const float        *dloss;    /* (1): the gradient of the loss, an input of backward */
     int64_t             rows, V, blocks;
     float               smoothing;
     int                 ignore;   /* this label is not valid, and not an error */
-    int                 tx;       /* threads of a group */
+    int                 tx;       /* number of threads that share a row */
     bool                add;
     hpmlg_note         *note;
     int                *taken;
-    unsigned long long *counts;   /* (2): hits, valid rows */
+    unsigned long long *counts;   /* (2): hits (correct predictions), valid rows */
 } hpmlg_cross_entropy;
 
-#define HPMLG_LOWEST (-3.402823466e38f) /* not -infinity, with which a row may begin: inf - inf is NaN */
+#define HPMLG_LOWEST (-3.402823466e38f) /* the maximum's first value; with -infinity, x - maximum may be NaN */
 
 HPMLG_DEVICE bool hpmlg_label_is_valid(int label, int ignore, int64_t classes)
 {
     return label != ignore && label >= 0 && label < classes;
 }
 
-/* Computes maximum, 1 / sum and loss of each row, and counts hits. A row is a hit unless it is beaten: by an element
-   before the label's that is as large, or one after it that is larger. A NaN at the label, or at the front of the row,
-   where it is never exceeded, beats the row too. node NULL: only counts hits. */
+/* Computes maximum, 1 / sum and loss of each row, and counts hits: a valid row is a hit unless it is beaten by an
+   element before the label's that is as large, or by one after the label's that is larger. A NaN at the label, or at
+   the front of the row, where nothing exceeds it, beats the row too. node NULL: only counts hits. */
 static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
@@ -5170,13 +5216,13 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_n
     beaten = hpmlg_group_reduce(beaten, space, p.tx, true);
     if (p.smoothing > 0) distances = hpmlg_group_reduce(distances, space, p.tx, false);
     if (lane != 0 || row >= p.rows) return;
-    if (valid) atomicAdd(&p.counts[1], 1ull); /* integers, whose sum does not depend on the order */
+    if (valid) atomicAdd(&p.counts[1], 1ull); /* adding integers does not depend on the order */
     if (valid && beaten == 0) atomicAdd(&p.counts[0], 1ull);
     if (!node) return;
     p.max[row]         = most;
     p.inverse_sum[row] = 1 / s;
     p.loss[row]        = 0;
-    if (valid) p.loss[row] = logf(s) - (mine - most) - p.smoothing * distances / (float)p.V; /* sum of x - x_l */
+    if (valid) p.loss[row] = logf(s) - (mine - most) - p.smoothing * distances / (float)p.V; /* the sum of x - x_l */
     else if (label != p.ignore) hpmlg_report_index(p.note, p.taken, row, label, node);
 }
 
@@ -5240,7 +5286,7 @@ HPMLG_FN void hpmlg_op_cross_entropy(HPMLG_OP_ARGUMENTS)
     p.taken       = d->note_taken;
     p.counts      = d->counts;
     if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_REDUCE_THREADS, 0, p);
-    bool ignores_a_class = p.ignore >= 0 && p.ignore < V; /* hits count its rows, the loss does not */
+    bool ignores_a_class = p.ignore >= 0 && p.ignore < V; /* the class's rows can be hits, but not losses */
     d->op_notes.y      = ignores_a_class ? NULL : p.x.p;
     d->op_notes.labels = p.labels;
     hpmlg_cross_entropy_run(d, &p, n);
@@ -5252,7 +5298,8 @@ HPMLG_FN void hpmlg_op_cross_entropy(HPMLG_OP_ARGUMENTS)
     HPMLG_RUN(d, hpmlg_k_sum_finish, 1, 1024, 0, f);
 }
 
-/* The backend's function that counts hits: those that the loss of the same arrays has counted, else by the kernel. */
+/* Implements the backend's function that counts hits (correct predictions) and valid rows: copies the counts of the
+   last cross-entropy if it had the same arrays, else counts by the kernel. */
 HPMLG_FN hpml_status hpmlg_count_hits(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                                       int64_t rows, int64_t classes, int64_t counts[2])
 {
@@ -5275,7 +5322,7 @@ HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-/* Computes dx (+)= f'(x - t) dloss / n, dt (+)= the opposite; p NULL: not wanted. */
+/* Computes a loss's gradients dx (+)= f'(x - t) dloss / n and dt (+)= the negative; dx.p, dt.p NULL: not wanted. */
 static __global__ void hpmlg_k_loss_back(hpmlg_array dx, hpmlg_array dt, hpmlg_array x, hpmlg_array t, int what,
                                          float delta, const float *dloss, int64_t n, bool add_x, bool add_t)
 {
@@ -5319,23 +5366,23 @@ HPMLG_FN void hpmlg_op_huber(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); 
 // >>gpu-update   optimizers: one launch for all parameters
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The parameters of a model, some of a few numbers and some of millions, are cut into chunks; a block finds the
-   parameter of its chunk in a table that is uploaded in each step. LARS and LAMB need the norms of whole parameters:
-   each chunk's sums of squares are written to memory, and one block for each parameter adds them in order. As on the
-   CPU, a weight that would not be finite keeps its value, moments that are not finite become 0, and both cases are
-   reported (hpml_update.found_nonfinite). */
+/* The parameters of a model, some of a few numbers and some of millions, are cut into chunks of HPMLG_CHUNK elements;
+   the block that updates a chunk finds its parameter in a table that is uploaded in each step. LARS and LAMB need the
+   norms of whole parameters: each chunk's sums of squares are written to memory, and one block for each parameter adds
+   the sums in order. As on the CPU, a weight that would not be finite keeps its value, moments that are not finite
+   become 0, and both cases are reported (hpml_update.found_nonfinite). */
 
-#define HPMLG_CHUNK ((int64_t)4096) /* elements: two vec8s for each thread of a block */
+#define HPMLG_CHUNK ((int64_t)4096) /* elements of a chunk: two vec8s per thread of a block */
 
-typedef struct hpmlg_param_step {         /* one row of the table */
+typedef struct hpmlg_param_step {         /* one row of the table: a parameter's update */
     hpml_update u;
-    float       correction1, correction2; /* 1 - beta^step */
-    void       *half;                     /* (n) the half copy of w; NULL: none */
-    int64_t     chunk, chunks;            /* index of its first chunk; their number */
+    float       correction1, correction2; /* 1 - beta^step, of beta1 and beta2 */
+    void       *half;                     /* (n): the half copy of w, updated too; NULL: none */
+    int64_t     chunk, chunks;            /* index of its first chunk; number of chunks */
     int         param;                    /* its index in the context; -1: unknown */
 } hpmlg_param_step;
 
-typedef struct hpmlg_nonfinite_sink { /* memory for reports of non-finite gradients and parameters */
+typedef struct hpmlg_nonfinite_sink { /* where kernels report non-finite gradients and parameters */
     unsigned long long *first_nonfinite;
     hpmlg_note         *note;
 } hpmlg_nonfinite_sink;
@@ -5348,7 +5395,7 @@ HPMLG_DEVICE void hpmlg_nonfinite_report(const hpmlg_nonfinite_sink &f, const hp
     f.note->nonfinite = 1;
 }
 
-/* Returns the parameter that a chunk belongs to, by bisection: the last one whose first chunk is not after it. */
+/* Returns the parameter that a chunk belongs to, by bisection: the last parameter whose first chunk is not after it. */
 HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_step *steps, int count, int64_t chunk)
 {
     int low = 0, high = count;
@@ -5360,21 +5407,22 @@ HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_ste
     return &steps[low];
 }
 
-/* Returns the factor of gradients: the caller's, and clipping by the global norm. */
+/* Returns the factor to multiply gradients with: grad_scale, reduced if the global norm exceeds u.clip. */
 HPMLG_DEVICE float hpmlg_gradient_scale(const hpml_update &u)
 {
     float norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
     return norm > u.clip ? u.grad_scale * (u.clip / norm) : u.grad_scale;
 }
 
-/* Updates and returns the moving average of g. */
+/* Updates and returns the moving average *state of g, with decay beta. */
 HPMLG_DEVICE float hpmlg_moment(float *state, float g, float beta)
 {
     *state = fmaf(1 - beta, g, beta * *state);
     return *state;
 }
 
-/* Returns the new w of one element, for LAMB its direction; hpml.h, vupdate, has the formulas. */
+/* Returns the new weight of one element (for LAMB its direction of update) from weight w, gradient g and moments *m,
+   *v, which it updates; c1, c2: 1 - beta^step. hpml.h, vupdate, has the formulas. */
 HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v)
 {
     float step = 0;
@@ -5409,9 +5457,9 @@ HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, fl
     return fmaf(-u->lr, step, w);
 }
 
-/* Does the same for a gradient that may not be finite: LAMB takes it as 0; a weight that would not be finite keeps
-   its value, and states that are not finite become 0. Sets *gradient or *step if the gradient or the step was not
-   finite. */
+/* Does what hpmlg_update_one does for a gradient that may not be finite: LAMB takes such a gradient as 0; a weight that
+   would not be finite keeps its value; moments that are not finite become 0. Sets *gradient or *step to true if the
+   gradient or the step was not finite. */
 HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v,
                                         bool *gradient, bool *step)
 {
@@ -5427,8 +5475,9 @@ HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2
     return isfinite(y) || lamb ? y : w;
 }
 
-/* Computes the step of every chunk. LARS and LAMB take two passes: the first writes the sums of squares of w and of g
-   or, for LAMB, of the direction, which overwrites g; the second finds the ratio of the layer in the learning rate. */
+/* Updates the weights of every chunk. LARS and LAMB take two passes: the first writes each chunk's sums of squares of w
+   and of g to `part` or, for LAMB, of w and the direction, which overwrites g; the second updates by the learning rate
+   that hpmlg_k_update_rates has multiplied by the layer's ratio. */
 static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, int64_t chunks, double2 *part,
                                       int half_type, int pass, hpmlg_nonfinite_sink finder)
 {
@@ -5445,7 +5494,7 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
         hpmlg_array v = { u.state[1], HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
-        bool        gradient = false, step = false; /* was one not finite? */
+        bool        gradient = false, step = false; /* whether a gradient, a step of this thread was not finite */
         if (norms_only || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
             hpmlg_vec8 x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
@@ -5477,8 +5526,9 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
     }
 }
 
-/* Multiplies the learning rate by the layer's ratio, one block for each parameter. LARS: trust |w| / (|g| + decay |w|),
-   1 without trust, and the rate is moved into the momentum; LAMB: |w| / |direction|. */
+/* Multiplies the learning rate by the layer's ratio of norms, one block for each parameter, from the chunks' sums in
+   `part`. LARS: trust |w| / (|g| + decay |w|), 1 without trust, and the rate is moved into the gradient's factor and
+   the decay, so that momentum contains it; LAMB: |w| / |direction|. */
 static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const double2 *part)
 {
     __shared__ double all[2][256];
@@ -5509,8 +5559,8 @@ static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const doubl
     s->u.lr = 1;
 }
 
-/* Returns the part of a half copy that belongs to w (n), all of a parameter or a part of it: the step writes it too.
-   Other half copies that overlap w become stale. */
+/* Returns the address in a half copy of w (n), a parameter or a part of one, so that the update writes the half copy
+   too; NULL: there is none. Half copies that only partly overlap w become stale. */
 HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
     for (hpmlg_half_copy *h = d->half_copies; h; h = h->next) {
@@ -5522,7 +5572,7 @@ HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
     return NULL;
 }
 
-/* Returns the index of the parameter that w lies in, in most cases the one after `before`; -1: none. */
+/* Returns the index of the parameter that contains w, trying the one after `before` first; -1: none. */
 HPMLG_FN int hpmlg_param_number(const hpml_ctx *ctx, const float *w, int before)
 {
     int count = hpml_param_count(ctx);
@@ -5547,17 +5597,17 @@ HPMLG_FN hpmlg_param_step hpmlg_param_step_of(hpmlg_device *d, const hpml_update
     return s;
 }
 
-/* Allocates memory for the table and the sums on the device; grows with the first step of a larger model. */
+/* Allocates device memory for an optimizer's table and sums; it grows with the first step of a larger model. */
 HPMLG_FN hpml_status hpmlg_update_reserve(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->updates_bytes) return HPML_OK;
-    hpmlg_free(d, d->updates, d->updates_bytes); /* waits until the previous step no longer uses it */
+    hpmlg_free(d, d->updates, d->updates_bytes); /* waits until the previous step has read the table */
     d->updates      = hpmlg_alloc_own(d, bytes, "the table of parameters");
     d->updates_bytes = d->updates ? bytes : 0;
     return hpml_ctx_status(d->ctx);
 }
 
-/* The backend's `update`: steps all parameters. */
+/* Implements the backend's `update`: updates `count` parameters in one launch, or in three for LARS and LAMB. */
 HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
     hpmlg_device    *d = hpmlg_device_of(ctx);
@@ -5598,22 +5648,22 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
 // >>gpu-codec   gradients packed on the device
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The bytes and residuals of hpml.h's codecs, bit for bit; sections api-codec and onebit there define them. The sums of
-   ONEBIT are taken as on the CPU: element i of a chunk of 1,024 goes to lane i % 16, lanes are added pairwise, chunks
-   in order in double. Half a warp has a chunk, with a register in each lane for every 16 elements; rows of up to 16
-   chunks are read once. A row that contains a NaN or an infinity is marked while it is packed, and then overwritten by
-   zeros. */
+/* The same bytes and residuals as hpml.h's codecs, bit for bit; sections api-codec and onebit there define the formats.
+   The sums of ONEBIT are taken as on the CPU: element i of a chunk of 1,024 is added by lane i % 16, lanes are added
+   pairwise, and chunks in order in double. Half a warp reads a chunk, with a register in each lane for every 16
+   elements; rows of up to 16 chunks are read once. A row that contains a NaN or an infinity is marked while it is
+   packed, and then overwritten by zeros. */
 
-#define HPMLG_PACK_ROWS    ((int64_t)262136) /* at a time: their marks fit in the scratch memory */
+#define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows packed by one launch: their marks fit in the scratch memory */
 #define HPMLG_ONEBIT_CHUNK 1024
-#define HPMLG_ONEBIT_TURNS (HPMLG_ONEBIT_CHUNK / 16) /* elements of a lane */
+#define HPMLG_ONEBIT_TURNS (HPMLG_ONEBIT_CHUNK / 16) /* elements of a chunk that one lane reads */
 
-typedef struct hpmlg_pack { /* rows of one call */
+typedef struct hpmlg_pack { /* the rows that one launch packs */
     unsigned char *packed;
-    float         *e;         /* (rows, cols) the residual; NULL: no feedback */
-    const float   *g;         /* (rows, cols) */
+    float         *e;         /* (rows, cols): the residual; NULL: no feedback */
+    const float   *g;         /* (rows, cols): the gradient */
     int64_t        rows, cols, row_size; /* row_size: bytes of a packed row */
-    int           *nonfinite; /* (1 + rows): is any row not finite, and is this row */
+    int           *nonfinite; /* (1 + rows) marks: [0] if any row is not finite, [1 + row] if that row is */
     float          threshold;
 } hpmlg_pack;
 
@@ -5623,12 +5673,13 @@ HPMLG_DEVICE void hpmlg_mark_nonfinite(const hpmlg_pack *p, int64_t row)
     p->nonfinite[0] = 1;
 }
 
-typedef struct hpmlg_chunk { /* of one chunk, or row: [0] of negative elements, [1] of the others */
+typedef struct hpmlg_chunk { /* sums and extremes of a chunk: [0] of negative elements, [1] of the others */
     float sum[2], least[2], most[2];
     int   ones;
 } hpmlg_chunk;
 
-/* Reads a chunk by half a warp: n numbers from g and e. v: this lane's elements; bits: words 2 lane and 2 lane + 1. */
+/* Reads a chunk of n numbers, v = g + e (e NULL: g), by half a warp, and returns its sums and extremes. v: gets this
+   lane's elements; bits: gets words 2 lane and 2 lane + 1 of the chunk's signs; turns: elements of a lane. */
 HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned bits[2], const float *g,
                                            const float *e, int n, int turns)
 {
@@ -5664,7 +5715,7 @@ HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned
     return s;
 }
 
-/* Returns the level of a side: its mean, within its least and greatest element; 0 if it is empty. */
+/* Returns the level sent for a row's negative or other elements: their mean, within [least, most]; 0 if none exist. */
 HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, float most)
 {
     float mean = count ? (float)(sum / (double)count) : 0;
@@ -5673,7 +5724,7 @@ HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, fl
     return mean;
 }
 
-/* Returns the address of a packed row, a sequence of words: low level, high level, bits. */
+/* Returns the address of a packed ONEBIT row, a sequence of 32-bit words: low level, high level, bits. */
 HPMLG_DEVICE float *hpmlg_onebit_row(const hpmlg_pack *p, int64_t row)
 {
     return (float *)(void *)(p->packed + row * p->row_size);
@@ -5687,9 +5738,9 @@ HPMLG_DEVICE void hpmlg_onebit_bits(const hpmlg_pack *p, int64_t row, int64_t ch
         if (at + k < count) words[at + k] = bits[k];
 }
 
-/* Packs rows. each: chunks that a block has at a time. A block packs 16 / each rows at a time; a row of more than
-   16,384 columns (longer) is the work of one block, 16 chunks at a time, and v is kept in e until the levels are known:
-   few such rows leave most of the device idle. */
+/* Packs rows with ONEBIT. A block packs 16 / each rows at a time, of `each` chunks. longer: a row has more than 16
+   chunks (16,384 columns); one block packs the row, 16 chunks at a time, and v = g + e is kept in e until the levels
+   are known: few such rows leave most of the device idle. */
 template <bool longer>
 static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int64_t chunks, int each)
 {
@@ -5702,7 +5753,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
         bool    mine = slot < slots && row < p.rows;
         double  sum[2] = { 0, 0 };
         float   least[2] = { INFINITY, INFINITY }, most[2] = { -INFINITY, -INFINITY };
-        auto    count = [&]() { /* elements of this team's chunk */
+        auto    count = [&]() { /* returns the number of elements of this team's chunk */
             int64_t rest = mine ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
             if (rest > HPMLG_ONEBIT_CHUNK) rest = HPMLG_ONEBIT_CHUNK;
             return (int)(rest < 0 ? 0 : rest);
@@ -5730,7 +5781,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             HPMLG_UNROLL for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
                 if (longer && p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
         }
-        /* 2. The levels of the row, and its mark if a sum is not finite. */
+        /* 2. Compute and write the levels of the row, and mark the row if a sum is not finite. */
         float low  = hpmlg_onebit_level(sum[0], p.cols - ones, least[0], most[0]);
         float high = hpmlg_onebit_level(sum[1], ones, least[1], most[1]);
         if (mine && lane == 0 && team % each == 0) {
@@ -5738,7 +5789,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             hpmlg_onebit_row(&p, row)[1] = high;
             if (!(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_mark_nonfinite(&p, row);
         }
-        /* 3. The new residual: v less the level that is sent for it. */
+        /* 3. Compute the new residual: v minus the level that is sent for v. */
         for (int64_t c0 = 0; p.e && c0 < (longer ? chunks : 1); c0 += each) {
             chunk = c0 + team % each;
             int    n = count();
@@ -5753,15 +5804,15 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
     }
 }
 
-/* Returns the value of a TWOBIT code: 0 for codes 0 and 1, -threshold for 2, threshold for 3. */
+/* Returns the value of a 2-bit TWOBIT code: 0 for codes 0 and 1, -threshold for 2, threshold for 3. */
 HPMLG_DEVICE float hpmlg_twobit_value(const hpmlg_pack &p, unsigned code)
 {
     if (code < 2) return 0;
     return code == 3 ? p.threshold : -p.threshold;
 }
 
-/* Packs rows. TWOBIT (two): 8 elements of a row are 16 bits, and rows end with whole words; else BF16, whose rows
-   follow each other without padding, as if they were one. */
+/* Packs rows with TWOBIT if `two`: 8 elements of a row are 16 bits, and rows end with whole 32-bit words; else with
+   BF16, whose rows follow each other without padding, as if all were one row. */
 template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pack(hpmlg_pack p)
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
@@ -5792,7 +5843,7 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
     }
 }
 
-/* Overwrites marked rows, packed and residual, by zeros: a block for each row. */
+/* Overwrites the rows marked as not finite, packed bytes and residual, by zeros: a block for each row. */
 static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
 {
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -5802,7 +5853,7 @@ static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
     }
 }
 
-/* Finds the codec of hpml.h; the GPU has no kernels for the user's own codecs. */
+/* Sets *kind to the kind of the codec of p; an error if it is the user's own, because the GPU has no kernel for it. */
 HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int *kind)
 {
     for (*kind = HPML_CODEC_NONE; *kind < HPML_CODEC_COUNT; ++*kind)
@@ -5811,7 +5862,7 @@ HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int 
                          "of hpml_codec_kind, or a context without this backend", p->codec->name ? p->codec->name : "");
 }
 
-/* Returns the struct of `rows` rows from `row` on, without gradient and residual. */
+/* Returns the arguments for packing `rows` rows from `row` on, without gradient and residual. */
 HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int64_t row, int64_t rows)
 {
     hpmlg_pack some = {};
@@ -5823,7 +5874,7 @@ HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int
     return some;
 }
 
-/* Packs some rows with a lossy codec. */
+/* Packs the rows of p with a lossy codec, and marks and wipes rows that are not finite. */
 HPMLG_FN void hpmlg_pack_run(hpmlg_device *d, int kind, hpmlg_pack p)
 {
     int64_t n = p.rows * p.cols, chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK;
@@ -5837,7 +5888,7 @@ HPMLG_FN void hpmlg_pack_run(hpmlg_device *d, int kind, hpmlg_pack p)
     HPMLG_RUN_ITEMS(d, hpmlg_k_pack_wipe, p.rows, 1, p);
 }
 
-/* The backend's `encode`: packs gradients. Waits for the device, to return whether a gradient was not finite. */
+/* Implements the backend's `encode`: packs gradients. Waits for the device, to report gradients that are not finite. */
 HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                                   const float *grad, int64_t rows)
 {
@@ -5862,7 +5913,7 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     return status == HPML_OK && any ? HPML_ERR_NONFINITE : hpml_ctx_status(d->ctx);
 }
 
-/* Unpacks TWOBIT or ONEBIT, 8 elements of a row at a time: 16 bits or 8. */
+/* Unpacks TWOBIT (two) or ONEBIT to out or, if `add`, adds to out: 8 elements of a row at a time, from 16 bits or 8. */
 template <bool two>
 static __global__ void __launch_bounds__(256, 6) hpmlg_k_unpack(hpmlg_pack p, hpmlg_array out, bool add)
 {
@@ -5878,7 +5929,7 @@ static __global__ void __launch_bounds__(256, 6) hpmlg_k_unpack(hpmlg_pack p, hp
     }
 }
 
-/* The backend's `decode`: unpacks gradients. */
+/* Implements the backend's `decode`: unpacks `rows` rows of gradients to out, or adds them to out if `add`. */
 HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                                   int64_t rows, bool add)
 {
@@ -5907,10 +5958,10 @@ HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, 
 // >>gpu-nccl   NCCL: loading, meeting of ranks, deadlines
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* NCCL's kernels run on a stream of their own: begin makes it wait for the device's stream, end records an event on it,
-   and wait makes the device's stream wait for this event. Communicators are non-blocking: a call may still be in
-   progress when it returns; then its state is polled until it is done, has failed, or the deadline has passed. nccl.h
-   is used for types only, the functions are loaded at run time. */
+/* NCCL's kernels run on a stream of their own: hpml_nccl_link_begin makes this stream wait for the device's stream,
+   hpml_nccl_link_end records an event on it, and hpml_nccl_link_wait makes the device's stream wait for the event.
+   Communicators are non-blocking: a call may still be in progress when it returns; then its state is polled until it is
+   done, has failed, or the deadline has passed. nccl.h is used for types only; functions are loaded at run time. */
 
 #define HPMLG_NCCL_CALLS(X)                                                                                            \
     X(GetUniqueId) X(CommInitRankConfig) X(CommGetAsyncError) X(CommAbort) X(CommDestroy) X(AllReduce) X(Send) X(Recv) \
@@ -5922,45 +5973,46 @@ typedef struct hpmlg_nccl_calls {
 #undef HPMLG_X
 } hpmlg_nccl_calls;
 
-typedef struct hpmlg_rank_identity { /* what ranks exchange before NCCL exists */
+typedef struct hpmlg_rank_identity { /* the data that ranks exchange before NCCL exists */
     char         host[64];
     cudaUUID_t   gpu;
-    int          device;             /* as the host counts GPUs */
-    ncclUniqueId id;                 /* all ranks use that of rank 0 */
+    int          device;             /* index of the GPU on its host */
+    ncclUniqueId id;                 /* NCCL's id; all ranks use that of rank 0 */
 } hpmlg_rank_identity;
 
-typedef struct hpmlg_staging {       /* at the beginning of an allocation of pinned memory */
-    cudaEvent_t           arrived;   /* the last download to this memory is complete */
+typedef struct hpmlg_staging {       /* header of each allocation of pinned memory for gradients between nodes */
+    cudaEvent_t           arrived;   /* event: the last download to this memory is complete */
     struct hpmlg_staging *next;
-    float                 padding[12]; /* to the size of a cache line */
+    float                 padding[12]; /* fills up a cache line of 64 bytes */
 } hpmlg_staging;
 
 struct hpml_nccl {
     hpml_ctx         *ctx;
     hpmlg_device     *d;
     hpml_nccl_desc    desc;
-    hpml_nccl_meeting meeting;       /* allgather NULL: by files */
+    hpml_nccl_meeting meeting;       /* how ranks meet; allgather NULL: by files */
     hpmlg_nccl_calls  call;
-    ncclComm_t        comm;          /* NULL: not yet, or aborted */
+    ncclComm_t        comm;          /* NULL: not made yet, or aborted */
     cudaStream_t      stream;
-    cudaEvent_t       before, after; /* the device's work before begin; NCCL's up to the last end */
+    cudaEvent_t       before, after; /* the device's work before begin; NCCL's work up to the last end */
     hpmlg_staging    *stages;
     bool              given_up;      /* atomic: the communicator was aborted */
-    bool              open;          /* between begin and end */
-    bool              in_flight;     /* work may be running that `after` follows */
-    bool              closing;       /* hpmlg_nccl_destroy runs */
-    bool              is_timed;      /* a span was begun with `open` */
-    char              operation[96]; /* for error texts */
+    bool              open;          /* a group of calls was begun and not ended */
+    bool              in_flight;     /* work that the event `after` follows may be running */
+    bool              closing;       /* hpmlg_nccl_destroy is running */
+    bool              is_timed;      /* a span of time was begun with the group */
+    char              operation[96]; /* name of the current operation, for error texts */
 };
 
-/* Sleeps 50 us between two polls, but not in the first millisecond of a wait, which most operations do not exceed. */
+/* Sleeps 50 us between two polls of a wait that began at time `since`, unless within 1 ms, which most do not exceed. */
 HPMLG_FN void hpmlg_poll_pause(double since)
 {
     struct timespec t = { 0, 50000 };
     if (hpml_now() - since > 1e-3) nanosleep(&t, NULL);
 }
 
-/* Aborts the communicator, so that its kernels end, which wait for ranks that do not answer; reports the error. */
+/* Aborts the NCCL communicator, so that its kernels, which wait for ranks that do not answer, end; gives the context
+   the error `status` with the text `why`, and returns its status. */
 HPMLG_FN hpml_status hpmlg_nccl_fail(hpml_nccl *n, hpml_status status, const char *why)
 {
     char        text[400];
@@ -5981,7 +6033,7 @@ HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
     return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r));
 }
 
-/* Waits for the end of a call that returned r, and for the work before the event; event NULL: only for the call. */
+/* Waits for the end of the NCCL call that returned r and, unless NULL, for the event, at most until the deadline. */
 HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t event)
 {
     char text[96];
@@ -5997,7 +6049,7 @@ HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t e
     return hpmlg_nccl_fail(n, HPML_ERR_TIMEOUT, text);
 }
 
-/* Finds NCCL's functions in the program itself, else loads the library. */
+/* Finds NCCL's functions in the program itself, else loads the library; an error if it is older than 2.14. */
 HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
 {
     const char *name = n->desc.library ? n->desc.library : "libnccl.so.2";
@@ -6023,9 +6075,9 @@ HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
                          : "rank %d: %s is not NCCL", (int)n->meeting.rank_in_errors, name, major, minor, v % 100);
 }
 
-/* Writes this rank's file, or reads that of another rank: the rank's random number for this meeting with the
-   numbers that it has read of the others (numbers), then its identity (identity, of `bytes`). A file appears whole,
-   by rename. */
+/* Writes the file of rank `rank` if `write`, else reads it. It contains the rank's random number for this meeting among
+   the numbers that it has read of the other ranks (numbers), then its identity (identity, `bytes` bytes). A file
+   appears whole, because it is written under another name and renamed. Returns true on success. */
 HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *numbers, char *identity, size_t bytes, bool write)
 {
     char   name[1024], part[1032];
@@ -6039,13 +6091,13 @@ HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *numbers, c
     return fclose(f) == 0 && good && (!write || rename(part, name) == 0);
 }
 
-/* Exchanges identities by files, as meeting.allgather does by other means. This rank draws a number, and writes its
-   file again whenever it has read a new number of another rank. A file that contains this rank's number was written in
-   this meeting; files that a killed run has left do not contain it. */
+/* Exchanges the ranks' identities (`bytes` bytes each, in all[]) by files, as meeting.allgather does by other means.
+   This rank draws a random number, and writes its file again whenever it has read a new number of another rank. A file
+   that contains this rank's number was written in this meeting; files that a killed run has left do not contain it. */
 HPMLG_FN hpml_status hpmlg_nccl_meet_by_files(hpml_nccl *n, char *all, size_t bytes)
 {
     int             me = n->desc.rank, ranks = n->desc.ranks, missing = -1;
-    bool            is_written = false; /* this rank's file has all the numbers that were read */
+    bool            is_written = false; /* this rank's file has all numbers that were read */
     double          start = hpml_now();
     struct timespec t;
     uint64_t       *mine = (uint64_t *)hpml_ctx_alloc(n->ctx, 2 * sizeof *mine * (size_t)ranks, NULL);
@@ -6075,7 +6127,8 @@ HPMLG_FN hpml_status hpmlg_nccl_meet_by_files(hpml_nccl *n, char *all, size_t by
     return hpml_ctx_status(n->ctx);
 }
 
-/* Gives every rank all identities. A rank that has failed takes part too, so that the others get an error. */
+/* Exchanges identities (host, GPU, NCCL id), so that all[] has those of all ranks. A rank that has failed takes part
+   too, because the other ranks then get an error. */
 HPMLG_FN hpml_status hpmlg_nccl_exchange_identities(hpml_nccl *n, hpmlg_rank_identity *all)
 {
     hpmlg_rank_identity *mine = &all[n->desc.rank];
@@ -6092,7 +6145,7 @@ HPMLG_FN hpml_status hpmlg_nccl_exchange_identities(hpml_nccl *n, hpmlg_rank_ide
     return status != HPML_OK ? status : met;
 }
 
-/* Checks that no two ranks are on one GPU, because NCCL finds that late and does not name the ranks. */
+/* Checks that no two ranks use the same GPU, because NCCL finds this late and does not name the ranks. */
 HPMLG_FN hpml_status hpmlg_nccl_check_gpus(hpml_nccl *n, const hpmlg_rank_identity *all)
 {
     for (int b = 1; b < n->desc.ranks; b++)
@@ -6104,7 +6157,7 @@ HPMLG_FN hpml_status hpmlg_nccl_check_gpus(hpml_nccl *n, const hpmlg_rank_identi
     return HPML_OK;
 }
 
-/* Exchanges identities and makes the NCCL communicator. */
+/* Exchanges identities with the other ranks and makes the NCCL communicator. */
 HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
 {
     hpmlg_rank_identity *all = (hpmlg_rank_identity *)hpml_ctx_alloc(n->ctx, sizeof *all * (size_t)n->desc.ranks, NULL);
@@ -6124,11 +6177,11 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
     hpml_ctx_release(n->ctx, all);
     if (n->meeting.allgather) return status;
     snprintf(name, sizeof name, "%s.%d", n->desc.file, (int)n->desc.rank);
-    remove(name); /* all ranks have read it, or will not come any more */
+    remove(name); /* all ranks have read the file, or will not come any more */
     return status;
 }
 
-/* Destructor of hpml_nccl: also called when its context is freed. */
+/* Destroys a hpml_nccl: the destructor of its memory, which is also called when its context is freed. */
 HPMLG_FN void hpmlg_nccl_destroy(void *object)
 {
     hpml_nccl *n = (hpml_nccl *)object;
@@ -6176,7 +6229,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (n->desc.timeout == 0) n->desc.timeout = 60;
     if (meeting) n->meeting = *meeting;
     else n->meeting.rank_in_errors = n->desc.rank;
-    n->meeting.destroyed = NULL; /* not if this function fails */
+    n->meeting.destroyed = NULL; /* not called if this function fails */
     n->desc.meeting      = NULL;
     if (hpmlg_nccl_open(n) != HPML_OK) {
         hpml_ctx_release(ctx, n);
@@ -6195,7 +6248,7 @@ HPML_API void hpml_nccl_link_free(void *nccl)
 {
     hpml_nccl *n = (hpml_nccl *)nccl;
     if (n->closing) return;
-    n->meeting.destroyed = NULL; /* the communicator, which calls this, has cleared its link */
+    n->meeting.destroyed = NULL; /* the communicator, which calls this function, has cleared its link */
     hpml_nccl_free(n);
 }
 
@@ -6203,7 +6256,7 @@ HPML_API void hpml_nccl_link_free(void *nccl)
 // >>gpu-link   collectives on device memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns an error if the communicator cannot be used; else makes its device current. */
+/* Makes the device current and returns HPML_OK, or returns an error if the NCCL communicator cannot be used. */
 HPMLG_FN hpml_status hpmlg_nccl_ready(hpml_nccl *n)
 {
     if (!n) return HPML_ERR_ARGUMENT;
@@ -6228,12 +6281,12 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
     n->open     = true;
-    n->is_timed = n->d->span_count > 0; /* if ops are timed */
+    n->is_timed = n->d->span_count > 0; /* the span is timed if ops are */
     if (n->is_timed) hpmlg_span_mark(n->d, n->stream, NULL, NULL, 0);
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
 
-/* Returns the status of a call inside of a group, which is only queued until the group ends. */
+/* Returns the status of an NCCL call inside of a group, which is only queued until the group ends. */
 HPMLG_FN hpml_status hpmlg_nccl_queued(hpml_nccl *n, ncclResult_t r)
 {
     return r == ncclInProgress ? HPML_OK : hpmlg_nccl_result(n, r);
@@ -6285,7 +6338,7 @@ HPML_API hpml_status hpml_nccl_link_wait(void *nccl)
     return hpmlg_check(n->d, cudaStreamWaitEvent(n->d->stream, n->after, 0), "a stream for NCCL");
 }
 
-/* Waits on the host for all collectives, with the deadline; called before a wait for the device, which has no
+/* Waits on the host, up to the deadline, for all collectives; called before a wait for the device, which has no
    deadline. */
 HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 {
@@ -6295,7 +6348,7 @@ HPML_API hpml_status hpml_nccl_link_check(void *nccl)
     return status;
 }
 
-/* Computes x = x * times / by, rounded as on the CPU: two operations, not one by times / by. */
+/* Computes x = x * times / by, rounded as on the CPU: two operations, not one multiplication by times / by. */
 static __global__ void hpmlg_k_scale(float *x, int64_t n, float times, float by)
 {
     HPMLG_FOR_EACH(i, n)
@@ -6326,8 +6379,9 @@ HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
     return hpmlg_check(n->d, e, "host memory for gradients between nodes") == HPML_OK ? (float *)(s + 1) : NULL;
 }
 
-/* Reduces every rank's share to this rank or, back, broadcasts the shares. Shares differ in size, for which NCCL has no
-   reduce-scatter, so each share is one call; the calls of a group run as one. */
+/* Reduces (sums) part r of x, elements at[r] to at[r + 1] - 1, to rank r, which copies its part to the host memory
+   `stage`; or, if `back`, copies `stage` to this rank's part and broadcasts all parts. Parts differ in size, for which
+   NCCL has no reduce-scatter, so each part is one call; the calls of a group run as one. */
 HPML_API hpml_status hpml_nccl_link_share(void *nccl, float *x, const int64_t *at, float *stage, bool back)
 {
     HPMLG_NCCL_ENTER(n, nccl);
@@ -6353,7 +6407,8 @@ HPML_API hpml_status hpml_nccl_link_share(void *nccl, float *x, const int64_t *a
     return hpmlg_check(n->d, e, "copying a share to the host");
 }
 
-/* Waits until a share has arrived on the host. Any thread may call it; no error on the context. */
+/* Waits until hpml_nccl_link_share's copy to the host memory `stage` is complete, up to the timeout. Any thread may
+   call this function, because it gives the context no error. */
 HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage)
 {
     hpml_nccl     *n = (hpml_nccl *)nccl;
@@ -6370,7 +6425,7 @@ HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage)
 
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean)
 {
-    hpml_nccl_link_check(n); /* the previous call, so that the host is at most one call ahead of the device */
+    hpml_nccl_link_check(n); /* waits for the previous call, so that the host is at most one call ahead */
     hpml_nccl_link_begin(n);
     hpml_nccl_link_allreduce(n, x, count, mean);
     hpml_nccl_link_end(n);
@@ -6382,7 +6437,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (!ctx) return NULL;
     hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "nccl: this program was built without NCCL; compile the file that has "
                   "hpml_cuda.cuh's body with -DHPML_USE_NCCL");
-    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so that others get an error */
+    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so others get an error */
     return NULL;
 }
 
@@ -6415,7 +6470,7 @@ HPML_API hpml_status hpml_nccl_link_landed(void *, float *) { return HPML_ERR_UN
 // >>gpu-text   what has run where, as a line of text
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef struct hpmlg_line { /* a text that grows; used: its length, which may exceed size */
+typedef struct hpmlg_line { /* a text that grows in a buffer; used: its length, which may exceed size */
     char  *text;
     size_t size, used;
 } hpmlg_line;
@@ -6484,7 +6539,7 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
 // >>gpu-backend   opening and closing; the table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The backend's `plan`: sets the sizes of a node's saved and scratch memory where they differ from the CPU's. */
+/* Implements the backend's `plan`: sets the sizes of a node's saved and scratch memory where the CPU's differ. */
 HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
 {
     hpmlg_device     *d      = (hpmlg_device *)device;
@@ -6506,7 +6561,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         if (n->saved_bytes) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);
         n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]);
         break;
-    case HPML_OP_CONV2D: /* halves of the input, and of the weights' gradient */
+    case HPML_OP_CONV2D: /* scratch: halves of the input, and of the weights' gradient */
         n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]);
         if (d->act_dtype != HPML_DTYPE_F32) n->scratch_bytes += (size_t)hpml_tensor_count(n->src[1]) * 2;
         break;
@@ -6515,7 +6570,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     }
 }
 
-/* Makes the device current, or explains why the machine cannot be used. */
+/* Makes the device current and reads its properties; an error says why the device cannot be used. */
 HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
 {
     int            count = 0;
@@ -6539,8 +6594,8 @@ HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
     return HPML_OK;
 }
 
-/* Allocates streams, events and the device's own memory, pinned and on the device. The latter is zeroed when the stream
-   has been waited for. */
+/* Allocates streams, events and the backend's own memory, pinned and on the device. The device memory is zero only when
+   the stream has been waited for. */
 HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
 {
     const char    *what = "memory for the device's own use";
@@ -6591,7 +6646,7 @@ HPMLG_FN void hpmlg_close(void *device)
     if (d->stream) cudaStreamDestroy(d->stream);
 }
 
-/* Launched at opening, so that an unusable device is reported there. */
+/* Writes 0 to *taken; launched at opening, so that a device that cannot run kernels is reported there. */
 static __global__ void hpmlg_k_first(int *taken) { *taken = 0; }
 
 HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
@@ -6621,7 +6676,7 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     return hpml_ctx_status(ctx);
 }
 
-/* Runs one pass of an op: an entry of the table of ops. */
+/* Runs one pass of an op, forward or backward, for the table of ops; returns the context's status. */
 template <void (*op)(hpmlg_device *, const hpml_run *, hpml_node *, bool), bool back>
 static hpml_status hpmlg_run_op(const hpml_run *run, hpml_node *n)
 {
