@@ -30,11 +30,24 @@ typedef struct option {
     const char *help;  /* what it does, and its default */
 } option;
 
+/* Prints a name and its value, with a line break behind a | where it would pass column 78; returns the column. */
+static int options_name(const option *o)
+{
+    int column = printf("  %s%s", o->name, o->value ? " " : "");
+    for (const char *word = o->value; word && *word;) {
+        int length = (int)strcspn(word, "|") + (strchr(word, '|') != NULL);
+        if (column + length > 78) column = printf("\n        ") - 1;
+        column += printf("%.*s", length, word);
+        word += length;
+    }
+    return column;
+}
+
 static void options_help(const char *about, const option *table, int count)
 {
     printf("%s\n", about);
     for (int i = 0; i < count; i++) {
-        int width = printf("  %s%s%s", table[i].name, table[i].value ? " " : "", table[i].value ? table[i].value : "");
+        int width = options_name(&table[i]);
         if (width > 24) printf("\n%24s", "");
         else printf("%*s", 24 - width, "");
         printf("  %s\n", table[i].help);
