@@ -7538,9 +7538,8 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 #define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
 #define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
 HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm);
-/* Columns: name, hpml_opt, state_count, states (name, nonnegative, with_momentum; in built-in rows 0: a sum of
-   gradients, 1: of squares); lr, momentum, beta1, beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare,
-   step. */
+/* Columns: name, hpml_opt, state_count, states (name, nonnegative, with_momentum; built-in rows: 0 a sum of gradients,
+   1 of squares); lr, momentum, beta1, beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare, step. */
 static const hpml_optimizer hpmli_optimizers[] = {
     { "sgd", HPML_OPT_SGD, 1, { { "momentum", false, true } },
       0.01f, 0, 0, 0, 0, 0, true, false, false, false, NULL, NULL },
@@ -7893,7 +7892,7 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
     else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
 }
 
-/* Returns the level of side 0 (numbers below 0) or 1 (the others): their mean, clamped to their range; 0: none. */
+/* Returns the level of side 0 (numbers below 0) or 1 (the others): their mean, clamped to their range; none: 0. */
 HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 {
     if (row->count[side] == 0) return 0;
@@ -8054,15 +8053,15 @@ struct hpml_trainer {
     hpml_graph         *graph;
     hpml_tensor        *target, *loss;
     const hpml_optimizer *optimizer;     /* the optimizer's entry in the table, or the user's */
-    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not kept */
-    hpml_update        *updates;         /* (param_count) */
+    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
+    hpml_update        *updates;         /* (param_count) the next step of each parameter */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
     int32_t            *host_y;          /* host memory for a batch of labels */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
     hpml_hooks          hooks;
     int                 rank, ranks;
-    int64_t             global_batch, grain; /* samples; see hpml_trainer_set_shard */
+    int64_t             global_batch, grain; /* samples of all ranks; of a grain, see hpml_trainer_set_shard */
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
     const int32_t      *labels;          /* host: labels of this micro-batch; NULL: its accuracy is not wanted */
     int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
@@ -8274,7 +8273,7 @@ HPMLI_FN void hpmli_trainer_alloc(hpml_trainer *t) /* allocates all arrays; an e
     t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
 }
 
-HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i) /* fills in what no step changes, of parameter i */
+HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i) /* sets what every step of parameter i shares */
 {
     hpml_tensor *p = t->ctx->params[i];
     hpml_update *u = &t->updates[i];
@@ -8346,7 +8345,7 @@ HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param)
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
-    size_t length = name ? strlen(name) + 1 : 0; /* bytes */
+    size_t length = name ? strlen(name) + 1 : 0; /* bytes, with the 0 at the end */
     if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
     hpmli_named_array **link = &t->states;
     while (*link && strcmp((*link)->name, name) != 0) link = &(*link)->next;
@@ -8427,8 +8426,8 @@ HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const int32_t *labels, int64_t *
     }
 }
 
-/* Waits for the device and reads t->scalars from it. With labels (in host memory, or NULL) counts hits too, on the
-   device if its backend can and `confusion` (a matrix on the host) is NULL. */
+/* Waits for the device and reads t->scalars from it. With labels (in host memory, or NULL) counts the rows that are
+   right, too, on the device if its backend can and `confusion` (a matrix on the host) is NULL. */
 HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
@@ -8462,7 +8461,7 @@ HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 /* Lets the next passes begin with sample `first` of the batch in the inputs, until hpmli_inputs_rewind undoes it. */
 HPMLI_FN void hpmli_inputs_advance(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, first); }
 HPMLI_FN void hpmli_inputs_rewind(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, -first); }
-HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t) /* ORs the HPML_NONFINITE_ bits of all parameters */
+HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t) /* ORs HPML_NONFINITE_ bits of all parameters' steps */
 {
     int32_t found = 0;
     for (int i = 0; i < t->graph->param_count; i++) found |= t->found_nonfinite[i];
@@ -8470,7 +8469,7 @@ HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t) /* ORs the HPML_NONF
 }
 
 HPMLI_FN double hpmli_plain_nan(double value) { return value == value ? value : fabs(value); } /* "nan", not "-nan" */
-HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n) /* index of the first NaN or infinity; n: none */
+HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n) /* returns the first non-finite's index; n: none */
 {
     int64_t i = 0;
     while (i < n && x[i] - x[i] == 0) i++;
@@ -8517,7 +8516,7 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
     hpml_graph         *g   = t->graph;
     hpml_tensor *const *p   = ctx->params;
     hpml_run            run = hpmli_run_of(g, true, g->step, 1);
-    run.sum = NULL; /* no sum over all ranks: the other ranks do not run this */
+    run.sum = NULL; /* no sum over all ranks, which would wait: the other ranks are not here */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
     for (int i = -g->leaf_count; i < g->count; i++) {
@@ -8532,7 +8531,7 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
                       hpmli_plain_nan(value));
 }
 
-HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a step has found a non-finite number */
+HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a parameter's step found a non-finite number */
 {
     int32_t     found = t->ctx->status == HPML_OK ? hpmli_updates_found(t) : 0;
     bool        grad  = (found & HPML_NONFINITE_GRADIENT) != 0;
@@ -8584,7 +8583,7 @@ HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t) /* dynamic loss scale: / 2 
     if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-/* Reads the loss of the pass that began with sample `first`; if t->labels are set, adds its hits to the step's. */
+/* Reads the loss of the pass that began with sample `first`; with t->labels also adds its right rows to the step's. */
 HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 {
     const int32_t *labels = t->labels;
@@ -8625,7 +8624,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
     hpml_status status = hpmli_forward_backward(t, grad_scale, accumulate);
     g->idle = false;
     if (status == HPML_OK) {
-        if (t->update_follows) hpmli_grad_norm_on_device(t); /* the host waits once, for loss and norm */
+        if (t->update_follows) hpmli_grad_norm_on_device(t); /* now, so that the host waits once for loss and norm */
         if (samples > 0 && (loss || t->labels)) hpmli_read_pass(t, first);
         if (loss) *loss = samples > 0 ? t->scalars.loss : 0;
     }
@@ -8704,12 +8703,12 @@ typedef struct hpmli_step { /* one call of hpml_trainer_step */
     double     start, traced_start; /* seconds: of hpml_now, of the timeline */
     float      weight;     /* factor of this micro-batch's gradients */
     float      lr, scale;  /* learning rate; loss scale times accumulate_weight */
-    float      loss;       /* 0 unless loss_known */
+    float      loss;       /* mean of the samples; 0 unless loss_known */
     bool       loss_known; /* the host reads the loss, or a hook returns it */
     bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
-/* Chooses when the parameters step: early only on the CPU, without a norm of all gradients and hooks that use them. */
+/* Chooses when the parameters step: early needs the CPU, no norm of all gradients, and no hook that uses gradients. */
 HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
 {
     const hpml_backend *b = t->ctx->backend;
@@ -8873,7 +8872,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
 
 static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and order; see >>loader */
 typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
-    double  start;   /* seconds */
+    double  start;   /* seconds, by hpml_now */
     int64_t samples, updates;
 } hpmli_fit;
 
@@ -8958,8 +8957,8 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
-/* Evaluates one batch and adds its loss, samples and hits to *out (its accuracy counts hits until the last batch), and
-   the rows that have a label to *counted. False: an error on the context. */
+/* Evaluates one batch and adds its loss, samples and right rows to *out (its accuracy counts right rows until the last
+   batch), and the rows that have a label to *counted. False: an error on the context. */
 HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
 {
     bool classifier = hpmli_is_classifier(t);
@@ -8999,7 +8998,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     return t->ctx->status;
 }
 
-HPMLI_FN hpml_status hpmli_predict_pass(hpml_trainer *t) /* forward without the loss: there are no targets */
+HPMLI_FN hpml_status hpmli_predict_pass(hpml_trainer *t) /* runs forward without the loss: no targets are given */
 {
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
@@ -9044,7 +9043,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
    truncates kills this process (SIGBUS). A writer writes to a temporary name in the same folder, syncs the file,
    renames it and syncs the folder: at any moment the final name refers to the old or to the new content. */
 #if HPMLI_POSIX
-#if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these */
+#if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these functions */
 int     fchmod(int fd, mode_t mode);
 FILE   *fdopen(int fd, const char *mode);
 int     fileno(FILE *f);
@@ -9138,7 +9137,7 @@ HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
     return got;
 }
 
-HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size) /* reads just `size` bytes; less: error */
+HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size) /* reads `size` bytes; fewer are an error */
 {
     return hpmli_file_next(f, to, size) == size ||
            hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
@@ -9247,7 +9246,7 @@ HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t size)
 /* Syncs the folder of the renamed file, because the rename could be lost in a crash of the machine; false: an error. */
 HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
 {
-    char *folder = w->temporary, *end = strrchr(folder, '/'); /* its name is free now: the file has been renamed */
+    char *folder = w->temporary, *end = strrchr(folder, '/'); /* reuses the temporary name: the file is renamed */
     if (end) end[end == folder] = 0;
     else strcpy(folder, ".");
     int fd = open(folder, O_RDONLY);
@@ -9268,7 +9267,7 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
     if (strlen(path) >= 4096)
         return hpmli_false(ctx, HPML_ERR_WRITE, "\"%.64s...\": cannot write: %s", path, strerror(ENAMETOOLONG));
-    w->temporary = (char *)hpmli_alloc(ctx, 2 * name_size); /* memory for both names */
+    w->temporary = (char *)hpmli_alloc(ctx, 2 * name_size); /* for w->temporary and w->path */
     if (!w->temporary) return false;
     w->path = strcpy(w->temporary + name_size, path);
 #if HPMLI_POSIX
@@ -9301,8 +9300,8 @@ HPMLI_FN void hpmli_write_start(hpmli_writer *w) /* seeks to 0: the next writes 
     if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
 }
 
-/* Appends large data. With a progress callback, syncs the file and calls it after each 64 MB, so that the last sync is
-   short and the bytes given to the callback are on the disk. */
+/* Appends large data. After each 64 MB, if there is a progress callback, syncs the file and calls the callback, so that
+   the last sync is short and the callback's count of bytes is true. */
 HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
 {
     const size_t         piece    = (size_t)64 << 20;
@@ -9430,7 +9429,7 @@ HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t expon
     return more;
 }
 
-HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent) /* w 10^exponent; in f32's range off by < 2^-50 */
+HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent) /* w 10^exponent; relative error < 2^-50 if an f32 */
 {
     static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
                                    1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22 }; /* each of them exact */
@@ -9481,7 +9480,7 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     double d = hpmli_decimal_near(w, exponent + given);
     bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
     float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
-    if (least < most) { /* so near to the middle of two floats: compare exactly */
+    if (least < most) { /* too near to the middle of two floats to know which one is nearest: compare exactly */
         double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
         int    side   = hpmli_decimal_compare(start, stop, given - decimals, middle);
         d = side < 0 ? (double)least : middle;
@@ -9509,7 +9508,7 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* skips blanks, then c if it
 
 /* Skips blanks and consumes the character c; any other is a syntax error. */
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
-HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* skips `word`, e.g. true; false: not there */
+HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* consumes `word`, e.g. true; false: not there */
 {
     size_t n = strlen(word);
     hpmli_json_is(j, ' '); /* skips blanks */
@@ -9569,7 +9568,7 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
     return start;
 }
 
-HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end) /* decimal digits at p */
+HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end) /* counts the decimal digits at p */
 {
     const char *start = p;
     while (p < end && *p >= '0' && *p <= '9') p++;
@@ -9742,13 +9741,13 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
     return hpmli_dataset_done(s);
 }
 
-HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i) /* address of x of sample i */
+HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i) /* returns the address of x of sample i */
 {
     int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
     return (const char *)d->x + (size_t)(i * step) * hpml_dtype_size(d->x_dtype);
 }
 
-HPMLI_FN const char *hpmli_sample_y(const hpml_dataset *d, int64_t i)
+HPMLI_FN const char *hpmli_sample_y(const hpml_dataset *d, int64_t i) /* returns the address of y of sample i */
 {
     return (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4;
 }
@@ -9835,7 +9834,7 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int
                        *want, f->size - length);
 }
 
-HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want) /* copies f's `want` bytes of data */
+HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want) /* copies the `want` data bytes of an IDX file */
 {
     if (f->bytes) memcpy(to, f->bytes, want);
     return f->bytes || hpmli_file_read(f, to, want);
@@ -9856,7 +9855,7 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
                         (long long)images_count, labels, (long long)count);
     }
     if (s && hpmli_idx_read(&fx, s->x, xs)) {
-        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y: widened in place */
+        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* in the last quarter of y, widened in place */
         hpmli_idx_read(&fy, bytes, ys);
         for (int64_t i = 0; i < count; i++) s->y[i] = bytes[i];
     }
@@ -9971,7 +9970,7 @@ HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t col
                end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
 }
 
-HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line into the next sample */
+HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line into sample s->d.count */
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
@@ -10055,7 +10054,7 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
     hpmli_file     f;
     int32_t        token_of[256], *token;
     size_t         total = 0, at = 0;
-    bool           used[256] = { false }; /* bytes that occur */
+    bool           used[256] = { false }; /* used[b]: byte b occurs */
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || context < 1)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
@@ -10103,10 +10102,9 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 // ---------------------------------------------------------------------------------------------------------------------
 // >>npy   numpy arrays and packed records
 // ---------------------------------------------------------------------------------------------------------------------
-/* A .npy file: \x93NUMPY; version 1 0, 2 0 or 3 0; the header's length as u16 (version 1) or u32; header, a Python dict
-   as text; data. */
+/* A .npy file: \x93NUMPY; version 1 0, 2 0, 3 0; u16 (version 1) or u32, the header's length; a Python dict; data. */
 
-HPMLI_FN char *hpmli_npy_key(char *header, const char *key) /* the text after 'key': in the dict; "": no key */
+HPMLI_FN char *hpmli_npy_key(char *header, const char *key) /* returns the text after 'key': in a dict; "": none */
 {
     char *p = strstr(header, key);
     return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
@@ -10412,7 +10410,7 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
     const int64_t      *shape = l->data->x_shape;
     int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->stored_size / (H * W);
     int64_t  dx, dy, cx, cy;
-    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of the result */
+    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* height and width of the result */
     uint32_t word[4];
     l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, HPMLI_STREAM_AUGMENT | epoch, (uint64_t)(4 * sample), 4);
     dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
@@ -10472,7 +10470,7 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l)
     return mark;
 }
 
-HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch number l->made in its memory */
+HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->x[l->made % 2] */
 {
     int     slot  = (int)(l->made % 2);
     int64_t epoch = l->made / l->steps, index = l->made % l->steps, start = index * l->d.global_batch;
@@ -10486,7 +10484,7 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch number l->made 
     }
     hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
     l->batch[slot] = b;
-    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* this thread may not read a virtual clock */
+    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* not the virtual clock: not for this thread */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 #ifndef HPML_NO_THREADS
@@ -10529,7 +10527,7 @@ HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
     if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread and starts none */
         hpmli_loader_stop(l);
         l->d.no_prefetch = true;
-        l->made          = l->taken; /* prepare again: the parent's thread may have been in the middle */
+        l->made          = l->taken; /* again: the parent's thread may have left a batch half prepared */
     }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
@@ -10658,8 +10656,8 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 struct hpml_safetensors {
     hpmli_file       file;
     char            *text;                 /* writable copy of the header of a mapped file; names point into it */
-    hpml_safetensor *entries;              /* (count), by name */
-    hpml_meta       *meta;                 /* (meta_count), by key */
+    hpml_safetensor *entries;              /* (count) sorted by name */
+    hpml_meta       *meta;                 /* (meta_count) sorted by key */
     int              count, meta_count;
 };
 
@@ -10893,8 +10891,8 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_
 }
 
 typedef struct hpmli_safe_content { /* what is to be written to a safetensors file */
-    const hpml_safetensor *t;    /* (count) */
-    const hpml_meta       *meta; /* (meta_count) */
+    const hpml_safetensor *t;    /* (count) the tensors */
+    const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
 } hpmli_safe_content;
@@ -11017,7 +11015,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: f32 on the device. First in the memory of all these arrays */
     float           *host;  /* host memory for the largest array */
-    uint32_t        *sums;  /* (count) CRC-32C */
+    uint32_t        *sums;  /* (count) CRC-32C of each array's data */
     char            *names; /* (count, HPMLI_ARRAY_NAME) names */
     bool            *nonnegative; /* (count) its numbers are sums or means of squares */
     int              count;
@@ -11327,7 +11325,7 @@ HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
     return ctx ? __atomic_exchange_n(&ctx->clock, seconds, __ATOMIC_RELAXED) : NULL;
 }
 
-HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step) /* pauses before first_step and after last_step */
+HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step) /* pauses the trace before first_step, after last_step */
 {
     hpmli_trace *t = ctx->trace;
     bool         off = t && (step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step));
@@ -11418,7 +11416,7 @@ HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double se
     fprintf(w->f, "%s%s%lld.%03lld", before, ns < 0 ? "-" : "", llabs(ns) / 1000, llabs(ns) % 1000);
 }
 
-HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value)
+HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value) /* writes it as an integer and an exponent */
 {
     int e = value == 0 ? 0 : (int)fmax(floor(log10(fabs(value))) - 8, -300);
     fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
@@ -11500,7 +11498,7 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
-HPMLI_FN double hpmli_node_bytes(const hpml_node *n) /* bytes that one forward call reads and writes */
+HPMLI_FN double hpmli_node_bytes(const hpml_node *n) /* returns the bytes that a forward call reads and writes */
 {
     double bytes = (double)hpmli_tensor_bytes(n->out);
     if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return 0;
