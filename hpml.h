@@ -9931,8 +9931,8 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
     return another;
 }
 
-/* Counts the columns of the first line. A header has no field that is a number, because else a row of data could be
-   taken for a header and be lost silently. */
+/* Counts the columns of the first line. The line is a header only if no field is a number, because a row of data taken
+   for a header would be lost silently. */
 HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
     static const char nonfinite[][4] = { "nan", "inf" }; /* here also numbers; as data, errors later */
@@ -10477,14 +10477,14 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->
     int64_t left  = l->d.samples_per_epoch - start, size = left < l->d.global_batch ? left : l->d.global_batch;
     int64_t first = hpmli_shard_begin(&l->d, size, l->d.rank), end = hpmli_shard_begin(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
-    for (int64_t i = first; i < end; i++) { /* each round of the data has its own shuffle */
+    for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: a new shuffle each round */
         int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
         if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
         hpmli_load_sample(l, l->x[slot], l->y[slot], i - first, at, (uint64_t)epoch);
     }
     hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
     l->batch[slot] = b;
-    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* not the virtual clock: not for this thread */
+    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual clock is not for this thread */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 #ifndef HPML_NO_THREADS
@@ -10944,7 +10944,7 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 #define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes for "opt.<state>." and the name of a parameter */
 #define HPMLI_SUM "hpml.crc32c." /* metadata: checksum of the tensor whose name follows, in hexadecimal */
 /* Appends all that comes before the data. Its size depends neither on `length`, the header's length field, nor on the
-   checksums, so that they can be filled in later. */
+   checksums, so that length and checksums can be filled in later. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";
@@ -11416,7 +11416,7 @@ HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double se
     fprintf(w->f, "%s%s%lld.%03lld", before, ns < 0 ? "-" : "", llabs(ns) / 1000, llabs(ns) % 1000);
 }
 
-HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value) /* writes it as an integer and an exponent */
+HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value) /* writes `value` as an integer and an exponent */
 {
     int e = value == 0 ? 0 : (int)fmax(floor(log10(fabs(value))) - 8, -300);
     fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
