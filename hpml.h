@@ -9243,7 +9243,7 @@ HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t size)
     return false;
 }
 
-/* Syncs the folder of the renamed file, because the rename could be lost in a crash of the machine; false: an error. */
+/* Syncs the folder of the renamed file: otherwise a crash of the machine could lose the rename. False: an error. */
 HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
 {
     char *folder = w->temporary, *end = strrchr(folder, '/'); /* reuses the temporary name: the file is renamed */
@@ -9517,7 +9517,7 @@ HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* consumes `word
     return true;
 }
 
-HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit) /* consumes a UTF-16 unit, \uXXXX; false: none */
+HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit) /* consumes backslash uXXXX, a UTF-16 unit, if there */
 {
     char hex[5] = { 0 };
     if (j->end - j->p < 6 || j->p[0] != '\\' || j->p[1] != 'u') return false;
@@ -9527,7 +9527,7 @@ HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit) /* consumes a UTF-1
     return strspn(hex, "0123456789abcdefABCDEF") == 4;
 }
 
-/* Consumes an escape \uXXXX, or the surrogate pair of a character from 0x10000 on, and appends its character at *to in
+/* Consumes backslash uXXXX, or the surrogate pair of a character from 0x10000 on, and appends its character at *to in
    UTF-8. False: the escape is invalid, or is 0, which would end a C string. */
 HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
 {
