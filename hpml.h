@@ -7510,46 +7510,36 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 // =====================================================================================================================
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 // =====================================================================================================================
-
-/* An update of parameters w, from k micro-batches (k = accumulate, one call of hpml_trainer_step each; B_i samples in
-   the i-th), does in order
-
-       x, y -> inputs                       hpml_trainer_step: the next micro-batch, copied to the device
+/* An update of the parameters w from k micro-batches (k = accumulate; the i-th has B_i samples and is given to one call
+   of hpml_trainer_step) does in order:
+       x, y -> inputs                       hpml_trainer_step copies the next micro-batch to the device
        l_i = mean over B_i of loss          forward pass
        G  = L a_i dl_i/dw, added from i = 2 backward pass; L: loss scale, a_i = B_i / (k B_1)
        g  = G / (L s)                       s = sum of a_i: so g is the mean over all samples, short batches included
        g  = g min(1, clip_norm / |g|)       |g|: norm over all parameters; overflow: no update
        w, states = step(w, g, states)       see >>optimizers; lr by schedule and lr_rule
        L  = L / 2 after an overflow, 2 L after 2,000 updates without one, where L is dynamic
-
-   G / (L s) and clipping are factors of the step (hpml_update.grad_scale, .clip), not passes over memory. Hooks
-   (hpml_hooks) stand between these lines: `run` replaces the second and third, `grad` is called within the third when
-   a gradient is final, `update` before the fifth. Without hooks they cost a branch. */
+   G / (L s) and clipping are factors of the step (hpml_update.grad_scale, .clip), not passes over memory. The hooks of
+   hpml_hooks: `run` replaces the second and third line, `grad` is called within the third when a gradient is final,
+   `update` before the fifth. A hook that is not set costs a branch. */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>optimizers   the table of optimizers, the driver of their steps, schedules
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* The step of one parameter w, from its gradient G in memory, in order:
-
+/* The step of one parameter w, from its gradient G in memory, by the optimizer's row of the table below, in order:
        g = grad_scale G                   grad_scale: 1 / loss scale, times clip / norm if all gradients are clipped
        row->prepare(u, |w|, |g|)          may change rates: LARS
        w, states = row->step(w, g, ..)    or, in a row with `direction`: r = row->step(w, g, ..), and then
        w = w - lr r                       layer_ratio: w - lr |w| / |r| r (LAMB)
-
    Weight decay is part of a row's formula. Built-in rows have no function `step`, but vector kernels (>>vupdate) and,
-   for devices, kernels of the device (hpml_cuda.cuh, >>gpu-update). Threads step pieces of a parameter at once. A large
-   linear layer steps each block of its weights right after the product that makes their gradient, because the block is
-   still in the cache; that needs a row whose step reads no other gradient, without prepare and direction. */
-
+   for devices, kernels of the device (hpml_cuda.cuh, >>gpu-update). Threads step ranges of a parameter at once. A large
+   linear layer steps a range of its weights right after the product that makes their gradient, because the range is
+   still in the cache; that needs an optimizer whose step reads no other gradient, without prepare and direction. */
 #define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
 #define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
-
 HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm);
-
-/* Columns: name, hpml_opt, state_count, states { name, nonnegative, with_momentum }; lr, momentum, beta1, beta2, eps,
-   trust; nesterov, direction, layer_ratio, whole, prepare, step. In built-in rows state 0 is a first moment (a sum of
-   gradients), state 1 a second moment (of their squares). */
+/* Columns: name, hpml_opt, state_count, states (name, nonnegative, with_momentum; built-in rows: 0 a sum of gradients,
+   1 of squares); lr, momentum, beta1, beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare, step. */
 static const hpml_optimizer hpmli_optimizers[] = {
     { "sgd", HPML_OPT_SGD, 1, { { "momentum", false, true } },
       0.01f, 0, 0, 0, 0, 0, true, false, false, false, NULL, NULL },
@@ -7581,7 +7571,7 @@ HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name)
     return NULL;
 }
 
-/* Returns `custom`, or the built-in row of opt where custom is NULL; NULL: there is no such row. */
+/* Returns the optimizer `custom` or, where it is NULL, the built-in one of kind `opt`; NULL: there is none. */
 HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_optimizer *custom)
 {
     const hpml_optimizer *row;
@@ -7591,20 +7581,19 @@ HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_opti
     return NULL;
 }
 
-/* True if the optimizer keeps state array k when the trainer's momentum is `momentum`. */
+/* True if the optimizer `row` keeps its state array number k in a training with this momentum. */
 HPMLI_FN bool hpmli_optimizer_keeps(const hpml_optimizer *row, int k, float momentum)
 {
     return k < row->state_count && row->states[k].name && (!row->states[k].with_momentum || momentum != 0);
 }
 
-/* Returns the value of a setting whose zero means `otherwise` and whose HPML_ZERO means zero. */
-HPMLI_FN float hpmli_default_if_zero(float value, float otherwise)
+HPMLI_FN float hpmli_default_if_zero(float value, float otherwise) /* maps 0 to `otherwise`, HPML_ZERO to 0 */
 {
     if (value == 0) return otherwise;
     return value == HPML_ZERO ? 0 : value;
 }
 
-/* True if `name` has 1 to 23 letters, digits and `_`, and no state before number k has the same. */
+/* True if state k of an optimizer has a name of 1 to 23 letters, digits and `_` that no state before k has. */
 HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
 {
     static const char legal[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_";
@@ -7616,7 +7605,7 @@ HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
     return true;
 }
 
-/* Checks a row of the user's (built-in rows are right); false: an error names the field that is wrong. */
+/* Checks the user's own optimizer (built-in ones are right); false: an error on ctx names the field that is wrong. */
 HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
 {
     const char *name = row->name ? row->name : "";
@@ -7649,8 +7638,8 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
     return true;
 }
 
-/* Writes to g the gradient of numbers i .. i + n - 1 of u's parameter, times u->grad_scale. With u->found_nonfinite a
-   NaN or infinity becomes 0. Returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be u->g + i. */
+/* Writes to g the gradient of numbers i .. i + n - 1 of u's parameter, times u->grad_scale. If u->found_nonfinite is
+   set, a NaN or infinity becomes 0. Returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be u->g + i. */
 HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, int64_t n)
 {
     int found = 0;
@@ -7663,8 +7652,8 @@ HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, in
     return found;
 }
 
-/* After a step of n numbers: restores each weight that is not finite from `was` (NULL: changes no weight), and sets all
-   states of a number to 0 if one of them is not finite. Returns HPML_NONFINITE_STEP if it did one or the other. */
+/* Repairs n numbers after their step: restores each weight that is not finite from `was` (NULL: changes no weight), and
+   zeroes all states of a number if one of them is not finite. Returns HPML_NONFINITE_STEP if it changed any, else 0. */
 HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *state, int64_t n)
 {
     int found = 0;
@@ -7682,8 +7671,8 @@ HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *stat
     return found;
 }
 
-/* Calls the step of u's own row for numbers i .. i + n - 1. g: (n) memory for their gradient; was: (n) memory for their
-   weights, NULL if the row writes a direction. Returns HPML_NONFINITE_ bits. */
+/* Calls the step of u's own optimizer for numbers i .. i + n - 1. g: (n) memory for their gradient; was: (n) memory for
+   their old weights, NULL if the optimizer writes a direction. Returns HPML_NONFINITE_ bits. */
 HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
 {
     float *state[HPML_MAX_STATES], *w = u->w + i;
@@ -7695,7 +7684,7 @@ HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int6
     return found;
 }
 
-/* Steps numbers i .. i + n - 1 of a parameter, by kernel or by the user's row; returns HPML_NONFINITE_ bits. */
+/* Steps numbers i .. i + n - 1 of a parameter by a kernel or the user's optimizer; returns HPML_NONFINITE_ bits. */
 HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64_t i, int64_t n)
 {
     const hpml_update *u = &o->u;
@@ -7711,13 +7700,13 @@ HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64
     return found;
 }
 
-/* The step of a parameter, cut into tasks. With d, the product that makes the gradient, a task computes a block of rows
-   of the gradient and then steps these rows, because the block is still in the cache. */
+/* The step of a parameter, cut into tasks. With d, the product that makes the gradient, a task computes some rows of
+   the gradient and then steps the same rows of the parameter, because they are still in the cache. */
 typedef struct hpmli_update_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
     hpmli_opt_args         o;
-    int64_t                piece; /* numbers of a task */
+    int64_t                piece; /* numbers of the parameter that a task steps */
 } hpmli_update_job;
 
 HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
@@ -7739,7 +7728,7 @@ static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpml
     hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
     j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
     j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
-    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by tiles, which have 6 or 12 */
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by 12: its tiles have 6 or 12 */
     if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
     hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
 }
@@ -7762,9 +7751,9 @@ HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
     return sqrt(sum);
 }
 
-/* LARS (You et al. 2017): the rate is lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as
-   in the paper's code. The rate multiplies the gradient before it enters the momentum, not the momentum afterwards, so
-   that a new rate does not rescale older gradients: the step is then SGD with lr 1. */
+/* LARS (You et al. 2017): lr = lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the
+   paper's code. The rate multiplies the gradient before it enters the momentum, so that a new rate does not rescale
+   older gradients: the step is then SGD with lr 1. */
 HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm)
 {
     double length = grad_norm + (double)u->weight_decay * weight_norm;
@@ -7775,7 +7764,7 @@ HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad
     u->lr = 1;
 }
 
-/* Steps along the direction r, which the row has written over the gradient: w -= lr r, a step of plain SGD. With
+/* Steps along the direction r, which the optimizer's step has written over the gradient: w -= lr r, by plain SGD; with
    layer_ratio (LAMB, You et al. 2020): w -= lr |w| / |r| r. */
 HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u)
 {
@@ -7829,12 +7818,10 @@ HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>codec   gradients packed for the wire
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Seide et al. 2014 print the residual without the e that was carried in. Taken literally, the sums drift apart by 30 %
-   in 1,000 steps while training still looks plausible: tests show it with a codec of their own.
-
-   A column of the paper, which shares its two levels, is a row here, because a row is the fan-in, contiguous in our
-   [out][in] weights, and long, so that the two floats of the levels cost little. */
+/* The paper on 1-bit gradients (Seide et al. 2014) prints the residual without the e that was carried in. Taken
+   literally, the sums drift apart by 30 % in 1,000 steps while training still looks plausible: tests show it with a
+   codec of their own. A column of the paper, which shares its two levels, is a row here, because a row is the fan-in,
+   contiguous in our [out][in] weights, and long, so that the two floats of the levels cost little. */
 
 HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
 {
@@ -7848,7 +7835,7 @@ HPMLI_FN size_t hpmli_bf16_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, in
 
 HPMLI_FN size_t hpmli_onebit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
 {
-    return 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t); /* two levels, then the bits */
+    return 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t); /* two levels, then a bit a number */
 }
 
 HPMLI_FN size_t hpmli_twobit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
@@ -7869,11 +7856,10 @@ HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *p
     else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
 }
 
-/* Packs one row g + e and leaves in e, unless e is NULL, what packing lost. False: the row has a NaN or an infinity. */
+/* Packs g + e, a row of p->cols numbers, into q; e (or NULL) then has what packing lost. False: NaN or infinity. */
 typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
-
-/* Packs row by row. A row with a NaN or an infinity is packed as zeros and its residual is zeroed, because a residual
-   would carry it for ever and the packed row would bring it to the other ranks. */
+/* Packs rows with `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed, because the
+   residual would keep it for ever and the packed row would bring it to other ranks; returns HPML_ERR_NONFINITE then. */
 HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
                                        hpmli_pack_row *pack)
 {
@@ -7906,7 +7892,7 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
     else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
 }
 
-/* Returns the level of one side: the mean of its numbers, rounded into their range; 0 for a side without numbers. */
+/* Returns the level of side 0 (numbers below 0) or 1 (the others): their mean, clamped to their range; none: 0. */
 HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 {
     if (row->count[side] == 0) return 0;
@@ -7977,7 +7963,7 @@ HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void 
 
 HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
 {
-    static const hpml_codec codecs[] = { /* in the order of hpml_codec_kind */
+    static const hpml_codec codecs[] = { /* indexed by hpml_codec_kind */
         { "none", true, false, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
         { "bf16", false, true, false, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
         { "onebit", false, true, true, false, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
@@ -8044,41 +8030,38 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 // ---------------------------------------------------------------------------------------------------------------------
 // >>trainer   the trainer: settings, creation, a batch in its inputs
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A trainer is a graph that ends in a loss, the settings of its steps, and what they keep: states of the optimizer, the
    number of updates, the place in the data. Everything is checked, planned and allocated here; >>step runs it. */
 
-typedef struct hpmli_named_array { /* an array of the user's that checkpoints hold */
-    const char *name;   /* in the same allocation, behind this struct */
-    float      *values; /* on the device */
+typedef struct hpmli_named_array { /* an array of the user's that checkpoints save */
+    const char *name;   /* allocated with this struct, behind it */
+    float      *values; /* (count) in device memory */
     int64_t     count;
     struct hpmli_named_array *next;
 } hpmli_named_array;
 
-/* Results of a step on the device: the loss; rows of the output whose largest number is at the label, and rows that
-   have a label; the gradients' sum of squares. They stand in the memory of the loss, because one copy to the host then
-   reads all: the planner gives each scalar a slot of HPMLI_SCALAR_SLOT bytes (hpmli_plan_slots). */
+/* What a step leaves on the device: the loss; rows of the output whose largest number is at the label, and rows that
+   have a label; the sum of squares of all gradients. It is in the memory of the loss, so that one copy to the host
+   reads all: the planner gives each scalar HPMLI_SCALAR_SLOT bytes (hpmli_plan_slots). */
 typedef struct hpmli_step_scalars { float loss, unused; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
 typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= HPMLI_SCALAR_SLOT ? 1 : -1];
-
-#define HPMLI_LOSS_SCALE_START 65536.0f /* dynamic: 2^16, and at most ... */
-#define HPMLI_LOSS_SCALE_MAX   1099511627776.0f /* 2^40, because gradients that stay 0 never overflow */
-
+#define HPMLI_LOSS_SCALE_START 65536.0f /* first value of a dynamic loss scale: 2^16 */
+#define HPMLI_LOSS_SCALE_MAX   1099511627776.0f /* the largest: 2^40, because gradients that stay 0 never overflow */
 struct hpml_trainer {
     hpml_ctx           *ctx;
     hpml_trainer_desc   d;               /* the user's desc, with defaults in place of zeros */
     hpml_graph         *graph;
     hpml_tensor        *target, *loss;
-    const hpml_optimizer *optimizer;     /* its row */
-    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not kept */
-    hpml_update        *updates;         /* (param_count) */
-    int32_t            *found_nonfinite; /* (param_count) of the last update, see hpml_update.found_nonfinite */
-    float              *host_out;        /* host: a batch of the output */
-    int32_t            *host_y;          /* host: a batch of labels */
-    hpmli_named_array  *states;          /* list: what hpml_trainer_add_state has named */
+    const hpml_optimizer *optimizer;     /* the optimizer's entry in the table, or the user's */
+    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
+    hpml_update        *updates;         /* (param_count) the next step of each parameter */
+    int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
+    float              *host_out;        /* host memory for a batch of the output */
+    int32_t            *host_y;          /* host memory for a batch of labels */
+    hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
     hpml_hooks          hooks;
     int                 rank, ranks;
-    int64_t             global_batch, grain; /* samples; see hpml_trainer_set_shard */
+    int64_t             global_batch, grain; /* samples of all ranks; of a grain, see hpml_trainer_set_shard */
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
     const int32_t      *labels;          /* host: labels of this micro-batch; NULL: its accuracy is not wanted */
     int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
@@ -8088,13 +8071,13 @@ struct hpml_trainer {
     float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): divides gradients */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
-    hpmli_step_scalars  scalars;         /* the host's copy, as of the last hpmli_read_step_scalars */
-    hpmli_step_scalars *device_scalars;  /* where they are: t->loss->data */
+    hpmli_step_scalars  scalars;         /* the host's copy of what follows, as of hpmli_read_step_scalars */
+    hpmli_step_scalars *device_scalars;  /* results of a step on the device: t->loss->data */
     bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
-    bool                norm_ready;      /* this step's norm is in device_scalars */
-    bool                norm_fetched;    /* this step's norm is in scalars, too */
+    bool                norm_ready;      /* device_scalars holds this step's norm */
+    bool                norm_fetched;    /* `scalars` holds this step's norm, too */
     bool                update_follows;  /* no hook comes between this backward pass and the update */
-    bool                overflowed;      /* this step: a gradient is infinite or NaN because of the loss scale */
+    bool                overflowed;      /* a gradient of this step is not finite, because of the loss scale */
 };
 
 HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
@@ -8113,8 +8096,7 @@ HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trai
     out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
 }
 
-/* Records the loss and the input for its targets, unless the desc gives them; false: an error. */
-HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t)
+HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t) /* records loss and targets unless given; false: error */
 {
     const hpml_trainer_desc *d      = &t->d;
     const hpml_tensor       *y      = d->output;
@@ -8141,7 +8123,7 @@ HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t)
     return t->loss != NULL;
 }
 
-/* Checks that each number of the desc is in its range; false: an error names the first that is not. */
+/* Checks that each number of the desc is in its range; false: an error on ctx names the first that is not. */
 HPMLI_FN bool hpmli_trainer_ranges_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
@@ -8192,7 +8174,7 @@ HPMLI_FN void hpmli_trainer_destroy(void *object)
     if (t->hooks.free) t->hooks.free(t->hooks.user);
 }
 
-/* Checks that the loss depends on .input, on .target and on a parameter that may be trained; false: an error. */
+/* Checks that the loss depends on .input, on .target and on a trainable parameter; false: an error on the context. */
 HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 {
     const hpml_tensor *missing[2] = { t->d.input, t->target };
@@ -8263,14 +8245,12 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
     return HPML_OK;
 }
 
-/* True if targets are labels, so that the output has an accuracy. */
-HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t)
+HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t) /* true if targets are labels: there is an accuracy */
 {
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
 
-/* Returns host memory for a batch of the output: the output itself if it is in host memory in f32, else an array that
-   the first call allocates. */
+/* Returns host memory for a batch of outputs: the output's own if that is f32 on the host, else an array made once. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
     if (t->ctx->backend == hpml_backend_cpu() && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
@@ -8278,8 +8258,7 @@ HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
     return t->host_out;
 }
 
-/* Allocates a planned trainer's arrays; on failure the error is on the context. */
-HPMLI_FN void hpmli_trainer_alloc(hpml_trainer *t)
+HPMLI_FN void hpmli_trainer_alloc(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
 {
     hpml_ctx   *ctx = t->ctx;
     hpml_graph *g   = t->graph;
@@ -8294,8 +8273,7 @@ HPMLI_FN void hpmli_trainer_alloc(hpml_trainer *t)
     t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
 }
 
-/* Fills in what stays the same in each step of parameter i. */
-HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i)
+HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i) /* sets what every step of parameter i shares */
 {
     hpml_tensor *p = t->ctx->params[i];
     hpml_update *u = &t->updates[i];
@@ -8367,13 +8345,13 @@ HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param)
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
-    size_t length = name ? strlen(name) + 1 : 0; /* bytes */
+    size_t length = name ? strlen(name) + 1 : 0; /* bytes, with the 0 at the end */
     if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
     hpmli_named_array **link = &t->states;
     while (*link && strcmp((*link)->name, name) != 0) link = &(*link)->next;
     hpmli_named_array *s = *link;
     if (s) *link = s->next;
-    hpmli_free(t->ctx, s); /* the earlier array of that name */
+    hpmli_free(t->ctx, s); /* replaces an earlier array of that name */
     s = values ? (hpmli_named_array *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
     if (!s) return t->ctx->status;
     s->name   = (const char *)memcpy(s + 1, name, length);
@@ -8384,7 +8362,7 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
     return HPML_OK;
 }
 
-/* Copies `samples` samples from host memory into an input. */
+/* Copies `samples` samples from host memory `from` into an input tensor on the device. */
 HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *input, const void *from, int64_t samples)
 {
     int64_t n = hpml_tensor_count(input) / input->shape[0] * input->batch_rows * samples;
@@ -8423,17 +8401,16 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
 // ---------------------------------------------------------------------------------------------------------------------
 // >>nonfinite   a step's scalars; the names of layers whose numbers are not finite
 // ---------------------------------------------------------------------------------------------------------------------
+/* A step finds a NaN or infinity in a scalar (loss, gradients' sum of squares) or while it steps a parameter. Only then
+   the step searches for the layer: it runs forward once more and checks each result. */
 
-/* A step finds a NaN or infinity in one of its scalars (loss, gradients' sum of squares) or while it steps a parameter.
-   Only then it searches for the place: it runs forward once more and checks each result. */
-
-/* Counts into t->scalars the rows of the output whose largest number is at their label, and the rows whose label is a
-   class (HPML_IGNORE is not); adds each to the confusion matrix, if there is one. On the host. */
+/* Counts on the host, into t->scalars, the rows of the output whose largest number is at their label, and the rows
+   whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
 HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_tensor *out = t->d.output;
     int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out);
-    const float       *y = hpmli_trainer_host_out(t); /* (rows, classes) */
+    const float       *y = hpmli_trainer_host_out(t); /* (rows, classes) the output */
     if (!y) return;
     if (y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
     t->scalars.counts[0] = 0;
@@ -8449,8 +8426,8 @@ HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const int32_t *labels, int64_t *
     }
 }
 
-/* Reads the step's scalars from the device, and so waits for it. With labels (host) counts hits too, on the device if
-   its backend can and no confusion matrix is wanted. */
+/* Waits for the device and reads t->scalars from it. With labels (in host memory, or NULL) counts the rows that are
+   right, too, on the device if its backend can and `confusion` (a matrix on the host) is NULL. */
 HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
@@ -8465,7 +8442,7 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
     if (labels && !on_device) hpmli_count_hits(t, labels, confusion);
 }
 
-/* Adds `samples` (negative: subtracts) to the offset of every input, and of every reshape of an input, in its array. */
+/* Shifts every input, and every reshape of an input, by `samples` samples (negative: back) within its batch. */
 HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
@@ -8481,12 +8458,10 @@ HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
     }
 }
 
-/* Lets the next passes begin with sample `first` of the batch in the inputs, until hpmli_inputs_rewind by as many. */
+/* Lets the next passes begin with sample `first` of the batch in the inputs, until hpmli_inputs_rewind undoes it. */
 HPMLI_FN void hpmli_inputs_advance(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, first); }
 HPMLI_FN void hpmli_inputs_rewind(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, -first); }
-
-/* Returns the HPML_NONFINITE_ bits of all parameters' last steps. */
-HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t)
+HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t) /* ORs HPML_NONFINITE_ bits of all parameters' steps */
 {
     int32_t found = 0;
     for (int i = 0; i < t->graph->param_count; i++) found |= t->found_nonfinite[i];
@@ -8494,17 +8469,15 @@ HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t)
 }
 
 HPMLI_FN double hpmli_plain_nan(double value) { return value == value ? value : fabs(value); } /* "nan", not "-nan" */
-
-/* Returns the index of the first of n floats that is NaN or infinite; n: there is none. */
-HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
+HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n) /* returns the first non-finite's index; n: none */
 {
     int64_t i = 0;
     while (i < n && x[i] - x[i] == 0) i++;
     return i;
 }
 
-/* True if one of the numbers x (on the device, laid out as tensor y) is not finite. If the device's sum of squares is
-   not finite, which an overflow may be, the host checks each number. */
+/* True if one of the numbers x (on the device, laid out as tensor y) is not finite. First the device sums their
+   squares; if the sum is not finite, which an overflow may cause, the host checks each number. */
 HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const void *x)
 {
     int64_t     count = hpml_tensor_count(y);
@@ -8522,8 +8495,8 @@ HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const v
     return false;
 }
 
-/* Fails with an error that names `place` of tensor y, if a number of x there is not finite, or `known` says so; false:
-   all are finite. what, value: the quantity in which the step has found a NaN or infinity. */
+/* Fails with an error that names `place` of tensor y if a number of x (as y, on the device) is not finite, or `known`
+   says so; else returns false. what, value: the quantity in which the step has found a NaN or infinity. */
 HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double value, const char *place,
                                      const hpml_tensor *y, const void *x, bool known)
 {
@@ -8536,15 +8509,14 @@ HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double v
     return true;
 }
 
-/* Finds the first layer with a NaN or infinity, by running forward once more and checking each result, and fails with
-   an error that names it. */
+/* Fails with an error that names the first layer with a NaN or infinity: runs forward again and checks each result. */
 HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, double value)
 {
     hpml_ctx           *ctx = t->ctx;
     hpml_graph         *g   = t->graph;
     hpml_tensor *const *p   = ctx->params;
     hpml_run            run = hpmli_run_of(g, true, g->step, 1);
-    run.sum = NULL; /* a sum over all ranks would wait, because the others are not here */
+    run.sum = NULL; /* no sum over all ranks, which would wait: the other ranks are not here */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
     for (int i = -g->leaf_count; i < g->count; i++) {
@@ -8559,8 +8531,7 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
                       hpmli_plain_nan(value));
 }
 
-/* After the parameters' steps: fails if one has found a non-finite gradient or a non-finite result. */
-HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t)
+HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a parameter's step found a non-finite number */
 {
     int32_t     found = t->ctx->status == HPML_OK ? hpmli_updates_found(t) : 0;
     bool        grad  = (found & HPML_NONFINITE_GRADIENT) != 0;
@@ -8578,12 +8549,11 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>step   one step: micro-batch, gradients, update
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* hpml_trainer_step runs the lines of the table at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
-   hpmli_step_update and hpmli_step_fill_info. The hooks of data parallelism replace the last lines of the second and
-   third of these, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
+   hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
+   hpmli_step_update, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
 
-/* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs it. */
+/* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs the norm. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
 {
     if (!t->norm_ready && t->wants_norm)
@@ -8592,7 +8562,7 @@ HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
     t->norm_ready = t->wants_norm;
 }
 
-/* Reads the norm on the host: notes an overflow due to the loss scale, fails if it is not finite without one. */
+/* Reads the gradients' norm: if not finite, sets t->overflowed where the loss scale may be the cause, or else fails. */
 HPMLI_FN hpml_status hpmli_grad_norm_on_host(hpml_trainer *t)
 {
     if (!t->norm_fetched) hpmli_read_step_scalars(t, NULL, NULL);
@@ -8603,8 +8573,7 @@ HPMLI_FN hpml_status hpmli_grad_norm_on_host(hpml_trainer *t)
     return hpmli_find_nonfinite(t, "the gradient norm", sqrt(sum));
 }
 
-/* Halves a dynamic loss scale after an overflow and doubles it after 2,000 updates without one. */
-HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
+HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t) /* dynamic loss scale: / 2 on overflow, * 2 per 2,000 updates */
 {
     if (t->scale_age < 0) return;
     t->scale_age = t->overflowed ? 0 : t->scale_age + 1;
@@ -8614,7 +8583,7 @@ HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
     if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-/* Reads the loss of the pass that began with sample `first`, and adds its hits to the step's if t->labels are set. */
+/* Reads the loss of the pass that began with sample `first`; with t->labels also adds its right rows to the step's. */
 HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 {
     const int32_t *labels = t->labels;
@@ -8625,13 +8594,13 @@ HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
     t->counted += t->scalars.counts[1];
 }
 
-/* Forward and backward on what the inputs now begin with; see hpml_trainer_forward_backward. */
+/* Runs forward and backward on the samples at the start of the inputs; see hpml_trainer_forward_backward. */
 HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, bool accumulate)
 {
     hpml_graph *g      = t->graph;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
     if (status != HPML_OK) return status;
-    if (g->updates && !t->d.no_finite_check) { /* now, because parameters step within the backward pass */
+    if (g->updates && !t->d.no_finite_check) { /* read now, because parameters step within the backward pass */
         hpmli_read_step_scalars(t, NULL, NULL);
         float loss = t->scalars.loss;
         if (loss - loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)loss);
@@ -8655,7 +8624,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
     hpml_status status = hpmli_forward_backward(t, grad_scale, accumulate);
     g->idle = false;
     if (status == HPML_OK) {
-        if (t->update_follows) hpmli_grad_norm_on_device(t); /* so that the host waits once, for loss and norm */
+        if (t->update_follows) hpmli_grad_norm_on_device(t); /* now, so that the host waits once for loss and norm */
         if (samples > 0 && (loss || t->labels)) hpmli_read_pass(t, first);
         if (loss) *loss = samples > 0 ? t->scalars.loss : 0;
     }
@@ -8704,8 +8673,8 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     return hpmli_updates_check(t);
 }
 
-/* Returns what a micro-batch's gradients are multiplied by, so that over all of them they add up to accumulate_weight
-   times the mean over the update's samples. A `run` hook weights its gradients itself. */
+/* Returns the factor of a micro-batch's gradients, so that over all micro-batches they add up to t->accumulate_weight
+   times the mean over the update's samples; 1 with a `run` hook, which weights its gradients itself. */
 HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
 {
     t->accumulate_weight = 1;
@@ -8720,29 +8689,26 @@ HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
     return (float)((double)samples / first) / (float)t->d.accumulate;
 }
 
-/* When the parameters take their step, in one call of hpml_trainer_step. */
-typedef enum hpmli_update_mode {
-    HPMLI_NO_UPDATE,    /* never: more micro-batches of this update follow */
+typedef enum hpmli_update_mode { /* when the parameters step, in a call of hpml_trainer_step */
+    HPMLI_NO_UPDATE,    /* not in this call: more micro-batches of this update follow */
     HPMLI_UPDATE_EARLY, /* each after the op that makes its gradient final, because the gradient is in the cache then */
     HPMLI_UPDATE_HOOK,  /* in hooks.update, which calls hpml_trainer_apply */
     HPMLI_UPDATE_LOCAL  /* in hpml_trainer_apply, after the backward pass */
 } hpmli_update_mode;
 
-/* One call of hpml_trainer_step. */
-typedef struct hpmli_step {
-    int64_t    number;    /* updates before */
+typedef struct hpmli_step { /* one call of hpml_trainer_step */
+    int64_t    number;    /* updates before this call */
     int64_t    samples;
     hpmli_update_mode mode;
     double     start, traced_start; /* seconds: of hpml_now, of the timeline */
     float      weight;     /* factor of this micro-batch's gradients */
     float      lr, scale;  /* learning rate; loss scale times accumulate_weight */
-    float      loss;       /* 0 unless loss_known */
+    float      loss;       /* mean of the samples; 0 unless loss_known */
     bool       loss_known; /* the host reads the loss, or a hook returns it */
     bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
-/* Chooses when the parameters step. Early steps are possible on the CPU, if no norm of all gradients is needed first,
-   and no hook uses gradients. */
+/* Chooses when the parameters step: early needs the CPU, no norm of all gradients, and no hook that uses gradients. */
 HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
 {
     const hpml_backend *b = t->ctx->backend;
@@ -8752,12 +8718,12 @@ HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
     return HPMLI_UPDATE_EARLY;
 }
 
-/* Copies the micro-batch into the inputs, clears the results of the last step, and fills in *s. */
+/* Copies the micro-batch x, y into the inputs, clears the results of the last step, and fills in *s. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
     int64_t samples = s->samples;
     s->start = hpml_now();
-    if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
+    if (samples != 0 || !t->hooks.run) { /* 0: this rank has no part in a short last batch */
         hpml_status status = hpmli_write_batch(t, x, y, samples);
         if (status != HPML_OK) return status;
     }
@@ -8780,7 +8746,7 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     return HPML_OK;
 }
 
-/* Runs forward and backward, by hooks.run if there is one, and early steps within. Fails if the loss is not finite. */
+/* Runs forward and backward, by hooks.run if set, else with early steps within. Fails if the loss is not finite. */
 HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 {
     hpml_status status;
@@ -8856,16 +8822,14 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
 // ---------------------------------------------------------------------------------------------------------------------
 // >>fit   passes over data, evaluation, prediction
 // ---------------------------------------------------------------------------------------------------------------------
-
-HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d); /* defined in >>dataset */
-
-/* Fails if a sample of the data has not the shape and type of the model's input and target. */
+HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d); /* see >>dataset */
+/* Fails if a sample of the data has not the shape and type of the model's input and target. augments: images move. */
 HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool augments)
 {
     const hpml_tensor *x = t->d.input, *y = t->target;
-    int64_t x_data  = hpmli_sample_floats(data); /* numbers of a sample: of the data, as the model's input and target */
+    int64_t x_data  = hpmli_sample_floats(data); /* numbers of a sample: in the data, as the model's input and target */
     int64_t x_model = hpml_tensor_count(x) / t->graph->batch, y_model = hpml_tensor_count(y) / t->graph->batch;
-    bool    tokens = data->x_dtype == HPML_DTYPE_I32; /* pixels become floats */
+    bool    tokens = data->x_dtype == HPML_DTYPE_I32; /* other types become floats */
     bool    x_fits = x_data == x_model && x->dtype == (tokens ? HPML_DTYPE_I32 : HPML_DTYPE_F32);
     bool    y_fits = !data->y || (data->y_size == y_model && data->y_dtype == y->dtype);
     if (!x_fits || !y_fits)
@@ -8883,8 +8847,7 @@ HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool au
     return true;
 }
 
-/* Creates a loader over `data` for this trainer: in order and all samples to evaluate, else this rank's share; NULL: an
-   error, or no data. */
+/* Creates a loader over `data`: to evaluate, all samples in order, else this rank's shard. NULL: error, or no data. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
 {
@@ -8908,15 +8871,12 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
 }
 
 static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and order; see >>loader */
-
-/* What one call of fit counts. */
-typedef struct hpmli_fit {
-    double  start;   /* seconds */
+typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
+    double  start;   /* seconds, by hpml_now */
     int64_t samples, updates;
 } hpmli_fit;
 
-/* Trains from the trainer's place in the data to the end of the epoch. HPML_ERR_STOPPED: the callback or max_steps has
-   ended the fit. */
+/* Trains from the trainer's place in the data to the epoch's end; HPML_ERR_STOPPED: on_step or max_steps ended it. */
 HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, hpmli_fit *f)
 {
     hpml_batch     b;
@@ -8961,19 +8921,19 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         status = t->hooks.data(t->hooks.user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
     }
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
-        if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last of them ended an epoch */
+        if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last update ended an epoch */
         status = hpmli_fit_epoch(t, l, &d, &f);
     }
     hpml_loader_free(l);
     hpmli_graph_restore_batch(t->graph);
     if (status == HPML_ERR_STOPPED && d.max_steps > 0 && f.updates >= d.max_steps) status = HPML_OK;
-    /* waits for the device, which returns an error if its last step has found a non-finite number */
+    /* Waits for the device, whose sync returns an error if the last step has found a non-finite number. */
     if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
     return status;
 }
 
-/* Fails with an error that names the sample whose loss is not finite, among `samples` in the inputs that begin with
-   number `first` of the data, by running one sample at a time. */
+/* Fails with an error that names the sample whose loss is not finite, by running one at a time. The inputs hold
+   `samples` samples, which begin with number `first` of the data. */
 HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64_t samples)
 {
     hpml_graph *g    = t->graph;
@@ -8997,8 +8957,8 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
-/* Evaluates one batch and adds its loss, samples and hits to *out, whose accuracy counts hits until all batches are in;
-   *counted: rows that have a label. False: an error. */
+/* Evaluates one batch and adds its loss, samples and right rows to *out (its accuracy counts right rows until the last
+   batch), and the rows that have a label to *counted. False: an error on the context. */
 HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
 {
     bool classifier = hpmli_is_classifier(t);
@@ -9038,8 +8998,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     return t->ctx->status;
 }
 
-/* Runs the forward pass without the node of the loss, because there are no targets. */
-HPMLI_FN hpml_status hpmli_predict_pass(hpml_trainer *t)
+HPMLI_FN hpml_status hpmli_predict_pass(hpml_trainer *t) /* runs forward without the loss: no targets are given */
 {
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
@@ -9056,7 +9015,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     hpml_graph *g = t->graph;
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
-    int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* both of one sample */
+    int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
         if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
@@ -9077,17 +9036,14 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 // =====================================================================================================================
 // PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
 // =====================================================================================================================
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>files   reading files, writing files that appear whole
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Files are untrusted input. Readers that copy data use read(), not mmap(), because a mapped file that another program
    truncates kills this process (SIGBUS). A writer writes to a temporary name in the same folder, syncs the file,
-   renames it and syncs the folder: at any moment the final name holds the old content or the new content. */
-
+   renames it and syncs the folder: at any moment the final name refers to the old or to the new content. */
 #if HPMLI_POSIX
-#if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these */
+#if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these functions */
 int     fchmod(int fd, mode_t mode);
 FILE   *fdopen(int fd, const char *mode);
 int     fileno(FILE *f);
@@ -9097,17 +9053,16 @@ ssize_t readlink(const char *path, char *target, size_t size);
 #endif
 #if defined(O_NOFOLLOW)
 #define HPMLI_NOFOLLOW O_NOFOLLOW
-#elif defined(__O_NOFOLLOW) /* glibc's under -std=c99 */
+#elif defined(__O_NOFOLLOW) /* the name of O_NOFOLLOW in glibc under -std=c99 */
 #define HPMLI_NOFOLLOW __O_NOFOLLOW
 #else
 #define HPMLI_NOFOLLOW O_EXCL /* refuses links, but any other existing file as well */
 #endif
 #endif
-
 typedef struct hpmli_file {
     hpml_ctx            *ctx;
     const char          *path;
-    FILE                *in;    /* NULL: closed */
+    FILE                *in;    /* the open file; NULL: closed */
     const unsigned char *bytes; /* (size) the content, if the file was mapped or read as a whole; else NULL */
     size_t               size;  /* of the file, in bytes */
     bool                 mapped;
@@ -9133,10 +9088,9 @@ HPMLI_FN void hpmli_file_close(hpmli_file *f)
     f->bytes = NULL;
 }
 
-/* The destructor of context-owned objects whose first member is a hpmli_file. */
+/* The destructor of objects of a context whose first member is a hpmli_file. */
 HPMLI_FN void hpmli_file_destroy(void *object) { hpmli_file_close((hpmli_file *)object); }
-
-/* Opens a regular file that is not empty. Pipes, devices and folders are refused, without blocking on them. */
+/* Opens a regular file that is not empty. Refuses pipes, devices and folders without blocking; false: an error. */
 HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
     memset(f, 0, sizeof *f);
@@ -9169,7 +9123,7 @@ HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 }
 
 /* Reads the next `size` bytes and returns the number read, which is smaller at the end of the file. Gzipped files are
-   decompressed; their size then counts decompressed bytes. */
+   decompressed; `size` and the result then count decompressed bytes. */
 HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
 {
     size_t got = 0;
@@ -9183,14 +9137,13 @@ HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
     return got;
 }
 
-/* Reads exactly `size` bytes; fails if the file ends before. */
-HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size)
+HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size) /* reads `size` bytes; fewer are an error */
 {
     return hpmli_file_next(f, to, size) == size ||
            hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
 }
 
-/* Opens a file and reads all of it into memory, or maps it; a mapped file must not be truncated while it is open. */
+/* Opens a file and reads or maps all of it into f->bytes; a mapped file must not be truncated while it is open. */
 HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
 {
     if (!hpmli_file_open(ctx, f, path)) return false;
@@ -9213,7 +9166,6 @@ HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, b
     } else hpmli_file_close(f);
     return good;
 }
-
 typedef struct hpmli_writer {
     hpml_ctx *ctx;
     FILE     *f;
@@ -9221,18 +9173,17 @@ typedef struct hpmli_writer {
     uint64_t  size, synced;     /* bytes written; bytes written at the last sync */
     int       error;            /* errno of the first failure; 0: none */
     int       fd;               /* POSIX: the temporary file, locked until it is renamed; -1: none */
-    bool      direct;           /* the target is a device or a pipe: no temporary file, no rename */
+    bool      direct;           /* `path` is a device or a pipe: no temporary file, no rename */
 } hpmli_writer;
-
 #if HPMLI_POSIX
-/* Replaces a path that names a symbolic link by the link's target, so that a save replaces the file and not the link.
-   `size`: bytes that `path` can hold. False: too many links, or too long a path. */
+/* Replaces a `path` (memory of `size` bytes) that names a symbolic link by the link's target, so that a save replaces
+   the file and not the link. False: too many links, or too long a path; sets errno. */
 HPMLI_FN bool hpmli_resolve_links(char *path, size_t size)
 {
     char target[4096];
     for (int links = 0; links < 40; links++) {
         ssize_t n = readlink(path, target, sizeof target);
-        if (n < 0) return true; /* no link */
+        if (n < 0) return true; /* not a link */
         char  *name = strrchr(path, '/');
         size_t kept = name && target[0] != '/' ? (size_t)(name + 1 - path) : 0;
         if (kept + (size_t)n >= size) break;
@@ -9244,7 +9195,7 @@ HPMLI_FN bool hpmli_resolve_links(char *path, size_t size)
 }
 
 /* True if the existing temporary file open as w->fd may be overwritten: this process could lock it, this user owns it,
-   it has no second link, and the temporary name still refers to it. */
+   it has no second link, and the name w->temporary still refers to it. */
 HPMLI_FN bool hpmli_temporary_is_ours(const hpmli_writer *w)
 {
     struct stat mine, there;
@@ -9254,8 +9205,8 @@ HPMLI_FN bool hpmli_temporary_is_ours(const hpmli_writer *w)
            mine.st_dev == there.st_dev;
 }
 
-/* Truncates the temporary file, gives it the permissions of the file that it will replace (`old`, NULL: a new file),
-   and opens the stream w->f on it. */
+/* Truncates the temporary file w->fd, gives it the permissions of the file that it will replace (`old`; NULL: none),
+   and opens the stream w->f on it. False: w->error is set, the file is removed. */
 HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
 {
     struct stat mine;
@@ -9272,9 +9223,8 @@ HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
     return false;
 }
 
-/* Opens "path.tmp", so that a save overwrites the temporary file of an earlier save that was killed. If that name is
-   locked by another writer, a link, owned by another user, or cannot be locked, a new numbered name is created instead.
-   `size`: bytes that w->temporary can hold. */
+/* Opens "path.tmp", so that a save overwrites what a killed save left; if that name is a link, another user's, locked
+   by another writer or not lockable, creates a new numbered name. size: bytes of w->temporary's memory. */
 HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t size)
 {
     struct stat old;
@@ -9293,10 +9243,10 @@ HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t size)
     return false;
 }
 
-/* Syncs the folder of the renamed file, because otherwise the rename could be lost in a crash of the machine. */
+/* Syncs the folder of the renamed file: otherwise a crash of the machine could lose the rename. False: an error. */
 HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
 {
-    char *folder = w->temporary, *end = strrchr(folder, '/'); /* this name is free now: the file has been renamed */
+    char *folder = w->temporary, *end = strrchr(folder, '/'); /* reuses the temporary name: the file is renamed */
     if (end) end[end == folder] = 0;
     else strcpy(folder, ".");
     int fd = open(folder, O_RDONLY);
@@ -9306,9 +9256,8 @@ HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
     return w->error == 0;
 }
 #endif
-
-/* Opens a file for writing; it appears under its name in hpmli_writer_close. seeks: the caller will rewrite the start
-   of the file at the end, which pipes and devices do not allow. */
+/* Opens a file for writing, which appears under its name in hpmli_writer_close. seeks: the caller will rewrite the
+   start of the file at the end, which pipes and devices do not allow. False: an error on ctx. */
 HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path, bool seeks)
 {
     size_t name_size = 4096 + 48; /* bytes: the longest path of any system, and a suffix */
@@ -9318,7 +9267,7 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
     if (strlen(path) >= 4096)
         return hpmli_false(ctx, HPML_ERR_WRITE, "\"%.64s...\": cannot write: %s", path, strerror(ENAMETOOLONG));
-    w->temporary = (char *)hpmli_alloc(ctx, 2 * name_size); /* one block for both names */
+    w->temporary = (char *)hpmli_alloc(ctx, 2 * name_size); /* for w->temporary and w->path */
     if (!w->temporary) return false;
     w->path = strcpy(w->temporary + name_size, path);
 #if HPMLI_POSIX
@@ -9339,20 +9288,19 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     return false;
 }
 
-/* Appends bytes. Errors are kept in the writer; hpmli_writer_close reports the first. */
+/* Appends `size` bytes. Errors are kept in the writer; hpmli_writer_close reports the first. */
 HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
 {
     if (size > 0 && !w->error && fwrite(bytes, 1, size, w->f) != size) w->error = errno ? errno : EIO;
     w->size += size;
 }
 
-/* Seeks to the start of the file: the next writes replace its first bytes. */
-HPMLI_FN void hpmli_write_start(hpmli_writer *w)
+HPMLI_FN void hpmli_write_start(hpmli_writer *w) /* seeks to 0: the next writes replace the first bytes */
 {
     if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
 }
 
-/* Appends large data. With a progress callback, the file is synced after each 64 MB and the callback is called, so that
+/* Appends large data. After each 64 MB, if there is a progress callback, syncs the file and calls the callback, so that
    the last sync is short and the callback's count of bytes is true. */
 HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
 {
@@ -9370,12 +9318,12 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
     }
 }
 
-/* Closes the writer. keep: the file appears under its final name, or the call fails with an error; without keep the
-   temporary file is removed and the call cannot fail. */
+/* Closes the writer. keep: the file appears under its final name, or the call returns an error; else the temporary file
+   is removed, and the call cannot fail. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
-    bool renamed = false; /* the file is under its final name */
+    bool renamed = false; /* the file has its final name */
 #if HPMLI_POSIX
     if (good && !w->direct) good = fsync(w->fd) == 0; /* the data must be on the disk before the rename */
 #endif
@@ -9399,16 +9347,14 @@ HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
     return good || !keep ? HPML_OK : HPML_ERR_WRITE;
 }
 
-/* Reads a little-endian integer of 1 to 8 bytes. */
-HPMLI_FN uint64_t hpmli_read_little(const unsigned char *p, int bytes)
+HPMLI_FN uint64_t hpmli_read_little(const unsigned char *p, int bytes) /* reads 1 to 8 little-endian bytes */
 {
     uint64_t x = 0;
     for (int i = bytes - 1; i >= 0; i--) x = x << 8 | p[i];
     return x;
 }
 
-/* Appends a little-endian integer of 1 to 8 bytes. */
-HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
+HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes) /* appends 1 to 8 little-endian bytes */
 {
     unsigned char p[8];
     for (int i = 0; i < bytes; i++) p[i] = (unsigned char)(x >> 8 * i);
@@ -9418,8 +9364,7 @@ HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>json   UTF-8, decimal numbers, JSON
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Returns the length in bytes (1 to 4) of the UTF-8 character at the start of a text, 0 if there is no valid one. */
+/* Returns the length in bytes (1 to 4) of the UTF-8 character at the start of `text`; 0: no valid character. */
 HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
 {
     static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length: overlong forms are invalid */
@@ -9435,21 +9380,18 @@ HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
         if (p[i] >> 6 != 2) return 0;
         code = code << 6 | (p[i] & 0x3fu);
     }
-    bool good = code >= least[n] && code <= 0x10ffff && code >> 11 != 0x1b; /* and no UTF-16 surrogate */
+    bool good = code >= least[n] && code <= 0x10ffff && code >> 11 != 0x1b; /* in Unicode, no UTF-16 surrogate */
     return good ? n : 0;
 }
 
-/* True if all of a text is valid UTF-8. */
-HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
+HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size) /* true if all of the text is valid UTF-8 */
 {
     for (size_t n; size > 0; text += n, size -= n)
         if ((n = hpmli_utf8(text, size)) == 0) return false;
     return true;
 }
-
 #define HPMLI_F32_END 3.4028235677973366e38 /* the smallest double that rounds to an infinite f32 */
-
-/* big = factor big + add; big: an integer of 32-bit words, the lowest first. */
+/* Sets big = factor big + add, where big is an integer of `words` 32-bit words, the lowest first. */
 HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t factor, uint32_t add)
 {
     uint64_t carry = add;
@@ -9460,8 +9402,8 @@ HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t factor, uint32_
     }
 }
 
-/* Returns the sign of digits 10^exponent - x, computed exactly with big integers. Digits after the 200th only matter by
-   being zero or not, because the middle of two neighbouring floats has at most 113 significant digits. */
+/* Returns the sign of (the digits from p to end) 10^exponent - x, computed exactly with big integers. After the 200th,
+   digits matter only by being 0 or not, because the middle of two neighbouring floats has at most 113 digits. */
 HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
 {
     enum { WORDS = 64 };
@@ -9487,11 +9429,10 @@ HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t expon
     return more;
 }
 
-/* Returns w 10^exponent with a relative error below 2^-50 within the range of f32. */
-HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
+HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent) /* w 10^exponent; relative error < 2^-50 if an f32 */
 {
     static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
-                                   1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22 }; /* all of them exact */
+                                   1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22 }; /* each of them exact */
     double  d    = (double)w;
     int64_t left = hpmli_min(exponent < 0 ? -exponent : exponent, 400);
     for (int64_t step; left > 0; left -= step) {
@@ -9502,12 +9443,12 @@ HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
     return d;
 }
 
-/* Parses a decimal number, independently of the locale. *out rounds to the f32 nearest to the number (infinity beyond
-   the largest). Returns the position after the number, or NULL if there is none. */
+/* Parses a decimal number in any locale, so that *out rounds to the f32 nearest to the number (infinity beyond the
+   largest). Returns the position after the number, or NULL if there is none. */
 HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
 {
     const double slack = 1.0 / ((int64_t)1 << 50);
-    uint64_t     w = 0; /* the first 19 digits */
+    uint64_t     w = 0; /* the first 19 digits of the number */
     int64_t      exponent = 0, given = 0, decimals = 0; /* of w; after the e; digits after the point */
     int          digits = 0;
     bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
@@ -9549,17 +9490,15 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     return p;
 }
 
-/* A JSON reader for a private, writable copy of the text, in which strings are unescaped in place. It accepts and
-   refuses the same texts as safetensors' own reader, with two exceptions: Python tuples, (2, 3,), are accepted for .npy
-   headers, and strings that contain a NUL are refused, because C strings cannot hold one. */
-
+/* A JSON reader for a private, writable copy of the text, in which strings are unescaped in place. The reader accepts
+   and refuses the same texts as safetensors' own one, but accepts Python tuples, (2, 3,), for .npy headers, and refuses
+   strings that contain a NUL, because C strings cannot contain one. */
 typedef struct hpmli_json {
     char *p, *end; /* the next character; the end of the text */
     bool  bad;     /* a syntax error was found; every later call does nothing */
 } hpmli_json;
 
-/* Skips blanks, then consumes c if it is the next character; returns whether it was. */
-HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c)
+HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* skips blanks, then c if it comes next; true: c came */
 {
     while (j->p < j->end && (*j->p == ' ' || *j->p == '\n' || *j->p == '\t' || *j->p == '\r')) j->p++;
     if (j->p >= j->end || *j->p != c) return false;
@@ -9567,11 +9506,9 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c)
     return true;
 }
 
-/* Consumes c; anything else is a syntax error. */
+/* Skips blanks and consumes the character c; any other is a syntax error. */
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
-
-/* Consumes `word` (true, false, null) if it comes next; returns whether it did. */
-HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word)
+HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* consumes `word`, e.g. true; false: not there */
 {
     size_t n = strlen(word);
     hpmli_json_is(j, ' '); /* skips blanks */
@@ -9580,8 +9517,7 @@ HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word)
     return true;
 }
 
-/* Consumes one escape of the form backslash uXXXX (a UTF-16 unit); false: there is none. */
-HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
+HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit) /* consumes backslash uXXXX, a UTF-16 unit, if there */
 {
     char hex[5] = { 0 };
     if (j->end - j->p < 6 || j->p[0] != '\\' || j->p[1] != 'u') return false;
@@ -9591,7 +9527,7 @@ HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
     return strspn(hex, "0123456789abcdefABCDEF") == 4;
 }
 
-/* Consumes backslash uXXXX, or the surrogate pair of a character from 0x10000 on, and appends the character at *to in
+/* Consumes backslash uXXXX, or the surrogate pair of a character from 0x10000 on, and appends its character at *to in
    UTF-8. False: the escape is invalid, or is 0, which would end a C string. */
 HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
 {
@@ -9602,14 +9538,14 @@ HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
         if (!hpmli_json_unit(j, &low) || low >> 10 != 0x37) return false;
         code = 0x10000 + ((code & 0x3ff) << 10) + (low & 0x3ff);
     }
-    j->p--; /* stay on the last digit, because the caller steps over one character */
+    j->p--; /* on the last digit, because the caller steps over one character */
     for (uint32_t most = 0x80; code >= most && more < 3; more++) most = more == 0 ? 0x800 : 0x10000;
     *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
     while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
     return true;
 }
 
-/* Consumes a string, unescapes it in place and returns it; "" after a syntax error. */
+/* Consumes a string, unescapes it in place and returns it, ended by 0; "" after a syntax error. */
 HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
 {
     char *start, *to;
@@ -9632,16 +9568,14 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
     return start;
 }
 
-/* Returns the number of decimal digits at p. */
-HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
+HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end) /* counts the decimal digits at p */
 {
     const char *start = p;
     while (p < end && *p >= '0' && *p <= '9') p++;
     return p - start;
 }
 
-/* Consumes a non-negative integer. */
-HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
+HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j) /* consumes a non-negative integer */
 {
     uint64_t v = 0;
     hpmli_json_is(j, ' '); /* skips blanks */
@@ -9655,8 +9589,8 @@ HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
     return j->bad ? 0 : v;
 }
 
-/* Called before element n of a list or object: consumes the opening bracket (n = 0) or the comma in front of the
-   element. False at the closing bracket, which is consumed, and after a syntax error. */
+/* Called before element n of a list or object: consumes the bracket `open` (n = 0) or the comma in front of the
+   element. False: the bracket `close` came and is consumed, or a syntax error. */
 HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
 {
     if (n == 0) hpmli_json_want(j, open);
@@ -9681,8 +9615,8 @@ HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
     return count;
 }
 
-/* Consumes a list of non-negative integers, stores the first `capacity` of them and returns how many there are.
-   *product (NULL: not wanted) is multiplied by each; an overflow of 64 bits is a syntax error. */
+/* Consumes a list of non-negative integers, stores the first `capacity` in `out`, returns how many there are. *product
+   (NULL: not wanted) is multiplied by each; an overflow of 64 bits is a syntax error. */
 HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int capacity, uint64_t *product)
 {
     int n = 0;
@@ -9696,8 +9630,7 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *o
     return n;
 }
 
-/* Skips a number in JSON's syntax: 1.5e-7, but not .5, 5., 05 or +5. */
-HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
+HPMLI_FN void hpmli_json_skip_number(hpmli_json *j) /* skips a JSON number: 1.5e-7; not .5, 5., 05, +5 */
 {
     double      v   = 0;
     const char *end = hpmli_parse_number(j->p, j->end, &v), *p = j->p;
@@ -9710,8 +9643,7 @@ HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
     j->p += end - j->p;
 }
 
-/* Skips a value of any kind, with brackets nested at most `depth` deep. */
-HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
+HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth) /* skips any value, at most `depth` brackets deep */
 {
     hpmli_json_is(j, ' '); /* skips blanks */
     char first = 0;
@@ -9732,8 +9664,7 @@ HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dataset   datasets; images as data: IDX, CIFAR
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Numbers of a sample as loaders deliver it: a crop of it, if the data set has one. */
+/* Numbers of a sample as loaders deliver it: of the crop, if the dataset d crops its images. */
 HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d)
 {
     int64_t n = hpmli_shape_count(d->x_ndim, d->x_shape), crop = d->x_crop;
@@ -9741,19 +9672,18 @@ HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d)
     return n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * crop * crop;
 }
 
-/* A dataset that owns its arrays, which follow it in the same block of memory. A slice is a hpml_dataset alone. */
+/* A dataset with its own arrays, which lie in memory behind this struct. A slice is a hpml_dataset alone. */
 typedef struct hpmli_samples {
     hpml_dataset  d;
     char         *x;
     int32_t      *y;               /* labels; targets in f32 use the same memory */
-    unsigned char vocabulary[256]; /* text datasets: the byte that each token stands for */
+    unsigned char vocabulary[256]; /* text datasets: vocabulary[i] is the byte that token i stands for */
     int           vocabulary_size;
 } hpmli_samples;
 
 HPML_API void hpml_dataset_free(hpml_dataset *d) { if (d) hpmli_free(d->ctx, d); }
-
-/* Every reader ends with this call: it frees the dataset and returns NULL after an error; otherwise it sets the number
-   of classes to the largest label + 1 where labels are integers. */
+/* Ends every reader: after an error frees the dataset and returns NULL; else returns it, and where labels are integers
+   and d.classes is 0 sets the number of classes to the largest label + 1. */
 HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
 {
     bool    bad    = s && s->d.ctx->status != HPML_OK;
@@ -9811,14 +9741,13 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
     return hpmli_dataset_done(s);
 }
 
-/* Return the address of x, of y of sample i. */
-HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i)
+HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i) /* returns the address of x of sample i */
 {
     int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
     return (const char *)d->x + (size_t)(i * step) * hpml_dtype_size(d->x_dtype);
 }
 
-HPMLI_FN const char *hpmli_sample_y(const hpml_dataset *d, int64_t i)
+HPMLI_FN const char *hpmli_sample_y(const hpml_dataset *d, int64_t i) /* returns the address of y of sample i */
 {
     return (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4;
 }
@@ -9839,10 +9768,9 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     if (d->y) s->y = hpmli_sample_y(d, first);
     return s;
 }
-
 #ifdef HPML_USE_ZLIB
-/* Decompresses the `want` bytes after the header into f->bytes. The block grows with the data read, because a false
-   header could ask for any amount of memory. */
+/* Decompresses the `want` bytes after the header into f->bytes, whose memory grows with the data read, because a false
+   header could ask for any amount. */
 HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
     size_t capacity = 0, got = 0;
@@ -9860,7 +9788,7 @@ HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
         more = n > 0;
         got += n;
     }
-    more = hpmli_file_next(f, &extra, 1) == 1; /* reading past the end makes zlib check the checksum, too */
+    more = hpmli_file_next(f, &extra, 1) == 1; /* past the end zlib checks the checksum, too */
     int wrong;
     gzerror(f->gz, &wrong);
     if (wrong < 0) return hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", f->path);
@@ -9869,10 +9797,8 @@ HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
                        f->path, want, more ? "more than " : "", got);
 }
 #endif
-
-/* Opens an IDX file, the format of MNIST: bytes 0, 0, type, number of dimensions; the sizes as big-endian u32; the
-   data; the whole may be gzipped. Reads the header into `sizes` and *want (bytes of data); the data of a gzipped file
-   is decompressed into f->bytes at once. */
+/* Opens an IDX file, MNIST's format, perhaps gzipped: bytes 0, 0, type, number of dimensions; sizes as big-endian u32;
+   data. Reads the sizes and *want, the bytes of data; decompresses gzipped data into f->bytes. */
 HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes, size_t *want)
 {
     unsigned char head[16];
@@ -9908,8 +9834,7 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int
                        *want, f->size - length);
 }
 
-/* Copies the `want` bytes of data of a file opened by hpmli_idx_open. */
-HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want)
+HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want) /* copies the `want` data bytes of an IDX file */
 {
     if (f->bytes) memcpy(to, f->bytes, want);
     return f->bytes || hpmli_file_read(f, to, want);
@@ -9924,13 +9849,13 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     if (hpmli_failed(ctx)) return NULL;
     if (hpmli_idx_open(ctx, &fx, images, 3, shape, &xs) && hpmli_idx_open(ctx, &fy, labels, 1, &count, &ys)) {
         images_count = shape[0];
-        shape[0]     = 1; /* channels */
+        shape[0]     = 1; /* number of channels */
         if (images_count == count) s = hpmli_samples_new(ctx, count, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
         else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
                         (long long)images_count, labels, (long long)count);
     }
     if (s && hpmli_idx_read(&fx, s->x, xs)) {
-        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y: widened in place */
+        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* in the last quarter of y, widened in place */
         hpmli_idx_read(&fy, bytes, ys);
         for (int64_t i = 0; i < count; i++) s->y[i] = bytes[i];
     }
@@ -9939,7 +9864,7 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     return hpmli_dataset_done(s);
 }
 
-/* CIFAR-10's binary format: records of one label byte and 3072 bytes of pixels, the planes R, G, B. */
+/* CIFAR-10's binary format: records of a label byte and 3072 bytes of pixels, the planes R, G, B of 32 x 32. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
     const int64_t  shape[3] = { 3, 32, 32 };
@@ -9976,18 +9901,16 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
 // ---------------------------------------------------------------------------------------------------------------------
 // >>csv   numbers and text as data: CSV, characters
 // ---------------------------------------------------------------------------------------------------------------------
-
 typedef struct hpmli_csv {
     hpml_ctx   *ctx;
     const char *path, *p, *end;
     const char *names;            /* the header line; NULL: the file has none */
-    int64_t     line, columns;    /* number of the current line, from 1; fields of a line */
-    int64_t     label, capacity;  /* column of the label, or -1; samples that there is memory for */
+    int64_t     line, columns;    /* the current line, from 1; fields of a line */
+    int64_t     label, capacity;  /* column of the label, -1: none; samples that fit in memory */
     char        separator;
 } hpmli_csv;
 
-/* Reads the next field into [*text, *stop), without surrounding blanks and quotes. Returns true if another field
-   follows on the same line. */
+/* Reads the next field into [*text, *stop), without blanks and quotes around it; true: another follows on the line. */
 HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop)
 {
     const char *p = c->p;
@@ -10008,11 +9931,11 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
     return another;
 }
 
-/* Counts the columns of the first line. The line is a header only if none of its fields is a number, because a row of
-   data taken for a header would be lost silently. */
+/* Counts the columns of the first line. The line is a header only if no field is a number, because a row of data taken
+   for a header would be lost silently. */
 HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
-    static const char nonfinite[][4] = { "nan", "inf" }; /* numbers here; as data they are errors later */
+    static const char nonfinite[][4] = { "nan", "inf" }; /* here also numbers; as data, errors later */
     const char *start = c->p, *text, *stop;
     bool        more = true, numbers = false, words = false;
     double      v;
@@ -10027,13 +9950,13 @@ HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
         words   = words || (size > 0 && !number);
     }
     if (words && !numbers) c->names = start;
-    else { /* data: read this line again */
+    else { /* the line is data: read it again */
         c->p = start;
         c->line--;
     }
 }
 
-/* Fails with the file, line, column, the column's name in the header, and the text of a field. */
+/* Fails with the file, line, column, the column's name in the header, and the text of the field [text, stop). */
 HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t column, const char *text, const char *stop,
                              const char *expected)
 {
@@ -10047,8 +9970,7 @@ HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t col
                end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
 }
 
-/* Parses a line into the next sample. */
-HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
+HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line into sample s->d.count */
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
@@ -10077,8 +9999,8 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
     else s->d.count++;
 }
 
-/* Allocates as many samples as the rest of the file can hold: a sample takes a line, and at least two bytes a field.
-   given: the label's column as the caller numbers it. NULL without an error: the rest is too short for one sample. */
+/* Allocates as many samples as the rest of the file can contain: each takes a line, and 2 bytes or more a field. given:
+   the label's column by the caller's number. NULL without an error: the rest is too short for one sample. */
 HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
 {
     int64_t columns = c->columns, lines = 1;
@@ -10132,7 +10054,7 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
     hpmli_file     f;
     int32_t        token_of[256], *token;
     size_t         total = 0, at = 0;
-    bool           used[256] = { false }; /* bytes that occur */
+    bool           used[256] = { false }; /* used[b]: byte b occurs */
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || context < 1)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
@@ -10180,18 +10102,15 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 // ---------------------------------------------------------------------------------------------------------------------
 // >>npy   numpy arrays and packed records
 // ---------------------------------------------------------------------------------------------------------------------
+/* A .npy file: \x93NUMPY; version 1 0, 2 0, 3 0; u16 (version 1) or u32, the header's length; a Python dict; data. */
 
-/* A .npy file: \x93NUMPY; version 1 0, 2 0 or 3 0; length of the header as u16 (version 1) or u32; the header, a Python
-   dict as text; the data. */
-
-/* Returns the text after 'key': in the dict, "" if the key is missing. */
-HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
+HPMLI_FN char *hpmli_npy_key(char *header, const char *key) /* returns the text after 'key': in a dict; "": none */
 {
     char *p = strstr(header, key);
     return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
 }
 
-/* Converts f8 values to f4, i8 values to i4, in place; fails if a value is out of range. */
+/* Converts f8 values to f4, i8 values to i4, in place; an error if a value is out of the range of `dtype`. */
 HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -10211,13 +10130,12 @@ HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype
     return true;
 }
 
-/* Reads the header's text into `header`, which is zeroed and holds `capacity` bytes. Returns the offset of the data in
-   the file, 0 if this is no .npy file. */
+/* Reads the header's text into `header`, zeroed memory of `capacity` bytes; returns the data's offset, 0: no .npy. */
 HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t capacity)
 {
     unsigned char start[12] = { 0 };
     bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
-    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length field */
+    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the header's length */
     good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
     size_t length = (size_t)hpmli_read_little(start + 8, (int)field);
     good = good && length > 0 && length < capacity && hpmli_file_next(f, header, length) == length;
@@ -10293,22 +10211,20 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     hpmli_free(t->ctx, host);
     return hpmli_writer_close(&w, true);
 }
-
 struct hpml_records_writer {
     hpmli_writer w;
     uint64_t    *offsets; /* (count) where each record begins */
     int64_t      count, capacity;
 };
 
-/* The destructor: a file that was not finished is discarded. */
-HPMLI_FN void hpmli_records_writer_destroy(void *object)
+HPMLI_FN void hpmli_records_writer_destroy(void *object) /* destructor: discards an unfinished file */
 {
     hpml_records_writer *w = (hpml_records_writer *)object;
     if (w->w.f) hpmli_writer_close(&w->w, false);
     hpmli_free(w->w.ctx, w->offsets);
 }
 
-/* Writes the head of the file; index: offset of the index behind the records. */
+/* Writes the head of a record file; index: the offset in the file of the index, which follows the records. */
 HPMLI_FN void hpmli_records_head(hpml_records_writer *w, uint64_t index)
 {
     hpmli_write(&w->w, "HPMLREC1", 8);
@@ -10352,7 +10268,6 @@ HPML_API hpml_status hpml_records_finish(hpml_records_writer *w)
 }
 
 HPML_API void hpml_records_abandon(hpml_records_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
-
 struct hpml_records_file {
     hpmli_file           file;
     int64_t              count;
@@ -10395,7 +10310,6 @@ HPML_API hpml_records_file *hpml_records_open(hpml_ctx *ctx, const char *path)
 }
 
 HPML_API int64_t hpml_records_count(const hpml_records_file *f) { return f ? f->count : 0; }
-
 HPML_API const void *hpml_records_get(const hpml_records_file *f, int64_t i, size_t *size)
 {
     if (size) *size = 0;
@@ -10406,9 +10320,8 @@ HPML_API const void *hpml_records_get(const hpml_records_file *f, int64_t i, siz
 }
 
 HPML_API void hpml_records_close(hpml_records_file *f) { if (f) hpmli_free(f->file.ctx, f); }
-
-/* Record 0 describes the samples in ten i64: dtype of x, its dimensions, five sizes, dtype of y, its size, classes. The
-   others are x and y of a sample each. */
+/* Record 0 describes the samples in ten i64: dtype of x, its dimensions, five sizes, dtype of y, its size, classes.
+   Each further record is x and y of a sample. */
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
     int64_t head[10];
@@ -10426,7 +10339,7 @@ HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char
     hpml_records_add(w, head, sizeof head);
     for (int64_t i = 0; i < d->count; i++) {
         hpml_records_add(w, hpmli_sample_x(d, i), xs);
-        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* the same record: it ends where the next begins */
+        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* adds to the record, which ends where the next begins */
     }
     return hpml_records_finish(w);
 }
@@ -10446,7 +10359,7 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
            (h[7] == HPML_DTYPE_I32 || h[7] == HPML_DTYPE_F32) && h[9] >= 0 && h[9] <= INT32_MAX && count > 0;
     size_t xs = good ? (size_t)hpmli_shape_count((int)h[1], h + 2) * hpml_dtype_size((hpml_dtype)h[0]) : 0;
     size_t ys = good ? (size_t)h[8] * 4 : 0;
-    for (int64_t i = 0; good && i < count; i++) { /* before memory is allocated, because the header may be false */
+    for (int64_t i = 0; good && i < count; i++) { /* before memory is allocated: the header may be false */
         hpml_records_get(f, i + 1, &size);
         good = size == xs + ys;
     }
@@ -10465,21 +10378,18 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Global batch g of an epoch, of G samples, holds positions [g G, (g + 1) G) of the shuffled data, independently of the
-   number of ranks; rank r takes the r-th shard of it. So the order of the samples depends only on seed and epoch, and
-   all ranks make the same number of steps. A background thread prepares the next batch while the current one is used.
-   */
-
+/* Global batch g of an epoch, of G samples, has positions [g G, (g + 1) G) of the shuffled data, at any number of
+   ranks; rank r takes the r-th shard of it. So the order of the samples depends only on seed and epoch, and all ranks
+   make the same number of steps. A thread prepares the next batch while the current one is used. */
 struct hpml_loader {
     hpml_ctx            *ctx;
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
     int64_t              steps, crop;          /* batches of an epoch; side of the cropped image, 0: not cropped */
-    int64_t              stored_size, size;    /* floats of a stored sample; of a sample of a batch */
+    int64_t              stored_size, size;    /* numbers of a sample in the data; in a batch */
     float               *image;                /* (stored_size) one sample before augmentation */
-    float               *x[2];                 /* two slots: batch n, counted over all epochs, is in slot n % 2 */
+    float               *x[2];                 /* memory of two batches: batch n, counted over all epochs, in n % 2 */
     char                *y[2];
     hpml_batch           batch[2];
     int64_t              made, taken, done;    /* numbers of batches: next to prepare, next to return, in use */
@@ -10500,12 +10410,12 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
     const int64_t      *shape = l->data->x_shape;
     int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->stored_size / (H * W);
     int64_t  dx, dy, cx, cy;
-    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of the result */
+    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* height and width of the result */
     uint32_t word[4];
     l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, HPMLI_STREAM_AUGMENT | epoch, (uint64_t)(4 * sample), 4);
     dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
     dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
-    if (l->crop > 0 && l->d.in_order) { /* evaluation: the middle */
+    if (l->crop > 0 && l->d.in_order) { /* an evaluation takes the middle */
         dx = (W - w) / 2;
         dy = (H - h) / 2;
     }
@@ -10522,7 +10432,7 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
             }
 }
 
-/* Writes sample number `sample` of the data as sample `at` of a batch: converted, scaled, augmented. */
+/* Writes sample number `sample` of the data as sample `at` of the batch x, y: converted, scaled, augmented. */
 HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t at, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
@@ -10536,7 +10446,7 @@ HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t
     if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
 
-/* Returns the first sample of a rank's shard of a global batch of `size` samples. */
+/* Returns where the shard of `rank` begins in a global batch of `size` samples. */
 HPMLI_FN int64_t hpmli_shard_begin(const hpml_loader_desc *d, int64_t size, int64_t rank)
 {
     int64_t grains = d->grain > 0 ? (d->global_batch + d->grain - 1) / d->grain : 0;
@@ -10560,25 +10470,23 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l)
     return mark;
 }
 
-/* Prepares batch number l->made in its slot. */
-HPMLI_FN void hpmli_load_batch(hpml_loader *l)
+HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->x[l->made % 2] */
 {
     int     slot  = (int)(l->made % 2);
     int64_t epoch = l->made / l->steps, index = l->made % l->steps, start = index * l->d.global_batch;
     int64_t left  = l->d.samples_per_epoch - start, size = left < l->d.global_batch ? left : l->d.global_batch;
     int64_t first = hpmli_shard_begin(&l->d, size, l->d.rank), end = hpmli_shard_begin(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
-    for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: another shuffle each round */
+    for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: a new shuffle each round */
         int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
         if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
         hpmli_load_sample(l, l->x[slot], l->y[slot], i - first, at, (uint64_t)epoch);
     }
     hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
     l->batch[slot] = b;
-    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* this thread may not read a virtual clock */
+    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual clock is not for this thread */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
-
 #ifndef HPML_NO_THREADS
 /* The background thread: prepares batches, at most two ahead of the batch in use. */
 HPMLI_FN void *hpmli_loader_main(void *arg)
@@ -10597,7 +10505,7 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
     return NULL;
 }
 
-/* Stops the background thread. After a fork the child has no such thread. */
+/* Stops the background thread, which a forked child does not have. */
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 {
     if (l->threaded && !hpmli_forked(l->ctx)) {
@@ -10612,14 +10520,14 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
     l->threaded = l->stop = false;
 }
 
-/* Waits until the background thread, which is started by the first call, has prepared the next batch. False: there is
-   no such thread, and the caller prepares the batch. */
+/* Waits until the background thread, started by the first call, has prepared the next batch. False: there is no such
+   thread, and the caller prepares the batch. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
-    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread, and does not start one */
+    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread and starts none */
         hpmli_loader_stop(l);
         l->d.no_prefetch = true;
-        l->made          = l->taken; /* the parent's thread may have left a batch half prepared: prepare it again */
+        l->made          = l->taken; /* again: the parent's thread may have left a batch half prepared */
     }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
@@ -10639,7 +10547,6 @@ HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l) { (void)l; }
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l) { return (void)l, false; }
 #endif
-
 HPMLI_FN void hpmli_loader_destroy(void *object)
 {
     hpml_loader *l = (hpml_loader *)object;
@@ -10651,7 +10558,7 @@ HPMLI_FN void hpmli_loader_destroy(void *object)
     hpmli_free(l->ctx, l->image);
 }
 
-/* Fills in the defaults of a loader's desc and checks it against the data. */
+/* Fills in the defaults of a loader's desc and checks the desc against the data; false: an error. */
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
 {
     bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0 || data->x_crop != 0;
@@ -10741,19 +10648,16 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>safetensors   safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A safetensors file: length of the header as u64; the header in JSON; the data. An entry of the header is "name":
    {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, with offsets in bytes from the end of the header. The
    entries must cover the data without holes or overlaps. */
-
-#define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
+#define HPMLI_SAFE_HEADER 100000000 /* bytes of a header at most, the format's own limit */
 #define HPMLI_SAFE_META   "__metadata__"
-
 struct hpml_safetensors {
     hpmli_file       file;
     char            *text;                 /* writable copy of the header of a mapped file; names point into it */
-    hpml_safetensor *entries;              /* (count), by name */
-    hpml_meta       *meta;                 /* (meta_count), by key */
+    hpml_safetensor *entries;              /* (count) sorted by name */
+    hpml_meta       *meta;                 /* (meta_count) sorted by key */
     int              count, meta_count;
 };
 
@@ -10767,7 +10671,7 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-/* Order of qsort for entries and metadata, whose first member is their name, in the text of the header: by name; equal
+/* Compares for qsort two entries or metadata, whose first member is their name, in the header's text: by name, equal
    names by their place in the text. */
 HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
@@ -10782,8 +10686,7 @@ HPMLI_FN int hpmli_name_find(const void *name, const void *b)
     return strcmp((const char *)name, *(const char *const *)b);
 }
 
-/* Sorts by name and keeps the last of several with one name. Returns the number kept; *twice: a name that occurred more
-   than once. */
+/* Sorts by name, keeps the last of several of one name, returns how many remain. *twice: a name that occurred again. */
 HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **twice)
 {
     char *p = (char *)named, *to = p;
@@ -10800,7 +10703,7 @@ HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **t
     return (int)((size_t)(to - (char *)named) / size);
 }
 
-/* Parses the object of metadata, pairs of strings; false: a syntax error, or no memory. */
+/* Parses the object of metadata, pairs of strings, into f->meta; false: a syntax error, or no memory. */
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
     int64_t     capacity = hpmli_json_length(*j);
@@ -10824,12 +10727,10 @@ static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F6_E2M3", 6 }, { "F6_E3M2", 6 }, { "F8_E5M2", 8 }, { "F8_E4M3", 8 }, { "F8_E8M0", 8 }, { "F8_E4M3FNUZ", 8 },
     { "F8_E5M2FNUZ", 8 } };
 #define HPMLI_SAFE_TYPES ((int)(sizeof hpmli_safe_types / sizeof hpmli_safe_types[0]))
-
-/* Marks in ndim: an entry that is valid but that hpml cannot hold, which is skipped; an invalid entry, which makes the
-   file invalid unless a later entry of the same name replaces it. */
+/* Values of ndim that mark an entry: FOREIGN, valid but nothing hpml can load, is skipped; WRONG makes the file
+   invalid, unless a later entry of the same name replaces it. */
 enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
-
-/* Parses one entry, an object or, as the reference reader accepts too, the list of its values. */
+/* Parses the entry `name`: an object or, as the reference reader accepts too, the list of the object's values. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
     static const char *const keys[] = { "dtype", "shape", "data_offsets" };
@@ -10854,7 +10755,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
             for (type = 0; type < HPMLI_SAFE_TYPES && strcmp(text, hpmli_safe_types[type].name) != 0; type++) {}
         } else if (key == 1) ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS, &numbers);
         else if (key == 2) offsets = hpmli_json_numbers(j, '[', ']', at, 2, NULL);
-        else hpmli_json_skip(j, 125); /* 128 deep with the brackets around it, as in the reference */
+        else hpmli_json_skip(j, 125); /* in all 128 brackets deep, as in the reference reader */
     }
     if (j->bad || !seen[0] || !seen[1] || offsets != 2 || type == HPMLI_SAFE_TYPES || (list && n != 3)) return false;
     for (int i = ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
@@ -10870,15 +10771,14 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     return true;
 }
 
-/* Order of qsort: by offset of the data, then by size. */
-HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
+HPMLI_FN int hpmli_safe_order(const void *a, const void *b) /* for qsort: by offset of the data, then size */
 {
     const hpml_safetensor *x = (const hpml_safetensor *)a, *y = (const hpml_safetensor *)b;
     if (x->data == y->data) return x->bytes < y->bytes ? -1 : x->bytes > y->bytes;
     return (const char *)x->data < (const char *)y->data ? -1 : 1;
 }
 
-/* Parses and checks the header of a file that is read or mapped; false: invalid, or no memory. */
+/* Parses and checks the header of the file f->file, read or mapped; false: invalid, or no memory. */
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
     uint64_t    length = f->file.size >= 8 ? hpmli_read_little(f->file.bytes, 8) : 0;
@@ -10913,7 +10813,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     f->count = hpmli_name_sort(f->entries, f->count, sizeof *f->entries, &twice);
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
     const unsigned char *next = f->file.bytes + 8 + length;
-    for (int i = 0; i < f->count; i++) { /* no holes, no overlaps */
+    for (int i = 0; i < f->count; i++) { /* data without holes or overlaps */
         if (f->entries[i].ndim == HPMLI_SAFE_WRONG || (const unsigned char *)f->entries[i].data != next) return false;
         next += f->entries[i].bytes;
         if (f->entries[i].ndim >= 0) f->entries[kept++] = f->entries[i];
@@ -10939,7 +10839,6 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
 }
 
 HPML_API int hpml_safetensors_count(const hpml_safetensors *f) { return f ? f->count : 0; }
-
 HPML_API bool hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out)
 {
     if (!f || index < 0 || index >= f->count) return false;
@@ -10964,7 +10863,7 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
     return m ? m->value : NULL;
 }
 
-/* Appends `before` and the string s, quoted and escaped. */
+/* Appends `before` and the string s, quoted and escaped for JSON. */
 HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *s)
 {
     char code[8];
@@ -10978,7 +10877,7 @@ HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *
     hpmli_write(w, "\"", 1);
 }
 
-/* Appends `before` and the header's entry of a tensor whose data begin at offset `at`. */
+/* Appends `before` and the header's entry of the tensor t, whose data begin at offset `at`. */
 HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_safetensor *t, uint64_t at)
 {
     char        text[256];
@@ -10991,16 +10890,15 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_
     hpmli_write(w, text, (size_t)line.used);
 }
 
-/* The contents of a safetensors file to be written. */
-typedef struct hpmli_safe_content {
-    const hpml_safetensor *t;    /* (count) */
-    const hpml_meta       *meta; /* (meta_count) */
+typedef struct hpmli_safe_content { /* what is to be written to a safetensors file */
+    const hpml_safetensor *t;    /* (count) the tensors */
+    const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
 } hpmli_safe_content;
 
-/* Checks that all names are UTF-8, distinct and not reserved; fails otherwise. named: structs of `size` bytes whose
-   first member is the name; kind: for the error's text. */
+/* Checks that the names of `count` structs of `size` bytes, which begin with a name, are UTF-8, distinct and not
+   reserved; fails otherwise. kind: for the error's text. */
 HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *named, int count, size_t size)
 {
     const char *wrong = NULL, *why = "the name is used twice", *name;
@@ -11022,7 +10920,7 @@ HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *nam
     return !wrong;
 }
 
-/* Checks that these contents can be written to a file; fails otherwise. */
+/* Checks that the contents c can be written to a safetensors file; fails otherwise. */
 HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 {
     const hpml_safetensor *t = c->t;
@@ -11043,12 +10941,10 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
     return hpmli_names_check(ctx, "a tensor", t, c->count, sizeof *t) &&
            hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
 }
-
 #define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes for "opt.<state>." and the name of a parameter */
-#define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
-
-/* Appends everything that stands before the data. The number of bytes depends neither on `length`, the header's length
-   field, nor on the checksums, so that both can be filled in later. */
+#define HPMLI_SUM "hpml.crc32c." /* metadata: checksum of the tensor whose name follows, in hexadecimal */
+/* Appends all that comes before the data. Its size depends neither on `length`, the header's length field, nor on the
+   checksums, so that length and checksums can be filled in later. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";
@@ -11075,9 +10971,9 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
-/* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file. Otherwise they
-   are f32 in device memory and are read and converted through `host`, which can hold the largest tensor. The head is
-   written first with zeros, and again at the end, when its length and the checksums are known. */
+/* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file; else in device
+   memory as f32, read and converted through `host`, which can hold the largest. The head is written first with zeros,
+   and again at the end, when its length and the checksums are known. */
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
     hpmli_writer w;
@@ -11114,20 +11010,19 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // ---------------------------------------------------------------------------------------------------------------------
 // >>checkpoint   parameters and whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Saves named arrays of a device to a file and loads them. Loading checks all arrays before it changes the first. */
 
 typedef struct hpmli_arrays {
-    hpml_safetensor *t;     /* (count) data: f32 on the device. Start of the block that holds the other arrays, too */
+    hpml_safetensor *t;     /* (count) data: f32 on the device. First in the memory of all these arrays */
     float           *host;  /* host memory for the largest array */
-    uint32_t        *sums;  /* (count) CRC-32C */
-    char            *names; /* (count, HPMLI_ARRAY_NAME) */
-    bool            *nonnegative; /* (count) holds sums or means of squares */
+    uint32_t        *sums;  /* (count) CRC-32C of each array's data */
+    char            *names; /* (count, HPMLI_ARRAY_NAME) names */
+    bool            *nonnegative; /* (count) its numbers are sums or means of squares */
     int              count;
     hpml_dtype       dtype; /* of the data in the file */
 } hpmli_arrays;
 
-/* Adds an array on the device (NULL: does nothing), and returns the memory for its name. */
+/* Adds an array in device memory (NULL: does nothing and returns NULL); returns the memory for its name. */
 HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, const float *device, int ndim, const int64_t *shape)
 {
     hpml_safetensor *t = &a->t[a->count];
@@ -11142,21 +11037,20 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, const float *device, int ndim, 
     return name;
 }
 
-/* Adds the optimizer's state k of each parameter as "opt.<state>.<parameter>". */
+/* Adds the state k of the optimizer, for each parameter, as "opt.<state>.<parameter>". */
 HPMLI_FN void hpmli_arrays_add_state(hpmli_arrays *a, const hpml_trainer *t, int k)
 {
     const hpml_optimizer_state *state = &t->optimizer->states[k];
-    for (int i = 0; i < t->graph->param_count; i++) { /* parameters recorded after the trainer have none */
+    for (int i = 0; i < t->graph->param_count; i++) { /* not those recorded after the trainer */
         const hpml_tensor *p = t->ctx->params[i];
         char *name = hpmli_arrays_add(a, t->updates[i].state[k], p->ndim, p->shape);
-        if (!name) continue; /* a buffer, or frozen: it is not stepped */
+        if (!name) continue; /* a buffer, or frozen: the optimizer does not step it */
         snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", state->name, p->name);
         a->nonnegative[a->count - 1] = state->nonnegative;
     }
 }
 
-/* Lists the parameters; with a trainer also the states of its optimizer, and its named states. False and an error: no
-   memory. */
+/* Lists in *a the parameters; with a trainer t also its optimizer's states and named states. False: no memory. */
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
     int64_t room = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
@@ -11203,7 +11097,7 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, co
     return ctx->status;
 }
 
-/* Checks the CRC-32C of every tensor that has one; files of other programs have none. */
+/* Checks the CRC-32C of every tensor of file f that has one; files of other programs have none. */
 HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
 {
     for (int i = 0; i < f->meta_count; i++) {
@@ -11221,8 +11115,7 @@ HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const c
     return true;
 }
 
-/* Returns the n numbers of a file's tensor as f32: in the file's own memory if they are, else converted into a->host.
-   */
+/* Returns the n numbers of tensor e of a file as f32: in the file's memory if f32, else converted into a->host. */
 HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
 {
     if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
@@ -11230,7 +11123,7 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
     return a->host;
 }
 
-/* Checks that file f has array i of `a`, with its shape and finite numbers; fails otherwise. */
+/* Checks that file f has array i of the list `a`, with the same shape and finite numbers; fails otherwise. */
 HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
                                 const char *path)
 {
@@ -11285,14 +11178,13 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
     return hpml_ctx_status(ctx);
 }
 
-/* What a checkpoint says of a training in its metadata: the optimizer's name, and whole numbers as text. */
+/* A checkpoint's metadata on a training: the optimizer's name, the other entries whole numbers as text. */
 enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_AGE,
        HPMLI_ENTRIES };
 static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
-#define HPMLI_ENTRIES_SUM "hpml.crc32c" /* the checksum of these texts, concatenated */
+#define HPMLI_ENTRIES_SUM "hpml.crc32c" /* the checksum of the texts of hpmli_entries, concatenated */
 #define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
-
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
     char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9];
@@ -11317,7 +11209,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1);
 }
 
-/* Reads entry i of a checkpoint's metadata as a whole number and checks its range; false: an error. */
+/* Reads entry i of a checkpoint's metadata from `text` as a whole number, checks its range; false: an error. */
 HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const char *text, int64_t *number)
 {
     char *end = NULL;
@@ -11326,15 +11218,15 @@ HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const c
     if (end == text || *end != 0 || errno == ERANGE)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits", path,
                            hpmli_entries[i], text);
-    int least = i == HPMLI_SCALE_AGE ? -1 : 0; /* -1: a loss scale that is fixed */
+    int least = i == HPMLI_SCALE_AGE ? -1 : 0; /* -1: the loss scale is fixed */
     if (i != HPMLI_SEED && i != HPMLI_SCALE && (*number < least || *number > HPMLI_COUNT_END))
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected %d to 2^53", path, hpmli_entries[i],
                            (long long)*number, least);
     return true;
 }
 
-/* Reads seed, step, epoch ... of a checkpoint's metadata into n[HPMLI_ENTRIES] (0 for the optimizer, whose name goes to
-   *optimizer) and checks them; false: an error. */
+/* Reads a checkpoint's metadata into n[HPMLI_ENTRIES] (0 for the optimizer, whose name goes to *optimizer) and checks
+   the numbers and their checksum; false: an error. */
 HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
                                  const char **optimizer)
 {
@@ -11358,7 +11250,7 @@ HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const
     return true;
 }
 
-/* True if the file was written by this trainer's optimizer, else an error. */
+/* True if `name`, the optimizer of the file `path`, is that of this trainer; false: an error. */
 HPMLI_FN bool hpmli_optimizer_matches(const hpml_trainer *t, const char *path, const char *name)
 {
     if (strcmp(name, t->optimizer->name) == 0) return true;
@@ -11387,7 +11279,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
         t->epoch       = n[HPMLI_EPOCH];
         t->epoch_step  = n[HPMLI_EPOCH_STEP];
         t->micro_batch = 0;
-        if (t->scale_age >= 0 && n[HPMLI_SCALE_AGE] >= 0 && n[HPMLI_SCALE] >= 1) { /* both dynamic */
+        if (t->scale_age >= 0 && n[HPMLI_SCALE_AGE] >= 0 && n[HPMLI_SCALE] >= 1) { /* both loss scales are dynamic */
             t->loss_scale = (float)n[HPMLI_SCALE];
             t->scale_age  = n[HPMLI_SCALE_AGE];
         }
@@ -11399,12 +11291,10 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Events are kept in a ring buffer of fixed size; adding one takes an atomic increment and a copy. The file is in
-   Chrome's trace format, in its array form with one event a line, and times in microseconds. */
-
+/* Events are kept in a ring of fixed size; adding one takes an atomic increment and a copy. The file is in Chrome's
+   trace format, as an array with one event a line, and times in microseconds. */
 struct hpmli_trace {
-    hpml_trace_desc  d;         /* with its defaults filled in */
+    hpml_trace_desc  d;         /* the user's, with defaults in place of zeros */
     bool             at_first;  /* time 0 of the file is the start of the first event */
     int64_t          count;     /* atomic: events added since the start, also those overwritten */
     bool             paused;    /* the current step is not one of the steps to be traced */
@@ -11435,12 +11325,11 @@ HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
     return ctx ? __atomic_exchange_n(&ctx->clock, seconds, __ATOMIC_RELAXED) : NULL;
 }
 
-/* Called at the begin of each step: pauses or resumes the trace by first_step and last_step. */
-HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
+HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step) /* pauses the trace before first_step, after last_step */
 {
     hpmli_trace *t = ctx->trace;
     bool         off = t && (step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step));
-    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* atomic: the loader's thread adds spans, too */
+    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* atomic, because the loader's thread adds spans */
 }
 
 HPML_API bool hpml_trace_on(const hpml_ctx *ctx)
@@ -11467,7 +11356,7 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
     hpml_trace_add(ctx, &e);
 }
 
-/* Adds the events of a step that ends now: its span and a counter with its loss. */
+/* Adds the events of a step that ends now: its span, from time `since` on, and a counter with its loss. */
 HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
 {
     hpml_trace_event e = HPMLI_ZEROED;
@@ -11507,7 +11396,7 @@ HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
     if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
 }
 
-/* Writes the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
+/* Writes s as the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
 HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
 {
     for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
@@ -11520,14 +11409,14 @@ HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
     }
 }
 
-/* Write a time in microseconds, a number: without %f or %g, because these use a decimal comma in some locales. */
+/* Writes `before` and a time in microseconds, without %f or %g, because some locales have a decimal comma for them. */
 HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
 {
     long long ns = (long long)(1e9 * seconds);
     fprintf(w->f, "%s%s%lld.%03lld", before, ns < 0 ? "-" : "", llabs(ns) / 1000, llabs(ns) % 1000);
 }
 
-HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value)
+HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value) /* writes `value` as an integer and an exponent */
 {
     int e = value == 0 ? 0 : (int)fmax(floor(log10(fabs(value))) - 8, -300);
     fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
@@ -11559,7 +11448,7 @@ HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
 /* Writes one event as a line of the file; origin: time 0 of the file, in seconds. */
 HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int rank, double origin)
 {
-    static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* by hpml_trace_kind */
+    static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* indexed by hpml_trace_kind */
     bool                     spans    = e->kind == HPML_TRACE_SPAN || e->kind == HPML_TRACE_STEP;
     fprintf(w->f, ",\n{\"name\":\"");
     hpmli_trace_text(w, e->name);
@@ -11609,8 +11498,7 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
-/* Bytes that one forward call reads and writes. */
-HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
+HPMLI_FN double hpmli_node_bytes(const hpml_node *n) /* returns the bytes that a forward call reads and writes */
 {
     double bytes = (double)hpmli_tensor_bytes(n->out);
     if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return 0;
