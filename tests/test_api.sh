@@ -64,7 +64,8 @@ functions() { # FILE: ctags finds each function that is spelled: a head from the
                 kernel[substr($0, RSTART + 3, RLENGTH - 4)]
             next
         }
-        !($2 in kernel) && $2 !~ /^((load|store)_upto_|hpml[icg]?_|HPML[A-Z]*_[A-Z0-9_]+$)/ { print $1 ": " $2 }' "$1" "$tmp/found")"
+        !($2 in kernel) && $2 !~ /^((load|store)_upto_|hpml[icg]?_|HPML[A-Z]*_[A-Z0-9_]+$)/ { print $1 ": " $2 }
+        ' "$1" "$tmp/found")"
 }
 header() { # FILE LINES
     index "$1"

@@ -245,8 +245,8 @@ TEST(bad_arguments)
     ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
 }
 
-/* A row with a NaN, an infinity or an overflow is packed as zeros, the other rows are packed as usual, and encode returns
-   HPML_ERR_NONFINITE. */
+/* A row with a NaN, an infinity or an overflow is packed as zeros, the other rows are packed as usual, and encode
+   returns HPML_ERR_NONFINITE. */
 TEST(nonfinite_rows_are_zeroed_and_reported)
 {
     static const hpml_codec_kind kinds[] = { HPML_CODEC_BF16, HPML_CODEC_ONEBIT };

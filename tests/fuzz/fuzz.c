@@ -282,7 +282,7 @@ void fuzz_one(int target, const uint8_t *p, size_t n)
     case FUZZ_NPY: {
         hpml_tensor *t = hpml_npy_load(ctx, content(0, p, n));
         promise((t != NULL) == (hpml_ctx_status(ctx) == HPML_OK), "a tensor or an error");
-        if (t) read_bytes(t->data, (size_t)hpml_tensor_count(t) * hpml_dtype_size(t->dtype));
+        if (t) read_bytes(t->raw, (size_t)hpml_tensor_count(t) * hpml_dtype_size(t->dtype));
         hpml_tensor_free(t);
         break;
     }
