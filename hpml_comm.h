@@ -3853,38 +3853,38 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 typedef struct hpmlc_phase hpmlc_phase;
 
 typedef enum hpmlc_sums {
-    HPMLC_SUMS_NONE,    /* the phase copies and adds nothing */
-    HPMLC_SUMS_PARTIAL, /* it adds, and no sum is complete after it */
-    HPMLC_SUMS_BLOCK,   /* member i has the sum of block i */
-    HPMLC_SUMS_ALL,     /* every member has the sum of the range */
-    HPMLC_SUMS_ROOT     /* member 0 has the sum of the range */
+    HPMLC_SUMS_NONE,    /* the phase copies elements and adds none */
+    HPMLC_SUMS_PARTIAL, /* the phase adds, and afterwards no element's sum over the team is complete */
+    HPMLC_SUMS_BLOCK,   /* afterwards member i of the team has the sum of block i of the range */
+    HPMLC_SUMS_ALL,     /* afterwards every member of the team has the sum of the whole range */
+    HPMLC_SUMS_ROOT     /* afterwards member 0 of the team has the sum of the whole range */
 } hpmlc_sums;
 
 typedef struct hpmlc_kind {
-    int (*rounds)(int size); /* of a team of `size` members */
+    int (*rounds)(int size); /* returns the number of rounds in a team of `size` members */
     void (*move)(const hpmlc_phase *f, int k, hpml_move *m); /* sets the move of member f->team.me in round k */
     hpmlc_sums sums;
-    bool       core;      /* for teams of 2^k members: of other teams the first 2^k members run it */
-    bool       one_round; /* member i > 0 takes part in round i - 1 only: the simulator skips the others */
+    bool       core;      /* needs a team of 2^k members: of a larger team the first 2^k members run the phase */
+    bool       one_round; /* member i > 0 takes part in round i - 1 only: the simulator skips its other rounds */
 } hpmlc_kind;
 
 typedef struct hpmlc_team {
-    int base, stride, size, me, root; /* member i is rank base + (i + root) % size * stride */
+    int base, stride, size, me, root; /* member i is rank base + (i + root) % size * stride; this rank is member `me` */
 } hpmlc_team;
 
 struct hpmlc_phase {
     const hpmlc_kind *kind;
     hpmlc_team        team;
-    int64_t           at, count; /* the range: elements [at, at + count) */
+    int64_t           at, count; /* range of the phase: elements [at, at + count) of the array */
     int               rounds;
-    const char       *level;     /* name on the timeline: a level of a hierarchy; NULL: none */
+    const char       *level;     /* span on the timeline, such as "local reduce"; NULL: none */
 };
 
 #define HPMLC_PHASES 8
 typedef struct hpmlc_plan {
     hpmlc_phase phase[HPMLC_PHASES];
     int         count;
-    const char *level; /* of the phases that are added next */
+    const char *level; /* hpmlc_phase.level of the phases that are appended next */
 } hpmlc_plan;
 
 HPML_API int64_t hpml_block(int64_t n, int parts, int index)
@@ -3892,11 +3892,12 @@ HPML_API int64_t hpml_block(int64_t n, int parts, int index)
     return parts > 0 ? n / parts * index + n % parts * index / parts : 0;
 }
 
-HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /* rounded down */
+HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /* returns log2 of n >= 1, rounded
+                                                                                  down */
 
 HPMLC_FN bool hpmlc_adds(const hpmlc_kind *kind) { return kind->sums != HPMLC_SUMS_NONE; }
 
-/* Returns all p ranks as one team whose member 0 is `root`. */
+/* Returns the team of all p ranks, whose member 0 is rank `root`, as `rank` sees it. */
 HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 {
     const hpmlc_team all = { 0, 1, p, (rank - root + p) % p, root };
@@ -3905,14 +3906,15 @@ HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 
 HPMLC_FN int hpmlc_member(const hpmlc_team *t, int i) { return t->base + (i + t->root) % t->size * t->stride; }
 
-/* The number of rounds of a team of `size` members: one for each other member, log2 rounded down, rounded up, and 1
-   where these two differ. */
+/* Return the rounds in a team of `size` members: _others: one for each other member; _down, _up: log2 rounded down, up;
+   _fold: up minus down, which is 1 unless `size` is a power of two. */
 HPMLC_FN int hpmlc_rounds_others(int size) { return size - 1; }
 HPMLC_FN int hpmlc_rounds_down(int size) { return hpmlc_log2(size); }
 HPMLC_FN int hpmlc_rounds_up(int size) { return hpmlc_log2(size) + (size > 1 << hpmlc_log2(size)); }
 HPMLC_FN int hpmlc_rounds_fold(int size) { return hpmlc_rounds_up(size) - hpmlc_rounds_down(size); }
 
-/* Sets the move to send blocks [first, end) of the range to member `to`. */
+/* Sets the sending half of move m: the phase's range is cut into a block for each member of the team; blocks [first,
+   end) go to member `to`. */
 HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int first, int end)
 {
     m->to         = hpmlc_member(&f->team, to);
@@ -3920,7 +3922,8 @@ HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int fir
     m->send_count = f->at + hpml_block(f->count, f->team.size, end) - m->send_at;
 }
 
-/* Sets the move to receive blocks [first, end) from member `from`, and to add them where the phase adds. */
+/* Sets the receiving half of move m: blocks [first, end) of the phase's range come from member `from`; they are added
+   to the array where the phase adds, else they replace its elements. */
 HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, int first, int end)
 {
     m->from          = hpmlc_member(&f->team, from);
@@ -3929,8 +3932,8 @@ HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, in
     m->add           = hpmlc_adds(f->kind);
 }
 
-/* Sets the move between a child and its parent: where the phase adds, the child sends the whole range and the parent
-   adds it; else the parent sends it. A member that is neither must not call this. */
+/* Sets move m of this member, which is either `child` or `parent`: where the phase adds, the child sends the whole
+   range and the parent adds it; else the parent sends the range to the child. Other members must not call this. */
 HPMLC_FN void hpmlc_set_parent_child(const hpmlc_phase *f, hpml_move *m, int child, int parent)
 {
     int p = f->team.size, other = f->team.me == child ? parent : child;
@@ -3974,7 +3977,8 @@ HPMLC_FN void hpmlc_ring_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_ring_scatter = { hpmlc_rounds_others, hpmlc_ring_move, HPMLC_SUMS_BLOCK, false, false };
 static const hpmlc_kind hpmlc_ring_gather  = { hpmlc_rounds_others, hpmlc_ring_move, HPMLC_SUMS_NONE, false, false };
 
-/* Recursive doubling: in round k members whose numbers differ in bit k exchange all they have, and both add it. */
+/* Sets the move of round k in recursive doubling: two members whose numbers differ in bit k alone send each other the
+   whole range, and each adds what it receives. */
 HPMLC_FN void hpmlc_doubling_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     hpmlc_set_send(f, m, f->team.me ^ 1 << k, 0, f->team.size);
@@ -3982,13 +3986,14 @@ HPMLC_FN void hpmlc_doubling_move(const hpmlc_phase *f, int k, hpml_move *m)
 }
 static const hpmlc_kind hpmlc_doubling = { hpmlc_rounds_down, hpmlc_doubling_move, HPMLC_SUMS_ALL, true, false };
 
-/* Recursive halving: before round k of log2 p, member i works on the p / 2^k blocks around its own; it sends one half
-   of them and keeps the half that has its own block. The way back sends the same blocks in the opposite order. */
+/* Sets the move of round k in recursive halving of p members: where the phase adds, member i works on the p / 2^k
+   blocks around block i, sends one half of these blocks to its partner and keeps the half with block i. Else the same
+   blocks are sent back in the opposite order of rounds. */
 HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     bool adds = hpmlc_adds(f->kind);
     int  half = f->team.size >> (adds ? k + 1 : f->rounds - k), other = f->team.me ^ half;
-    int  my_half = f->team.me / half * half, other_half = other / half * half; /* their first blocks */
+    int  my_half = f->team.me / half * half, other_half = other / half * half; /* the first block of each half */
     int  sent = adds ? other_half : my_half, got = adds ? my_half : other_half;
     hpmlc_set_send(f, m, other, sent, sent + half);
     hpmlc_set_receive(f, m, other, got, got + half);
@@ -3996,7 +4001,8 @@ HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_halve  = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_BLOCK, true, false };
 static const hpmlc_kind hpmlc_double = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_NONE, true, false };
 
-/* Folding: each member from 2^k on adds its range to the member 2^k before, and gets the result at the end. */
+/* Sets the move of folding a team to its first 2^k members: each member from 2^k on sends its range to the member 2^k
+   before it, which adds it; where the phase does not add, that member sends the range back. */
 HPMLC_FN void hpmlc_fold_move(const hpmlc_phase *f, int k HPMLC_UNUSED, hpml_move *m)
 {
     int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p);
@@ -4005,7 +4011,8 @@ HPMLC_FN void hpmlc_fold_move(const hpmlc_phase *f, int k HPMLC_UNUSED, hpml_mov
 static const hpmlc_kind hpmlc_fold   = { hpmlc_rounds_fold, hpmlc_fold_move, HPMLC_SUMS_PARTIAL, false, false };
 static const hpmlc_kind hpmlc_unfold = { hpmlc_rounds_fold, hpmlc_fold_move, HPMLC_SUMS_NONE, false, false };
 
-/* The binomial tree: in round k of the way up, members whose lowest set bit is bit k are children. */
+/* Sets the move of round k in a binomial tree: where the phase adds (the way up), a member whose lowest set bit is bit
+   k sends its range to the member without that bit. The way down has the opposite directions and order of rounds. */
 HPMLC_FN void hpmlc_tree_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     int i = f->team.me, step = 1 << (hpmlc_adds(f->kind) ? k : f->rounds - 1 - k);
@@ -4014,7 +4021,7 @@ HPMLC_FN void hpmlc_tree_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_tree_up   = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_ROOT, false, false };
 static const hpmlc_kind hpmlc_tree_down = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_NONE, false, false };
 
-/* The star: member 0 is the parent of each other member in turn. */
+/* Sets the move of round k in a star: between member 0, the parent, and member k + 1; other members are idle. */
 HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     if (f->team.me == 0 || f->team.me == k + 1) hpmlc_set_parent_child(f, m, k + 1, 0);
@@ -4022,8 +4029,9 @@ HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_star_up   = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_ROOT, false, true };
 static const hpmlc_kind hpmlc_star_down = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_NONE, false, true };
 
-/* Pairwise exchange: in round k each member sends to the one k + 1 after it and receives from the one k + 1 before it.
-   Reduce-scatter sends the receiver's block, and only a member's own block changes; allgather sends the own block. */
+/* Sets the move of round k in a pairwise exchange: each member sends one block to the member k + 1 after it and
+   receives one from the member k + 1 before it. Where the phase adds, the receiver's own block is sent; else the
+   sender's own. */
 HPMLC_FN void hpmlc_pairs_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     bool adds = hpmlc_adds(f->kind);
@@ -4042,7 +4050,7 @@ HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
     f->kind->move(f, k, m);
 }
 
-/* Appends a phase, unless it has no rounds or this rank is not in its team. */
+/* Appends a phase on elements [at, at + count), unless it has no rounds or this rank, `team.me`, is not in the team. */
 HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, const hpmlc_kind *kind, hpmlc_team team, int64_t at, int64_t count)
 {
     if (kind->core) team.size = 1 << hpmlc_log2(team.size);
@@ -4061,27 +4069,30 @@ HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, const hpmlc_kind *kind, hpmlc_tea
 typedef struct hpmlc_algorithm {
     hpml_algorithm    algorithm;
     const char       *name;
-    const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; ends with NULL */
-    /* Optional: plans it where several ranks share each of several nodes; elsewhere `phase` counts. */
+    const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; the last is NULL */
+    /* Optional: plans the algorithm where each of several nodes has several ranks; elsewhere `phase` is run. */
     void (*plan_nodes)(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n);
-    bool              native;     /* the transport executes it; `phase` then only estimates its bytes */
-    int32_t           auto_ranks; /* AUTO considers it for at most so many ranks, because it simulates it; 0: never */
-    int32_t           auto_mixed; /* the same limit where neighbours in the ring are on different nodes */
-    /* Optional: seconds for `bytes` on a real transport that the simulation does not count; AUTO adds them. */
+    bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
+    int32_t           auto_ranks; /* most ranks for which AUTO considers the algorithm, because AUTO simulates it; 0:
+                                     never */
+    int32_t           auto_mixed; /* as auto_ranks, where ranks r and r + 1 are on different nodes */
+    /* Optional: seconds that an allreduce of `bytes` takes on real transports beyond the simulated ones; AUTO adds
+       them. */
     double (*extra_s)(const hpml_comm *c, double bytes);
 } hpmlc_algorithm;
 
 HPMLC_FN const hpmlc_algorithm *hpmlc_algorithm_row(hpml_algorithm a);
 
-/* Plans an allreduce of a range within one team. */
+/* Appends the phases of algorithm `row` to the plan: an allreduce of elements [at, at + count) within one team. */
 HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, const hpmlc_algorithm *row, hpmlc_team team, int64_t at, int64_t count)
 {
     for (const hpmlc_kind *const *kind = row->phase; *kind; kind++) hpmlc_plan_add(plan, *kind, team, at, count);
 }
 
-/* Plans HIERARCHICAL: a ring inside the node leaves each member the sum of one block; the members with the same place
-   on all nodes add up that block by halving, or by a ring; a ring inside the node spreads the blocks. Where nodes
-   differ in size: a tree to the first rank of each node, a ring among those ranks, a tree back. */
+/* Plans HPML_HIERARCHICAL for rank `rank` of p: a ring inside the node leaves each member the sum of one block; the
+   members with the same place on all nodes add up that block by halving, or by a ring; a ring inside the node spreads
+   the blocks. Where nodes differ in size: a tree to the first rank of each node, a ring among those ranks, a tree
+   back. */
 HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
@@ -4091,7 +4102,7 @@ HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool s
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
-        bool    folds = (nodes & (nodes - 1)) != 0; /* folding sends everything twice more: a short ring is cheaper */
+        bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: folding sends the range twice more */
         hpmlc_plan_add(plan, &hpmlc_ring_scatter, in, 0, n);
         plan->level = "global allreduce";
         hpml_algorithm between = folds && nodes <= 32 ? HPML_RING : HPML_HALVING;
@@ -4109,22 +4120,24 @@ HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool s
     hpmlc_plan_add(plan, &hpmlc_tree_down, in, 0, n);
 }
 
-/* BUTTERFLY sends a copy of what is added to meanwhile. CENTRAL's rank 0 starts its messages one by one. */
+/* Return the seconds that AUTO adds to a simulation: BUTTERFLY copies the array in each round at 1e-10 s a byte,
+   because it is added to while it is sent; CENTRAL's rank 0 starts its 2 (p - 1) messages one by one. */
 HPMLC_FN double hpmlc_butterfly_extra(const hpml_comm *c, double bytes) { return hpmlc_log2(c->size) * bytes * 1e-10; }
 HPMLC_FN double hpmlc_central_extra(const hpml_comm *c, double bytes HPMLC_UNUSED)
 {
     return 2 * (c->size - 1) * c->t->alpha;
 }
 
-/* In the order in which AUTO tries them: of equally fast ones it takes the first. AUTO, NATIVE: bytes as a ring's. */
-#define HPMLC_MAX_RANKS 65536 /* that the simulator takes */
+/* The algorithms, in the order in which AUTO tries them: of equally fast ones AUTO takes the first. The rows of AUTO
+   and NATIVE have the phases of a ring, because their bytes are estimated as a ring's. */
+#define HPMLC_MAX_RANKS 65536 /* the largest number of ranks that the simulator accepts */
 static const hpmlc_algorithm hpmlc_algorithms[] = {
     { HPML_BUTTERFLY, "butterfly", { &hpmlc_fold, &hpmlc_doubling, &hpmlc_unfold, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_butterfly_extra },
     { HPML_HALVING, "halving", { &hpmlc_fold, &hpmlc_halve, &hpmlc_double, &hpmlc_unfold, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_RING, "ring", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false,
-      HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed: a queue plays p^2 messages */
+      HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed 256: a simulation then plays p^2 messages */
     { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_plan_hierarchy, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_TREE, "tree", { &hpmlc_tree_up, &hpmlc_tree_down, NULL }, NULL, false,
@@ -4159,7 +4172,8 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
     return HPML_ALGORITHM_NONE;
 }
 
-/* Plans an allreduce of n elements as rank `rank` of p executes it. An unknown algorithm has no phases. */
+/* Plans an allreduce of n elements by algorithm `a` as rank `rank` of p ranks, per_node on each node, executes it. An
+   unknown algorithm gives a plan without phases. */
 HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per_node, bool spread, int rank, int64_t n)
 {
     const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
@@ -4169,7 +4183,7 @@ HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per
     else if (row) hpmlc_plan_team(plan, row, hpmlc_everyone(p, rank, 0), 0, n);
 }
 
-/* Makes a plan of one phase, which all ranks run as one team on elements [0, n). */
+/* Makes a plan of one phase, which all p ranks run as one team, with rank `root` as member 0, on elements [0, n). */
 HPMLC_FN void hpmlc_plan_single(hpmlc_plan *plan, const hpmlc_kind *kind, int p, int rank, int root, int64_t n)
 {
     plan->count = 0;
@@ -4195,8 +4209,9 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 // >>reduce   adding up elements; the mean
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* into[i] <- into[i] + from[i], or the larger of both. Loops of 16 elements of arrays that do not overlap let any
-   compiler use vectors at -O2. */
+/* Defines hpmlc_NAME(into, from, bytes), which sets each element of `into` to `expression`, for example the sum, of a
+   from `into` and b from `from`. type: of elements; read, write: convert an element to and from `wide`, the type of a
+   and b. Loops of 16 elements of arrays that do not overlap let any compiler use vectors at -O2. */
 #define HPMLC_REDUCE(name, type, wide, read, write, expression)                                                        \
     HPMLC_FN void hpmlc_##name(void *HPMLC_RESTRICT into, const void *HPMLC_RESTRICT from, size_t bytes)               \
     {                                                                                                                  \
@@ -4222,7 +4237,7 @@ HPMLC_FN float hpmlc_from_bf16(uint16_t h)
     return x;
 }
 
-HPMLC_FN uint16_t hpmlc_to_bf16(float x) /* to nearest even */
+HPMLC_FN uint16_t hpmlc_to_bf16(float x) /* rounds x to the nearest bf16, ties to even */
 {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
@@ -4233,7 +4248,7 @@ HPMLC_FN uint16_t hpmlc_to_bf16(float x) /* to nearest even */
 HPMLC_REDUCE(sum_f32, float, float, HPMLC_SAME, HPMLC_SAME, a + b)
 HPMLC_REDUCE(sum_f64, double, double, HPMLC_SAME, HPMLC_SAME, a + b)
 HPMLC_REDUCE(sum_bf16, uint16_t, float, hpmlc_from_bf16, hpmlc_to_bf16, a + b)
-HPMLC_REDUCE(sum_i32, uint32_t, uint32_t, HPMLC_SAME, HPMLC_SAME, a + b) /* unsigned: wraps as two's complement does */
+HPMLC_REDUCE(sum_i32, uint32_t, uint32_t, HPMLC_SAME, HPMLC_SAME, a + b) /* unsigned, because overflow then wraps */
 HPMLC_REDUCE(sum_i64, uint64_t, uint64_t, HPMLC_SAME, HPMLC_SAME, a + b)
 HPMLC_REDUCE(max_f32, float, float, HPMLC_SAME, HPMLC_SAME, a > b || a != a ? a : b)
 HPMLC_REDUCE(max_f64, double, double, HPMLC_SAME, HPMLC_SAME, a > b || a != a ? a : b)
@@ -4241,22 +4256,24 @@ HPMLC_REDUCE(max_bf16, uint16_t, float, hpmlc_from_bf16, hpmlc_to_bf16, a > b ||
 HPMLC_REDUCE(max_i32, int32_t, int32_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 HPMLC_REDUCE(max_i64, int64_t, int64_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 
-static const struct { size_t size; hpmlc_reduce_fn *sum, *max; } hpmlc_types[] = { /* as hpml_element */
+static const struct { size_t size; hpmlc_reduce_fn *sum, *max; } hpmlc_types[] = { /* indexed by hpml_element */
     { 4, hpmlc_sum_f32, hpmlc_max_f32 }, { 2, hpmlc_sum_bf16, hpmlc_max_bf16 }, { 4, hpmlc_sum_i32, hpmlc_max_i32 },
     { 8, hpmlc_sum_i64, hpmlc_max_i64 }, { 8, hpmlc_sum_f64, hpmlc_max_f64 }, { 1, NULL, NULL }
 };
 
 HPML_API size_t hpml_element_size(hpml_element e) { return (unsigned)e <= HPML_ELEMENT_BYTE ? hpmlc_types[e].size : 0; }
 
-/* Returns the function that adds (or takes the larger of) elements; NULL: there is none. */
+/* Returns the function that adds elements of type e or, with op HPML_MAX, keeps the larger ones; NULL: there is
+   none. */
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
     if ((unsigned)e > HPML_ELEMENT_BYTE || (unsigned)op > HPML_MAX) return NULL;
     return op == HPML_MAX ? hpmlc_types[e].max : hpmlc_types[e].sum;
 }
 
-/* Makes the sum of p ranks their mean: the same operation on the same bits on every rank. Where p is a power of two,
-   x * (1 / p) has the same bits as x / p and is faster. Loops of 16 elements as above. */
+/* Divides n floats x, which are sums over p ranks, by p: the same operation on the same bits on every rank. Where p is
+   a power of two, x * (1 / p) has the same bits as x / p and is faster. Loops of 16 elements let compilers use
+   vectors. */
 HPMLC_FN void hpmlc_divide_f32(float *x, int64_t n, float p)
 {
     const int   rest = (int)p & ((int)p - 1);
@@ -4288,7 +4305,8 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the communicator's buffer, grown to at least `size` bytes. NULL: no memory. */
+/* Returns the scratch buffer of communicator c, enlarged to at least `size` bytes (its contents are then lost). NULL:
+   no memory. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
 {
     if (size <= c->scratch_size) return c->scratch;
@@ -4298,12 +4316,12 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-/* Divides the sums that phase i of the plan has completed, if it is the last phase that adds: each element once, where
-   its sum is complete, before it is copied to the other ranks. */
+/* Divides the sums that phase i of the plan has completed on this rank by the number of ranks, if phase i is the last
+   one that adds: so each element is divided once, where its sum is complete, before it is copied to other ranks. */
 HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, char *data, hpml_element e)
 {
     const hpmlc_phase *f = &plan->phase[i];
-    int                p = f->team.size, first = 0, end = 0; /* blocks to divide */
+    int                p = f->team.size, first = 0, end = 0; /* blocks [first, end) are divided */
     for (int k = i + 1; k < plan->count; k++)
         if (hpmlc_adds(plan->phase[k].kind)) return;
     switch (f->kind->sums) {
@@ -4319,7 +4337,8 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, 
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
-/* Executes the moves of a plan on `data`. op: a word of hpml_reduce, or -1: the plan adds nothing. */
+/* Executes the moves of a plan on `data`, elements of type e, with messages of this tag. op: how to add, a word of
+   hpml_reduce; -1: the plan adds nothing. */
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e, int op, int tag)
 {
     size_t           size   = hpml_element_size(e);
@@ -4334,7 +4353,8 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
             hpmlc_move_of(f, k, &m);
             char  *sent = data + (size_t)m.send_at * size, *received = data + (size_t)m.receive_at * size;
             size_t sent_bytes = (size_t)m.send_count * size, received_bytes = (size_t)m.receive_count * size;
-            if (m.to >= 0 && m.add && sent == received && sent_bytes > 0) { /* the receive would change what is sent */
+            if (m.to >= 0 && m.add && sent == received && sent_bytes > 0) { /* sends a copy, because the receive adds to
+                                                                               the same elements */
                 char *copy = hpmlc_scratch(c, sent_bytes);
                 if (!copy) return hpml_ctx_status(c->ctx);
                 sent = (char *)memcpy(copy, sent, sent_bytes);
@@ -4351,8 +4371,8 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
     return status;
 }
 
-/* With .check: rank 0 collects from each rank a text that describes the collective it has entered, compares them, and
-   sends the verdict to all ranks, which fail if two texts differ. */
+/* Compares `mine`, in which each rank describes the collective that it has entered (for .check of hpml_comm_desc): rank
+   0 receives the texts of all ranks, compares them and sends the verdict to all, which fail if two texts differ. */
 HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
 {
     hpmlc_plan  reply;
@@ -4371,13 +4391,14 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
 }
 
-/* Begins every collective: takes a tag of its own, keeps the name for errors, and with .check compares what all ranks
-   must pass: also `detail` and `number`, for example "root" and 3 (number -1: none). Returns the tag; -1: an error. */
+/* Begins every collective: takes a new tag, keeps `name` for errors, and with .check fails unless all ranks pass the
+   same name, n, element, op (-1: none), and `detail` with `number`, for example "root" and 3 (NULL and -1: none).
+   Returns the tag; -1: an error on the context. */
 HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element element, int op, const char *detail,
                          int number)
 {
-    static const char *const elements[] = { "f32", "bf16", "i32", "i64", "f64", "bytes" }; /* as hpml_element */
-    static const char *const ops[]      = { "", ", sum", ", mean", ", max" }; /* none, then as hpml_reduce */
+    static const char *const elements[] = { "f32", "bf16", "i32", "i64", "f64", "bytes" }; /* indexed by hpml_element */
+    static const char *const ops[]      = { "", ", sum", ", mean", ", max" }; /* indexed by op + 1; op -1: none */
     int tag;
     if (hpmlc_failed(c)) return -1;
     if (n < 0) return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s of %lld elements", name, (long long)n), -1;
@@ -4397,7 +4418,8 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     return tag;
 }
 
-/* Ends every collective: counts its seconds and puts it on the timeline. Returns `status`. */
+/* Ends every collective: adds its seconds to the communicator's counters and its span to the timeline. Returns
+   `status`. */
 HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
@@ -4407,7 +4429,7 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
     return status;
 }
 
-/* Replaces n values by the largest of all ranks, on all ranks. */
+/* Replaces each of the n values in `most` by the largest one that any rank has in its place. name: for errors. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n)
 {
     hpmlc_plan plan;
@@ -4417,7 +4439,8 @@ HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, 
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)most, HPML_ELEMENT_I64, HPML_MAX, tag));
 }
 
-/* Runs a collective of one phase, with all ranks as one team whose member 0 is `root`. */
+/* Runs a collective of one phase of `kind` on n elements of type e in `data`, with all ranks as one team whose member 0
+   is rank `root`. op: a word of hpml_reduce; -1: the phase adds nothing. */
 HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, const hpmlc_kind *kind, void *data, int64_t n,
                                      hpml_element e, int op, int root)
 {
@@ -4453,14 +4476,14 @@ HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_el
     return hpmlc_phase_run(c, "reduce", &hpmlc_tree_up, data, n, e, (int)op, root);
 }
 
-/* Collectives of blocks: in round k a rank sends to the one k after it and receives from the one k before it, unless a
-   root alone sends or receives. A barrier doubles k instead: after round k each rank has a message, direct or not, from
-   the 2 k - 1 ranks before it. */
+/* Rule of a collective that moves blocks of bytes: in round k = 1, 2, ... each rank sends a block to the rank k after
+   it and receives a block from the rank k before it, unless a root alone sends or receives. In a barrier, whose blocks
+   are empty, k doubles instead: after round k each rank has heard, directly or not, of the 2 k - 1 ranks before it. */
 typedef struct hpmlc_block_rule {
     const char *name;
-    bool        root_sends;    /* the root alone sends: it has a block for each rank, the others have none */
-    bool        root_receives; /* the root alone receives: a block from each rank */
-    bool        doubles;       /* k doubles from round to round; else it grows by 1 */
+    bool        root_sends;    /* only the root sends: it has a block for each rank, other ranks have none to send */
+    bool        root_receives; /* only the root receives: a block from each rank */
+    bool        doubles;       /* the distance k doubles from round to round; else k grows by 1 */
 } hpmlc_block_rule;
 
 static const hpmlc_block_rule hpmlc_gather_rule     = { "gather", false, true, false };
@@ -4468,8 +4491,9 @@ static const hpmlc_block_rule hpmlc_scatter_rule    = { "scatter", true, false, 
 static const hpmlc_block_rule hpmlc_all_to_all_rule = { "all_to_all", false, false, false };
 static const hpmlc_block_rule hpmlc_barrier_rule    = { "barrier", false, false, true };
 
-/* Runs a collective of blocks of `bytes`. sent: a block for each rank, or where the root alone receives, one block;
-   received: a block from each rank, or where the root alone sends, one block. */
+/* Runs a collective that moves blocks of `bytes` each by `rule`. sent: a block for each rank, or one block where only
+   the root receives; received: a block from each rank, or one block where only the root sends; NULL: none. root -1: no
+   root. */
 HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, const char *sent, char *received,
                                   size_t bytes, int root)
 {
@@ -4480,7 +4504,8 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, co
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     size_t me = (size_t)c->rank;
     size_t sent_step = rule->root_receives ? 0 : bytes, received_step = rule->root_sends ? 0 : bytes;
-    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* a rank's own block */
+    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* copies the block that this rank has for
+                                                                          itself */
         memmove(received + me * received_step, sent + me * sent_step, bytes);
     hpml_status status = HPML_OK;
     for (int k = 1; k < c->size && status == HPML_OK; k += rule->doubles ? k : 1) {
@@ -4512,8 +4537,8 @@ HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *recei
     return hpmlc_blocks(c, &hpmlc_all_to_all_rule, (const char *)sent, (char *)received, bytes, -1);
 }
 
-/* Returns the seconds of an allreduce of 2^k bytes: simulated once, then kept, because no formula describes how
-   messages overlap between nodes, or where ranks are no power of two. -1: no memory. */
+/* Returns the seconds of an allreduce of 2^k bytes by algorithm a: simulated, because no formula describes how messages
+   overlap between nodes, or where ranks are no power of two, then kept in c->forecast. -1: no memory. */
 HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
 {
     double *kept = &c->forecast[k][a];
@@ -4521,8 +4546,9 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
-    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p), then (known) 1 + the new number */
-    for (int r = 0; node && r < p; r++) { /* the nodes of a part get new numbers, from 0 on without gaps */
+    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) new node of each rank, (known) 1 + new
+                                                                             number of a node */
+    for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
         node[r] = *number - 1;
@@ -4535,10 +4561,10 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     return *kept;
 }
 
-/* Returns whether AUTO considers an algorithm on this communicator. */
+/* Returns whether AUTO considers the algorithm of `row` on communicator c. */
 HPMLC_FN bool hpmlc_auto_considers(const hpml_comm *c, const hpmlc_algorithm *row)
 {
-    bool mixed = c->spread || c->per_node == 0; /* ring neighbours are on different nodes */
+    bool mixed = c->spread || c->per_node == 0; /* ranks r and r + 1 are on different nodes */
     if (row->plan_nodes && (c->per_node <= 1 || c->per_node >= c->size)) return false;
     return c->size <= (mixed ? row->auto_mixed : row->auto_ranks);
 }
@@ -4563,7 +4589,8 @@ HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes)
     return best;
 }
 
-/* Sets the algorithm where it is AUTO. Returns the elements of one piece, see hpml_transport; 0: no memory. */
+/* Replaces *a, where it is AUTO, by the algorithm that AUTO chooses for n elements of `size` bytes. Returns the number
+   of elements that are added up at a time, which hpml_transport.piece limits; 0: no memory. */
 HPMLC_FN int64_t hpmlc_allreduce_piece(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
 {
     if (*a != HPML_AUTO) return hpmlc_max(n, 1);
@@ -4572,8 +4599,8 @@ HPMLC_FN int64_t hpmlc_allreduce_piece(hpml_comm *c, int64_t n, int64_t size, hp
     return c->t->piece > 0 && n > 1 << 21 ? (int64_t)c->t->piece / size : hpmlc_max(n, 1);
 }
 
-/* Returns the bytes that this rank sends in an allreduce of n elements. For native algorithms and device links, which
-   do not report theirs: the bytes of a ring. */
+/* Returns the bytes that this rank sends in an allreduce of n elements of `size` bytes by algorithm a. For native
+   algorithms and device links, which do not report what they send: the bytes of a ring. */
 HPMLC_FN int64_t hpmlc_allreduce_bytes(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
 {
     const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
@@ -4614,7 +4641,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
         if (status == HPML_OK && d.reduce == HPML_MEAN) hpmlc_divide(data, n, d.element, c->size);
     } else {
         int64_t at = 0;
-        do { /* piece by piece, see hpml_transport; with n 0, one empty piece */
+        do { /* `step` elements at a time, see hpml_transport.piece; n 0: one empty piece */
             int64_t count = hpmlc_min(n - at, step);
             hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
             status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, (int)d.reduce, tag);
@@ -4624,7 +4651,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     return hpmlc_leave(c, status);
 }
 
-/* As hpml_allreduce, without a desc. */
+/* Calls hpml_allreduce with a desc of these three settings. */
 HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce,
                                       hpml_algorithm algorithm)
 {
@@ -4635,7 +4662,8 @@ HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_
     return hpml_allreduce(c, data, n, &d);
 }
 
-/* Measures alpha by small messages and beta by large ones; all ranks take the figures of the slowest one. */
+/* Measures the latency by messages of 4 bytes to the next rank and the bandwidth by messages of 1 MiB, the best of 16;
+   all ranks take the figures of the slowest rank. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 {
     enum { LARGE = 1 << 20 };
@@ -4665,22 +4693,22 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 // >>async   work in the background
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A background is a thread with a twin of the communicator and a context of its own, whose error hpml_job_wait copies
-   to the communicator's context. Jobs run in the order in which they are posted, the same on all ranks, so that the
-   ranks' collectives match. */
+/* A background is a thread with a context of its own and a twin: a communicator of the same ranks, for the thread's
+   messages. hpml_job_wait copies an error of that context to the communicator's. Jobs run in the order in which they
+   are posted, the same on all ranks, so that the collectives of the ranks match. */
 
 struct hpml_job {
     hpml_comm          *c;
     hpml_rank_fn       *work;
     void               *user;
-    void               *data; /* of hpml_iallreduce */
+    void               *data; /* the array of hpml_iallreduce */
     int64_t             n;
     hpml_allreduce_desc desc;
     hpml_status         status;
-    bool                used;  /* posted, and hpml_job_wait has not returned it */
+    bool                used;  /* posted, and hpml_job_wait has not yet returned its status */
     bool                done;
-    int64_t             step;  /* the trainer's step when the job was posted */
-    double              clock; /* CLOCK: when the job was posted, then when it was done: seconds */
+    int64_t             step;  /* the communicator's step when the job was posted */
+    double              clock; /* CLOCK: virtual seconds when the job was posted, then when it was done */
 };
 
 HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
@@ -4703,7 +4731,7 @@ struct hpmlc_background {
 #endif
 };
 
-/* Runs the oldest job that has been posted. */
+/* Runs the oldest posted job that has not yet run, on the twin; sets its status, its virtual time and `done`. */
 HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 {
     hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
@@ -4723,14 +4751,15 @@ HPMLC_FN void hpmlc_background_low_latency(void)
 {
 #if defined(__linux__) && defined(PR_SET_TIMERSLACK) && defined(SYS_sched_setattr)
     struct { uint32_t size, policy; uint64_t flags; int32_t nice; uint32_t priority; uint64_t runtime, rest[2]; } a;
-    prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul); /* ns */
+    prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul); /* in ns */
     if (syscall(SYS_sched_getattr, 0, &a, (unsigned)sizeof a, 0u) != 0 || a.policy != 0) return;
-    a.runtime = 100000; /* ns of a slice, from Linux 6.12 on */
+    a.runtime = 100000; /* ns of a time slice, used by Linux 6.12 and later */
     syscall(SYS_sched_setattr, 0, &a, 0u);
 #endif
 }
 
-/* Runs jobs until hpmlc_background_stop. */
+/* Is the background thread's main function, with its hpmlc_background as `arg`: runs posted jobs until
+   hpmlc_background_stop sets `stop` and no job is left. Returns NULL. */
 HPMLC_FN void *hpmlc_background_main(void *arg)
 {
     hpmlc_background *b    = (hpmlc_background *)arg;
@@ -4751,7 +4780,8 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     return NULL;
 }
 
-/* Starts the thread. Without one (threaded stays false) jobs run when they are posted. */
+/* Starts the background thread. Where the transport or the system does not allow one, b->threaded stays false, and jobs
+   run when they are posted. */
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     const hpml_transport *t = b->c->t;
@@ -4763,7 +4793,7 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
     if (!b->threaded && t->schedule) t->schedule->thread_close(b->c, b->twin);
 }
 
-/* Waits until the background thread sets *flag. Deadlocks are detected meanwhile, and virtual time advances. */
+/* Waits until the background thread sets *flag. Meanwhile deadlocks are detected and virtual time advances. */
 HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *flag)
 {
     unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
@@ -4794,7 +4824,7 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
     hpml_ctx_free(b->ctx);
 }
 
-/* Returns the communicator's background, which the first call creates: collective then. NULL: the error is on the
+/* Returns the background of communicator c, which the first call, a collective one, creates. NULL: an error on the
    context. */
 HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
 {
@@ -4816,14 +4846,15 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
         hpml_ctx_free(b->ctx);
         return NULL;
     }
-    b->twin->spin_limit = 0; /* sleeps at once, because computing threads need the core */
+    b->twin->spin_limit = 0; /* a wait sleeps at once, because computing threads need the core */
     b->twin->trace = c->ctx;
     c->background  = b;
     hpmlc_background_thread(b);
     return b;
 }
 
-/* Posts a copy of `job`. NULL: the error is on the context. */
+/* Hands a copy of `job` to the background thread; without a thread, runs it now. Returns the copy; NULL: an error on
+   the context. */
 HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *job)
 {
     hpmlc_background *b = hpmlc_failed(c) ? NULL : hpmlc_background_of(c);
@@ -4869,7 +4900,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
-    /* This thread only waits, so the twin may spin on its core. */
+    /* Lets the background thread spin while it waits, because this thread, which only waits, leaves it a core. */
     __atomic_store_n(&b->twin->spin_limit, j->c->spin_limit, __ATOMIC_RELAXED);
     hpmlc_background_await(b, &j->done);
     __atomic_store_n(&b->twin->spin_limit, 0, __ATOMIC_RELAXED);
@@ -4880,7 +4911,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
     return j->status;
 }
 
-/* Waits until no job is in flight: then the twin's counters and the residuals that jobs change may be read. */
+/* Waits until all posted jobs are done: then the twin's counters, and the residuals that jobs change, may be read. */
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 {
     hpmlc_background *b = c->background;
@@ -4905,7 +4936,8 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
     if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
 }
 
-/* Returns messages (which 0) or bytes (which 1) sent to a rank, by the communicator and its twin. */
+/* Returns the messages (which 0) or bytes (which 1) that communicator c and its twin have sent to rank `peer`, when all
+   posted jobs are done; 0: no such rank. */
 HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int which)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
