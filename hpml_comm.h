@@ -3892,8 +3892,7 @@ HPML_API int64_t hpml_block(int64_t n, int parts, int index)
     return parts > 0 ? n / parts * index + n % parts * index / parts : 0;
 }
 
-HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /* returns log2 of n >= 1, rounded
-                                                                                  down */
+HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /* log2 of n, rounded down */
 
 HPMLC_FN bool hpmlc_adds(const hpmlc_kind *kind) { return kind->sums != HPMLC_SUMS_NONE; }
 
@@ -4073,8 +4072,7 @@ typedef struct hpmlc_algorithm {
     /* Optional: plans the algorithm where each of several nodes has several ranks; elsewhere `phase` is run. */
     void (*plan_nodes)(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n);
     bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
-    int32_t           auto_ranks; /* most ranks for which AUTO considers the algorithm, because AUTO simulates it; 0:
-                                     never */
+    int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
     int32_t           auto_mixed; /* as auto_ranks, where ranks r and r + 1 are on different nodes */
     /* Optional: seconds that an allreduce of `bytes` takes on real transports beyond the simulated ones; AUTO adds
        them. */
@@ -4353,8 +4351,7 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
             hpmlc_move_of(f, k, &m);
             char  *sent = data + (size_t)m.send_at * size, *received = data + (size_t)m.receive_at * size;
             size_t sent_bytes = (size_t)m.send_count * size, received_bytes = (size_t)m.receive_count * size;
-            if (m.to >= 0 && m.add && sent == received && sent_bytes > 0) { /* sends a copy, because the receive adds to
-                                                                               the same elements */
+            if (m.to >= 0 && m.add && sent == received && sent_bytes > 0) { /* because the receive changes `sent` */
                 char *copy = hpmlc_scratch(c, sent_bytes);
                 if (!copy) return hpml_ctx_status(c->ctx);
                 sent = (char *)memcpy(copy, sent, sent_bytes);
@@ -4504,8 +4501,7 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, co
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     size_t me = (size_t)c->rank;
     size_t sent_step = rule->root_receives ? 0 : bytes, received_step = rule->root_sends ? 0 : bytes;
-    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* copies the block that this rank has for
-                                                                          itself */
+    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* this rank's block for itself */
         memmove(received + me * received_step, sent + me * sent_step, bytes);
     hpml_status status = HPML_OK;
     for (int k = 1; k < c->size && status == HPML_OK; k += rule->doubles ? k : 1) {
@@ -4546,8 +4542,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
-    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) new node of each rank, (known) 1 + new
-                                                                             number of a node */
+    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) new nodes, (known) 1 + new number */
     for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
@@ -4962,30 +4957,31 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A tensor is plain, then one fused allreduce adds it, or packed, then it travels by stripes. A message to rank j has a
-   header of 8 bytes, hpml_exchange.bad, and then, contribution by contribution and tensor by tensor, the packed rows of
-   stripe j. */
+/* A tensor is plain, then an allreduce over all plain tensors adds it up, or packed, then a codec packs its rows, which
+   travel by stripes (stripe j: the rows that rank j adds up). A message to rank j has a header of 8 bytes,
+   hpml_exchange.bad, and then, contribution by contribution and tensor by tensor, the packed rows of stripe j. */
 
 typedef struct hpmlc_item {
     hpml_gradient g;
     hpml_packing  packing;
     bool          plain;
-    float        *residual;        /* (leaves, rows, cols) or NULL */
-    float        *stripe;          /* (my_rows, cols) residual of the sum, or NULL */
-    int64_t       my_row, my_rows; /* of this rank's stripe */
-    int64_t       at;              /* plain: offset of the first float in fused or span */
-    union {                        /* codecs of whole tensors: arrays behind the residual, in one allocation */
-        struct { float *magnitude, *velocity, *pairs; } topk; /* (n), (n), (p, k, 2) the pairs of all ranks */
+    float        *residual;        /* (leaves, rows, cols) errors of packing this rank's gradients; NULL: none */
+    float        *stripe;          /* (my_rows, cols) errors of packing the sum; NULL: none */
+    int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
+    int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
+    union {                        /* TOPK, LOWRANK: arrays behind the residual, in one allocation */
+        struct { float *magnitude, *velocity, *pairs; } topk; /* (n), (n), (p, k, 2): k pairs of each rank */
         struct { float *m, *p, *q; } lowrank;                 /* M (rows, cols), P (rows, r), Q (cols, r) */
     } whole;
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
-   the array itself, or a copy in the window, one at a time; hpmlc_host_view_end writes the copy back. */
+   the array itself where it is on the host, else a copy in `window`, one at a time; hpmlc_host_view_end writes the copy
+   back. */
 typedef struct hpmlc_host_view {
     const hpml_backend *device; /* NULL: arrays are on the host */
     void               *device_user; /* first argument of the device's functions */
-    float              *window; /* as large as the largest array */
+    float              *window; /* host memory for a copy of the largest array */
 } hpmlc_host_view;
 
 HPMLC_FN bool hpmlc_host_view_create(hpmlc_host_view *view, hpml_ctx *ctx, int64_t largest)
@@ -5008,12 +5004,12 @@ HPMLC_FN void hpmlc_host_view_end(const hpmlc_host_view *view, float *x, int64_t
     if (view->device && n > 0) view->device->write(view->device_user, x, view->window, (size_t)n * sizeof(float));
 }
 
-/* How the tensors of an exchange lie, and where. */
+/* Where the tensors of an exchange are, and how they follow one another in memory. */
 typedef enum hpmlc_exchange_mode {
-    HPMLC_ANYWHERE,      /* on the host, as the caller has them */
+    HPMLC_ANYWHERE,      /* on the host, each where the caller has it */
     HPMLC_PADDED,        /* on the host, in the trainer's array, each padded to HPML_GRADIENT_ALIGN floats */
     HPMLC_PADDED_LINKED, /* in the trainer's array on a device, and moved by the communicator's device link */
-    HPMLC_NODE_SHARE     /* on the host: a rank's share of its node's sums */
+    HPMLC_NODE_SHARE     /* on the host: this rank's share of the sums of its node's gradients */
 } hpmlc_exchange_mode;
 
 typedef struct hpmlc_whole hpmlc_whole;
@@ -5025,32 +5021,36 @@ struct hpml_exchange {
     const hpmlc_whole  *whole;     /* the codec, if it works on whole tensors; else NULL */
     hpmlc_item         *item;      /* (d.count) */
     int                 packed;    /* number of items that are not plain */
-    float              *fused;     /* plain tensors side by side; NULL: they already lie so, at `span` */
+    float              *fused;     /* (plain) copies of the plain tensors, end to end; NULL: they lie so already, at
+                                      `span` */
     float              *span;
-    int64_t             plain;     /* floats in fused or span */
-    int64_t             part;      /* of them in one sum */
-    int32_t            *missing;   /* (parts) tensors that are not ready on all ranks */
-    int32_t            *ready;     /* (d.count) atomic: 1: ready on this rank, 2: on all ranks */
-    int32_t            *late;      /* (d.count) 1 + a rank where the tensor is not ready */
-    int                 announced; /* atomic: tensors ready on this rank */
-    hpml_job           *job;       /* the job that waits for more tensors, */
-    hpmlc_background   *by;        /* and the background that runs it */
-    int32_t            *leaves;    /* (p) contributions of each rank */
-    int32_t             first_leaf; /* contributions of the ranks before this one */
-    int64_t             runs;      /* how often it has run */
-    uint64_t            seed;      /* of codecs that round at random */
+    int64_t             plain;     /* floats of all plain tensors together */
+    int64_t             part;      /* floats of plain tensors in one allreduce */
+    int32_t            *missing;   /* for each allreduce of `part` floats: its tensors that are not ready on all
+                                      ranks */
+    int32_t            *ready;     /* (d.count) atomic: 0: not ready, 1: ready on this rank, 2: ready on all ranks */
+    int32_t            *late;      /* (d.count) 1 + a rank where the tensor is not ready; 0: ready everywhere */
+    int                 announced; /* atomic: number of tensors that are ready on this rank */
+    hpml_job           *job;       /* job of hpml_exchange_ready, which waits for tensors to get ready */
+    hpmlc_background   *by;        /* background thread that runs `job` */
+    int32_t            *leaves;    /* (p) number of contributions of each rank */
+    int32_t             first_leaf; /* number of contributions of all ranks before this one */
+    int64_t             runs;      /* how often the exchange has run */
+    uint64_t            seed;      /* seed of codecs that round at random */
     size_t             *sent_at;   /* (p + 1) where the message to each rank begins in `sent` */
     size_t              part_size; /* bytes of one contribution to this rank's stripe, header excluded */
     size_t             *received_at; /* (p + 1) where the message from each rank begins in `received` */
-    size_t             *sum_at;    /* (p + 1) the packed sums of all stripes */
+    size_t             *sum_at;    /* (p + 1) where the packed sum of each rank's stripe begins in `sums` */
     char               *sent, *received, *sums;
-    int64_t             bytes;     /* sent in one run, plain tensors excluded */
-    hpmlc_host_view     view;      /* linked: the device where tensors, residuals and messages are */
-    int                 bucket;    /* number for the timeline, from 1; 0: none */
-    int64_t             bad;       /* of the last run: 1 + a rank that had a NaN + the tensor * 2^20. 0: none */
+    int64_t             bytes;     /* bytes that this rank sends in one run, plain tensors excluded */
+    hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: device where tensors, residuals and messages are */
+    int                 bucket;    /* number of the bucket on the timeline, from 1; 0: none */
+    int64_t             bad;       /* last run: 1 + a rank that had a NaN or infinity + its tensor's number * 2^20; 0:
+                                      none */
 };
 
-/* Allocates where the tensors are. */
+/* Allocates `bytes` in the memory where the exchange's tensors are: the device's or the host's. NULL: an error on the
+   context. */
 HPMLC_FN void *hpmlc_exchange_alloc(hpml_exchange *x, size_t bytes)
 {
     const hpml_backend *device = x->view.device;
@@ -5066,9 +5066,9 @@ HPMLC_FN void hpmlc_exchange_release(hpml_exchange *x, void *p)
     else if (p) x->view.device->free(x->view.device_user, p, 0);
 }
 
-#define HPMLC_HEADER 8 /* bytes before a message: hpml_exchange.bad */
+#define HPMLC_HEADER 8 /* bytes of a message before its rows: the sender's hpml_exchange.bad */
 
-/* Returns hpml_exchange.bad for a tensor of this rank. */
+/* Returns the value of hpml_exchange.bad for a NaN or infinity in tensor number `tensor` on this rank. */
 HPMLC_FN int64_t hpmlc_bad(const hpml_comm *c, int64_t tensor) { return c->origin[c->rank] + 1 + (tensor << 20); }
 
 HPMLC_FN int64_t hpmlc_stripe(const hpmlc_item *it, int p, int rank) { return hpml_block(it->g.rows, p, rank); }
@@ -5079,7 +5079,7 @@ HPMLC_FN size_t hpmlc_stripe_size(const hpmlc_item *it, int p, int rank)
     return (rows * it->packing.row_size + 7) / 8 * 8;
 }
 
-/* Returns the bytes of one contribution to the stripes of `rank`. */
+/* Returns the bytes of one contribution to the stripes that `rank` adds up, of all packed tensors, header excluded. */
 HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
 {
     size_t size = 0;
@@ -5088,9 +5088,9 @@ HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
     return size;
 }
 
-/* Sets span if the plain tensors fill a range of memory, which then needs no copy. They must follow one another in the
-   order given, as they would in a copy, because other ranks may need a copy; but the gradients of a trainer
-   lie alike on all ranks, and a node's shares do, too. */
+/* Sets x->span if the plain tensors fill a range of memory, because an allreduce then adds them up without a copy. They
+   must lie in the order given, as in a copy, because other ranks may need a copy; but the gradients of a trainer, and
+   the shares of a node, may lie in any order, because it is the same on all ranks. */
 HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
 {
     float  *low = NULL, *high = NULL;
@@ -5145,7 +5145,7 @@ HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc
     return HPML_OK;
 }
 
-/* Computes the maximum over all ranks for the library's own needs: it does not appear on the timeline. */
+/* Replaces n elements of `data` by their maxima over all ranks, by an allreduce that the timeline does not show. */
 HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element)
 {
     hpml_ctx *trace = c->trace;
@@ -5155,7 +5155,7 @@ HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, 
     return status;
 }
 
-/* Sets *same to whether all ranks have the same hash. */
+/* Sets *same to whether all ranks pass the same `hash`. Collective. */
 HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
 {
     int64_t     both[2] = { (int64_t)(hash >> 2), -(int64_t)(hash >> 2) };
@@ -5164,7 +5164,8 @@ HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
     return status;
 }
 
-/* Fails on all ranks unless they have the same tensors: counts, shapes and row sizes, hashed and compared. */
+/* Fails on all ranks unless the exchanges of all ranks have equal tensors: their shapes and row sizes are hashed and
+   compared. */
 HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
 {
     bool     same;
@@ -5194,11 +5195,12 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     if (it->packing.residual_count == 0) return true;
     size_t all = (size_t)(it->g.rows * it->g.cols * x->d.leaves), mine = (size_t)(it->my_rows * it->g.cols);
     it->residual = (float *)hpmlc_exchange_alloc(x, all * sizeof(float));
-    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* not NULL where there are no rows */
+    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* + 1: not NULL if there are no rows */
     return it->residual && it->stripe;
 }
 
-/* Computes where every message begins, and allocates them. */
+/* Computes where the message to and from each rank begins in `sent`, `received` and `sums`, and allocates these three
+   buffers. False: no memory. */
 HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 {
     hpml_comm *c = x->c;
@@ -5218,7 +5220,7 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
     return x->sums && x->received && x->sent;
 }
 
-/* Computes the offsets of plain tensors, and allocates what hpml_exchange_ready needs. */
+/* Computes the offsets of the plain tensors, and allocates what hpml_exchange_ready needs. False: no memory. */
 HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 {
     int64_t at = 0, n = x->d.count;
@@ -5235,7 +5237,7 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
     return x->ready != NULL;
 }
 
-/* Allocates the arrays of a desc that has been checked. */
+/* Allocates an exchange and the arrays of fixed size that it needs by d, which has been checked. NULL: no memory. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
@@ -5256,7 +5258,8 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_des
     return x;
 }
 
-/* As hpml_exchange_create, for tensors that lie as `mode` says. */
+/* Creates an exchange as hpml_exchange_create does, for tensors that lie as `mode` says. NULL: an error on the
+   context. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
 {
     HPMLC_DESC(hpml_exchange_desc, d, desc);
@@ -5308,8 +5311,9 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 // >>stripes   the five steps of an exchange, on the host or on a device
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Mixes the seed of an exchange with a tensor and a contribution: every pair draws its own random numbers (the steps of
-   splitmix64). contribution: numbered over all ranks, so that it does not depend on which rank has it; -1: the sum. */
+/* Returns the exchange's seed mixed with the numbers of a tensor and a contribution (by the steps of splitmix64), so
+   that each such pair draws its own random numbers. contribution: numbered over all ranks, so that the seed does not
+   depend on which rank has it; -1: the sum. */
 HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it, int64_t contribution)
 {
     uint64_t h = x->seed;
@@ -5322,7 +5326,8 @@ HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it
     return h;
 }
 
-/* Packs rows [row, row + rows) of a tensor, which begin at g. */
+/* Packs rows [row, row + rows) of tensor `it`, which begin at g, into `packed` and updates their residuals e.
+   contribution: as in hpmlc_encode_seed. HPML_ERR_NONFINITE: g has a NaN or infinity. */
 HPMLC_FN hpml_status hpmlc_encode(const hpml_comm *c, const hpml_exchange *x, const hpmlc_item *it,
                                   int64_t contribution, void *packed, float *e, const float *g, int64_t row,
                                   int64_t rows)
@@ -5344,7 +5349,8 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
-/* Labels the next spans on the timeline with the plain tensors of x in [at, end), or with all packed tensors of x. */
+/* Labels the next spans of c on the timeline with the first and last name of x's packed tensors or, with `plain`, of
+   its plain tensors that overlap floats [at, end). */
 HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
 {
     memset(&c->about, 0, sizeof c->about);
@@ -5360,7 +5366,8 @@ HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, 
 
 HPMLC_FN void hpmlc_clear_label(hpml_comm *c) { memset(&c->about, 0, sizeof c->about); }
 
-/* Step 1: packs all rows, stripe by stripe, into the messages to their owners. Returns hpml_exchange.bad. */
+/* Makes step 1 of an exchange (see hpml_exchange_desc): packs all rows, stripe by stripe, into the messages to the
+   ranks that add them up. Returns hpml_exchange.bad. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size;
@@ -5382,7 +5389,7 @@ HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* End of step 5: unpacks the sums of all stripes into the tensors. */
+/* Makes the end of step 5 of an exchange (see hpml_exchange_desc): unpacks the sums of all stripes into the tensors. */
 HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
 {
     int p = c->size;
@@ -5397,13 +5404,13 @@ HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
     }
 }
 
-/* Returns the message from rank r for this rank's stripe; a rank sends none to itself. */
+/* Returns the message from rank r with rows of this rank's stripe; for r == me, which is not sent, its original. */
 HPMLC_FN const char *hpmlc_message_from(const hpml_exchange *x, int r, int me)
 {
     return r == me ? x->sent + x->sent_at[r] : x->received + x->received_at[r];
 }
 
-/* Reads the header of a message into *bad unless a message before it has set *bad. */
+/* Sets *bad to the header of a message, its sender's hpml_exchange.bad, unless *bad is already set. */
 HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
 {
     int64_t other;
@@ -5411,8 +5418,8 @@ HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
     if (*bad == 0) *bad = other;
 }
 
-/* Steps 3 and 4: adds the contributions to this rank's stripe, in the order of ranks and leaves, and packs the sum.
-   Returns hpml_exchange.bad. */
+/* Makes steps 3 and 4 of an exchange (see hpml_exchange_desc): adds the contributions of all ranks to this rank's
+   stripe, in the order of ranks and leaves, and packs the sum. Returns hpml_exchange.bad of the sum. */
 HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
@@ -5442,8 +5449,9 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* Steps 2 and 5: every rank with every other one, in round k with the ranks k after and k before it. same: all ranks
-   get this rank's own part of `sent`. */
+/* Makes the messages of step 2 or 5 of an exchange: sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r
+   or, with `same`, this rank's such range to all ranks, and receives into `received`; round k: ranks k after and k
+   before. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *sent, const size_t *sent_at,
                                          bool same, char *received, const size_t *received_at)
 {
@@ -5459,7 +5467,7 @@ HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const c
     return hpmlc_leave(c, status);
 }
 
-/* All five steps, for the packed tensors. */
+/* Runs all five steps of an exchange for the packed tensors. HPML_ERR_NONFINITE: a rank had a NaN or infinity. */
 HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
@@ -5483,8 +5491,8 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-/* Finds where elements [at, end) of the fused array and a tensor overlap. Returns how many do, and sets *mine to the
-   first of them in the tensor and *fused to the first of them in the fused array. */
+/* Finds the elements of plain tensor `it` that are in [at, end) of the fused array. Returns their number, and sets
+   *mine to the first of them in the tensor and *fused to the first in the fused array. */
 HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, int64_t at, int64_t end, float **mine,
                                   float **fused)
 {
@@ -5495,7 +5503,7 @@ HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, 
     return last - first;
 }
 
-/* Copies plain tensors to fused[at] to fused[end]. */
+/* Copies the plain tensors' elements of [at, end) to the fused array, if there is one. */
 HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
 {
     double start = hpml_comm_now(c);
@@ -5508,7 +5516,7 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
     hpmlc_span(c, "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Copies fused[at] to fused[end] back to the plain tensors. */
+/* Copies elements [at, end) of the fused array, if there is one, back to the plain tensors. */
 HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
 {
     double start = hpml_comm_now(c);
@@ -5521,7 +5529,7 @@ HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, 
     hpmlc_span(c, "unfuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Adds up one part of the plain tensors. */
+/* Adds up the plain tensors' floats from part * x->part on, x->part of them, over all ranks by one allreduce. */
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
@@ -5536,7 +5544,7 @@ HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t
 
 HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x);
 
-/* Exchanges all tensors that are not plain. */
+/* Exchanges all packed tensors, by stripes or by a codec of whole tensors. Sets x->bad. */
 HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
@@ -5547,7 +5555,8 @@ HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
     return status;
 }
 
-/* Runs an exchange on its communicator or, in the background, on the communicator's twin. */
+/* Runs exchange `user`, plain tensors and packed ones, on its communicator c or, in the background, on that one's
+   twin. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
@@ -5560,8 +5569,9 @@ HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 }
 
 /* Waits until more than *ready tensors are ready on this rank, or all are, or a quarter of the deadline has passed:
-   then this rank takes part in the next agreement with what it has, because the other ranks' deadlines are for the
-   tensor and not for this rank. Updates *ready. False: the background is stopping. */
+   then this rank takes part in the next agreement with those that are ready, because the other ranks wait for it there,
+   and the late tensor, not this rank, is to be blamed. Updates *ready. False: the background thread is being
+   stopped. */
 HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
 {
     hpmlc_background *b = x->by;
@@ -5575,7 +5585,8 @@ HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
     return true;
 }
 
-/* Adds `by` to the number of tensors for which the parts of tensor i wait, and runs the parts that wait for none. */
+/* Adds `by` to the number of tensors for which each part of the plain floats that contains tensor i waits, and adds up
+   over the ranks the parts that wait for none. */
 HPMLC_FN hpml_status hpmlc_exchange_count(hpml_comm *c, hpml_exchange *x, int i, int by)
 {
     const hpmlc_item *it = &x->item[i];
@@ -5588,9 +5599,9 @@ HPMLC_FN hpml_status hpmlc_exchange_count(hpml_comm *c, hpml_exchange *x, int i,
     return status;
 }
 
-/* Finds out which tensors are ready on all ranks, and runs their parts: after the maximum over all ranks, late[i] is 0
-   for those, else 1 + a rank where tensor i is not ready, with the same result on all ranks. Lowers *open, the number
-   of tensors that are not ready everywhere, and sets *late to one of them. */
+/* Finds out which tensors are ready on all ranks, and adds up their parts: after the maximum over all ranks, x->late[i]
+   is 0 for such a tensor, else 1 + a rank where tensor i is not ready, the same on all ranks. Lowers *open, the number
+   of tensors that are not ready everywhere, and sets *late to one of these tensors. */
 HPMLC_FN hpml_status hpmlc_exchange_negotiate(hpml_comm *c, hpml_exchange *x, int *open, int *late)
 {
     double start = hpml_comm_now(c);
@@ -5609,7 +5620,8 @@ HPMLC_FN hpml_status hpmlc_exchange_negotiate(hpml_comm *c, hpml_exchange *x, in
     return status;
 }
 
-/* The job of hpml_exchange_ready: agrees on tensors until all are ready everywhere, then exchanges the packed ones. */
+/* Is the background job of hpml_exchange_ready for exchange `user`: agrees with the other ranks on tensors, and adds up
+   plain ones, until all are ready everywhere, then exchanges the packed ones. */
 HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
@@ -5630,10 +5642,10 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
             return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for tensor %d \"%s\" to get ready on rank %d, "
                               "step %lld", c->timeout, late, name ? name : "", x->late[late] - 1, (long long)c->step);
     }
-    if (status != HPML_OK) return status; /* hpml_job_wait returns it: the last tensor still gives the job */
+    if (status != HPML_OK) return status; /* hpml_job_wait of this job returns the error */
     status = hpmlc_exchange_others(c, x);
     __atomic_store_n(&x->announced, 0, __ATOMIC_RELEASE);
-    for (i = 0; i < n; i++) __atomic_store_n(&x->ready[i], 0, __ATOMIC_RELEASE); /* now tensors may be ready again */
+    for (i = 0; i < n; i++) __atomic_store_n(&x->ready[i], 0, __ATOMIC_RELEASE); /* for the next run */
     return status;
 }
 
@@ -5683,9 +5695,10 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 // >>linked   the same five steps on a device, moved by its link
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The same steps, hence the same bits, in the device's memory: the device packs and adds, the link moves in parallel.
-   hpmlc_linked_begin runs during the backward pass, hpmlc_linked_finish before the update, for all buckets together.
-   Messages have no header, because packing waits for one flag of the device that reports a NaN. */
+/* Here a device makes the five steps of an exchange (see hpml_exchange_desc), with the same bits: it packs and adds,
+   while its link (hpml_device_link) moves messages. hpmlc_linked_begin runs during the backward pass,
+   hpmlc_linked_finish before the update, for all buckets together. Messages have no header, because packing waits for
+   one flag of the device that reports a NaN. */
 
 HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
 {
@@ -5706,15 +5719,16 @@ HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
     return status == HPML_OK ? l->end(l->user) : status;
 }
 
-/* Makes the device wait for the link. check: the host waits first, because the link has a deadline and the device has
-   none, and the host will wait for the device anyway. */
+/* Makes later work of the device wait for the calls to its link. check: the host waits for these first, because the
+   link has a deadline and the device has none, and the host will wait for the device anyway. */
 HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
 {
     hpml_status status = check ? c->link.check(c->link.user) : HPML_OK;
     return status == HPML_OK ? c->link.wait(c->link.user) : status;
 }
 
-/* Steps 3 to 5 of `count` exchanges; exchanges without packed tensors have no such steps. */
+/* Makes steps 3 to 5 of `count` exchanges on a device: adds, packs, sends and unpacks; none for exchanges without
+   packed tensors. check: as in hpmlc_linked_wait. */
 HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
 {
     const hpml_device_link *l = &c->link;
@@ -5749,13 +5763,14 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
        P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
    P and Q are added up plain, by any allreduce. With SUM the result is multiplied by p. */
 
-struct hpmlc_whole { /* one row for each codec of whole tensors */
+struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
-    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* of its arrays, the residual excluded */
-    void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* places its arrays */
-    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: packing would save nothing: plain */
-    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* not finite: contributes zeros */
-    int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* that this rank sends in one run */
+    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* returns the floats of its arrays, residual
+                                                                        excluded */
+    void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* points it->whole into `arrays` */
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: packed is no smaller, so be plain */
+    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: adds zeros */
+    int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
 
 HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
@@ -5779,7 +5794,7 @@ HPMLC_FN void hpmlc_topk_create(const hpml_exchange *x HPMLC_UNUSED, hpmlc_item 
 
 HPMLC_FN bool hpmlc_topk_saves(const hpml_exchange *x HPMLC_UNUSED, const hpmlc_item *it HPMLC_UNUSED) { return true; }
 
-/* Returns the k-th largest of x, which is reordered (Hoare's selection). */
+/* Returns the k-th largest (k from 1) of n floats x, which are reordered (Hoare's selection). */
 HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
 {
     int64_t low = 0, high = n - 1;
@@ -5803,8 +5818,8 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
     return x[k - 1];
 }
 
-/* Writes this rank's k pairs (place, value) to their place among all ranks' pairs: first the numbers above the k-th
-   largest, then those equal to it, from the first one on. */
+/* Adds the gradient to velocity and residual, and writes this rank's k pairs (place in the tensor, value) to their
+   place among the pairs of all ranks: first the values larger in size than the k-th largest, then those equal to it. */
 HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_item *it)
 {
     int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, packed = 0;
@@ -5849,7 +5864,7 @@ HPMLC_FN int64_t hpmlc_topk_bytes(const hpml_exchange *x, const hpmlc_item *it)
     return 8 * hpmlc_topk_count(x, it) * (x->c->size - 1);
 }
 
-/* Returns r, the columns of P and Q. */
+/* Returns r, the number of columns of the factors P and Q that stand for a tensor (see >>whole-codecs). */
 HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
 {
     return hpmlc_min(x->d.codec.lowrank > 0 ? x->d.codec.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
@@ -5871,15 +5886,15 @@ HPMLC_FN void hpmlc_lowrank_create(const hpml_exchange *x, hpmlc_item *it, float
     it->whole.lowrank.m = arrays;
     it->whole.lowrank.p = arrays + it->g.rows * it->g.cols;
     it->whole.lowrank.q = it->whole.lowrank.p + it->g.rows * r;
-    hpml_rng rng; /* the same numbers on all ranks */
+    hpml_rng rng; /* a fixed seed: Q must begin the same on all ranks */
     rng.seed    = 1;
     rng.stream  = (uint64_t)(it - x->item);
     rng.counter = 0;
     hpml_rng_fill_normal(&rng, it->whole.lowrank.q, it->g.cols * r);
 }
 
-/* Makes the columns of (n, r) orthonormal one after another (Gram & Schmidt, twice is enough). A column of zeros gets a
-   direction as well, because a gradient of zeros would else leave Q at zero for ever. */
+/* Makes the r columns of matrix a, (n, r), orthonormal one after another (Gram & Schmidt, twice is enough). A column of
+   zeros gets a direction as well, because a gradient of zeros would else leave the factors at zero for ever. */
 HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 {
     for (int j = 0; j < r; j++)
@@ -5930,7 +5945,7 @@ static const hpmlc_whole hpmlc_whole_codecs[] = {
       hpmlc_lowrank_bytes }
 };
 
-/* Returns the row of a codec of whole tensors; NULL: the codec works row by row. */
+/* Returns the functions of a codec that packs whole tensors; NULL: the codec packs row by row. */
 HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
 {
     for (size_t i = 0; i < sizeof hpmlc_whole_codecs / sizeof hpmlc_whole_codecs[0]; i++)
@@ -5938,8 +5953,8 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
-/* What a checkpoint keeps besides the residual: TOPK's velocity (n), LOWRANK's Q (cols, r), which is the same on all
-   ranks; NULL: the exchange has another codec. */
+/* Return what a checkpoint keeps of a tensor besides its residual: TOPK's velocity (n), LOWRANK's factor Q (cols, r),
+   which is the same on all ranks; NULL: the exchange has another codec. */
 HPMLC_FN float *hpmlc_topk_velocity(const hpml_exchange *x, const hpmlc_item *it)
 {
     return x->whole && x->whole->kind == HPML_CODEC_TOPK ? it->whole.topk.velocity : NULL;
@@ -5950,7 +5965,8 @@ HPMLC_FN float *hpmlc_lowrank_q(const hpml_exchange *x, const hpmlc_item *it)
     return x->whole && x->whole->kind == HPML_CODEC_LOWRANK ? it->whole.lowrank.q : NULL;
 }
 
-/* Decides whether a tensor is plain; else allocates its residual and the codec's arrays behind it. */
+/* Sets whether tensor `it` is plain, for a codec of whole tensors; if not, allocates its residual and the codec's
+   arrays behind it. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
 {
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
@@ -5964,7 +5980,8 @@ HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
     return true;
 }
 
-/* Runs tensor by tensor; at the end all ranks learn of a tensor that was not finite on any rank. */
+/* Exchanges the packed tensors one by one with a codec of whole tensors; at the end all ranks learn which tensor was
+   not finite on some rank. */
 HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x)
 {
     hpml_status status = HPML_OK;
@@ -5972,7 +5989,7 @@ HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x)
         hpmlc_item *it = &x->item[t];
         float       bad = 0;
         if (it->plain) continue;
-        for (int64_t i = 0; i < it->g.rows * it->g.cols; i++) bad += it->g.data[i] - it->g.data[i]; /* 0, or NaN */
+        for (int64_t i = 0; i < it->g.rows * it->g.cols; i++) bad += it->g.data[i] - it->g.data[i]; /* adds 0 or NaN */
         if (bad != 0) x->bad = hpmlc_bad(c, t);
         status = x->whole->run(c, x, it, bad == 0);
     }
@@ -5987,7 +6004,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     for (int64_t at = 0; at < x->plain; at += x->part)
         bytes += hpmlc_allreduce_bytes(x->c, hpmlc_min(x->part, x->plain - at), sizeof(float), x->d.algorithm);
     if (!x->whole || x->packed == 0) return bytes;
-    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* hpml_exchange.bad */
+    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* of hpmlc_whole_run */
     for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++)
         if (!it->plain) bytes += x->whole->bytes(x, it);
     return bytes;
