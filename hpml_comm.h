@@ -5021,13 +5021,11 @@ struct hpml_exchange {
     const hpmlc_whole  *whole;     /* the codec, if it works on whole tensors; else NULL */
     hpmlc_item         *item;      /* (d.count) */
     int                 packed;    /* number of items that are not plain */
-    float              *fused;     /* (plain) copies of the plain tensors, end to end; NULL: they lie so already, at
-                                      `span` */
+    float              *fused;     /* (plain) copies of the plain tensors, end to end; NULL: not needed */
     float              *span;
     int64_t             plain;     /* floats of all plain tensors together */
     int64_t             part;      /* floats of plain tensors in one allreduce */
-    int32_t            *missing;   /* for each allreduce of `part` floats: its tensors that are not ready on all
-                                      ranks */
+    int32_t            *missing;   /* for each `part` floats: their tensors not ready on all ranks */
     int32_t            *ready;     /* (d.count) atomic: 0: not ready, 1: ready on this rank, 2: ready on all ranks */
     int32_t            *late;      /* (d.count) 1 + a rank where the tensor is not ready; 0: ready everywhere */
     int                 announced; /* atomic: number of tensors that are ready on this rank */
@@ -5045,8 +5043,7 @@ struct hpml_exchange {
     int64_t             bytes;     /* bytes that this rank sends in one run, plain tensors excluded */
     hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: device where tensors, residuals and messages are */
     int                 bucket;    /* number of the bucket on the timeline, from 1; 0: none */
-    int64_t             bad;       /* last run: 1 + a rank that had a NaN or infinity + its tensor's number * 2^20; 0:
-                                      none */
+    int64_t             bad;       /* last run: 2^20 * tensor + 1 + a rank with a NaN there; 0: none */
 };
 
 /* Allocates `bytes` in the memory where the exchange's tensors are: the device's or the host's. NULL: an error on the
@@ -5765,8 +5762,7 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
 
 struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
-    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* returns the floats of its arrays, residual
-                                                                        excluded */
+    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* floats of the codec's arrays */
     void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* points it->whole into `arrays` */
     bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: packed is no smaller, so be plain */
     hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: adds zeros */
@@ -6032,18 +6028,20 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    Buckets hold gradients from the last layer to the first, because the backward pass makes them final in this order:
    the exchange of one bucket overlaps with the computation of the next (Li et al. 2020, "PyTorch Distributed"). */
 
-/* Work on a communicator: a job in the background, or (without a background thread) done when it was started. */
+/* Work on a communicator that a step waits for: a job in the background, or (without a background thread) done when it
+   was started. */
 typedef struct hpmlc_task {
-    hpml_job   *job;    /* NULL: it is done, with this status: */
+    hpml_job   *job;    /* NULL: the work is done, with this status: */
     hpml_status status;
 } hpmlc_task;
 
 typedef struct hpmlc_bucket {
-    hpml_exchange *x, *warm;     /* warm: uncompressed, for the first .warm_steps steps; NULL: there are none */
-    hpml_exchange *now;          /* the one of the two that this step uses; NULL: before the first step */
-    hpmlc_task     task;         /* its exchange in this step */
+    hpml_exchange *x, *warm;     /* the bucket's; warm: uncompressed, for the first .warm_steps steps; NULL: there are
+                                    none */
+    hpml_exchange *now;          /* x or warm, as this step uses it; NULL: before the first step */
+    hpmlc_task     task;         /* the bucket's exchange in this step */
     int            count, ready; /* tensors; of these, tensors whose gradient is final in this step */
-    int64_t        at, floats;   /* its range of the trainer's array of gradients */
+    int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
 
 typedef struct hpmlc_buckets {
@@ -6055,47 +6053,49 @@ typedef struct hpmlc_buckets {
    padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
 typedef struct hpmlc_layout {
     int         params;          /* parameters of the context, running statistics ("buffers") included */
-    int        *bucket_of;       /* (params) number of the bucket; -1: in none */
+    int        *bucket_of;       /* (params) number of each parameter's bucket; -1: it is in none */
     int        *by_name;         /* (params) indices of the parameters in the order of their names */
     float      *first;           /* the trainer's array of gradients, in the memory of the backend */
-    int64_t     span;            /* its floats, padding included */
+    int64_t     span;            /* floats of that array, padding included */
     float      *host;            /* (span) gradients as the host finds them: `first`, or a copy of a device's array;
                                     NULL: this strategy exchanges them on the device */
-    int64_t     grad_total;      /* floats of gradients, and of running statistics, without padding */
+    int64_t     grad_total;      /* floats of all gradients, and of all running statistics, without padding */
     int64_t     buffer_total;
     int64_t     batch;           /* samples that the model's input holds */
-    int64_t     grain;           /* samples of the global batch that stay on one rank; 0: 1 */
+    int64_t     grain;           /* so many consecutive samples of the global batch stay on one rank; 0: 1 */
     hpmlc_host_view view;           /* host access to arrays of the trainer */
 } hpmlc_layout;
 
-/* Contributions to the sum: each rank has one, unless its strategy has cut the batch into more. */
+/* Contributions to the sum over ranks: each rank has one, unless its strategy has cut its batch into several
+   (leaves). */
 typedef struct hpmlc_copies {
-    int64_t first, count, all;   /* this rank's are [first, first + count) of all */
+    int64_t first, count, all;   /* this rank's contributions are [first, first + count) of all */
 } hpmlc_copies;
 
 enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS };
 
 /* What is added up over all ranks in each step, in addition to gradients. */
 typedef struct hpmlc_stats {
-    double    *sum;              /* (HPMLC_STATS + buffer_total) samples, loss times samples, ranks with a loss that is
-                                    NaN or infinite, such a rank; running statistics times samples */
+    double    *sum;              /* (HPMLC_STATS + buffer_total) samples, loss times samples, number of ranks with a
+                                    loss that is NaN or infinite, such a rank; running statistics times samples */
     hpmlc_task task;             /* the summation of this step */
     float     *buffers;          /* (buffer_total) scratch: running statistics side by side, in the order of by_name */
     double     samples, loss;    /* of this rank in this step: samples, loss times samples */
 } hpmlc_stats;
 
 typedef struct hpmlc_reporting {
-    hpml_distribute_report r;    /* sums since the last reset */
+    hpml_distribute_report r;    /* sums over the steps since the last reset */
     double                 began;    /* time of that reset, in seconds */
     hpml_counters          at_reset; /* counters of the communicator at that time */
-    hpml_step_row         *row;      /* (history) ring of the last steps */
-    int64_t                rows;     /* steps noted */
-    hpml_distribute_report at_row;   /* r, when the last row was noted, */
-    double                 row_time; /* the time, */
-    hpml_counters          row_sent; /* and the counters */
+    hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
+    int64_t                rows;     /* number of rows that were written to the ring */
+    hpml_distribute_report at_row;   /* value of r when the last row was written, */
+    double                 row_time; /* the time then, in seconds, */
+    hpml_counters          row_sent; /* and the communicator's counters then */
 } hpmlc_reporting;
 
-/* A trial of the batch search (>>batch-search): divergence is no error then, and steps apply their own gradients. */
+/* A trial of the batch search (>>batch-search): divergence is no error in a trial, and steps apply their own
+   gradients. */
 typedef struct hpmlc_trial {
     bool   on;
     double loss, samples;        /* loss times samples, added up over the steps; samples */
@@ -6104,8 +6104,8 @@ typedef struct hpmlc_trial {
 typedef struct hpmlc_states   hpmlc_states; /* see >>state */
 typedef struct hpmlc_strategy hpmlc_strategy;
 
-/* Starts the exchange of one bucket. An error of an exchange that is done at once is kept in the bucket's task, because
-   all ranks must go on with the next bucket; the status is of the start alone. */
+/* Starts the exchange of one bucket and returns the status of starting alone. An error of an exchange that is done at
+   once is kept in the bucket's task, because all ranks must go on with the next bucket. */
 typedef hpml_status hpmlc_start_fn(hpml_distributed *d, hpmlc_bucket *b);
 
 struct hpml_distributed {
@@ -6123,13 +6123,14 @@ struct hpml_distributed {
     hpmlc_stats           stats;
     hpmlc_reporting       report;
     hpmlc_trial           trial;
-    int32_t               accumulate, micro; /* micro-batches of an update; those of this update that are done */
+    int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
 };
 
 struct hpmlc_strategy {
-    const char *name;         /* the field of hpml_distribute_desc, if there is one; begins its names in checkpoints */
-    bool        is_asked_for; /* a field of the desc asks for it. Two such strategies exclude each other, and one goes
-                                 before those that are chosen because they fit */
+    const char *name;         /* the field of hpml_distribute_desc, if there is one; begins the names of own arrays in
+                                 checkpoints */
+    bool        is_asked_for; /* a field of the desc asks for the strategy. Two such strategies exclude each other, and
+                                 one goes before those that are chosen because they fit */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
     const char *pending;      /* array of a checkpoint with gradients that only this strategy applies; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_distribute_desc *desc);
@@ -6138,7 +6139,8 @@ struct hpmlc_strategy {
     /* Computes the gradient of this rank's samples, by hpmlc_dist_pass or another way. Behind the last micro-batch of
        an update it may start what `update` waits for. */
     hpml_status (*begin)(hpml_distributed *d, int64_t samples, float *loss);
-    hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: this gradient is final in this update */
+    hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: this parameter's gradient is final in this
+                                                                update */
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
     void (*close)(hpml_distributed *d); /* releases what `open` has taken; nothing is in flight */
@@ -6146,7 +6148,7 @@ struct hpmlc_strategy {
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
-/* The first float of parameter p in the trainer's array of gradients. */
+/* Returns where the gradient of parameter p begins in the trainer's array of gradients, in floats. */
 HPMLC_FN int64_t hpmlc_gradient_at(const hpml_distributed *d, const hpml_tensor *p)
 {
     return hpml_trainer_gradient_at(d->t, p->param->index);
@@ -6160,7 +6162,8 @@ HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
     g->cols = hpml_tensor_count(p) / g->rows;
 }
 
-/* Gives a strategy that exchanges on the host the gradients there. */
+/* Sets layout.host, for a strategy that exchanges gradients on the host: to the trainer's array or, where that is on a
+   device, to memory for a copy. False: no memory. */
 HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
 {
     hpmlc_layout *l = &d->layout;
@@ -6169,7 +6172,8 @@ HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
     return l->host != NULL;
 }
 
-/* Copies n gradients from the device to the host; hpmlc_host_return copies all of them back. */
+/* Copies floats [at, at + n) of the trainer's gradients from the device, if there is one, to layout.host;
+   hpmlc_host_return copies all of them back. */
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     const hpmlc_layout *l = &d->layout;
@@ -6190,7 +6194,7 @@ HPMLC_FN void hpmlc_host_close(hpml_distributed *d)
     d->layout.host = NULL;
 }
 
-/* The factor of gradients that were scaled for `full` samples, where there were fewer. */
+/* Returns the factor that makes gradients which were scaled for `full` samples the mean over `samples`; 1 with .sum. */
 HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double full)
 {
     return d->d.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
@@ -6203,7 +6207,8 @@ HPMLC_FN void hpmlc_host_rescale(hpml_distributed *d, double samples, double ful
     for (int64_t k = 0; k < d->layout.span; k++) d->layout.host[k] *= scale;
 }
 
-/* Starts a task; the status is of the start alone. */
+/* Starts fn(c, user) as a task: in the background or, without a background thread, at once. Returns the status of
+   starting alone. */
 HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *task, hpml_comm *c, hpml_rank_fn *fn,
                                       void *user)
 {
@@ -6212,7 +6217,7 @@ HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *tas
     return d->background && !task->job ? hpml_ctx_status(d->ctx) : HPML_OK;
 }
 
-/* Waits for a task and returns its status, once: a second call returns HPML_OK. */
+/* Waits for a task and returns the status of its work, once: a second call returns HPML_OK. */
 HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
 {
     hpml_status status = task->job ? hpml_job_wait(task->job) : task->status;
@@ -6221,9 +6226,9 @@ HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
     return status;
 }
 
-/* Sets d->background. A background thread pays off where there is a network to wait for or a core to spare; else it
-   takes from the computation what it gains, and waking it costs time. All ranks decide alike: one that gains decides
-   for all. */
+/* Sets d->background: whether exchanges run in a background thread. It pays off where there is a network to wait for or
+   a core to spare; else it takes from the computation what it gains, and waking it costs time. All ranks decide alike:
+   if the thread pays off on one rank, all ranks have one. */
 HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
 {
     hpml_comm *c = d->c;
@@ -6234,7 +6239,7 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     d->background = pays != 0;
 }
 
-/* Settings of an exchange as the desc has them; the caller sets tensors. */
+/* Fills in an exchange's desc by the settings of d; the caller sets the tensors. */
 HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e)
 {
     memset(e, 0, sizeof *e);
@@ -6243,7 +6248,8 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_d
     e->codec     = d->d.codec;
 }
 
-/* Makes the exchanges of a bucket on c: compressed as e says, and plain for the first steps if there are such. */
+/* Makes the exchanges of bucket b on communicator c: compressed as e says and, if there are warm steps, uncompressed
+   for those. False: an error on the context. */
 HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b, hpml_comm *c, hpml_exchange_desc *e,
                                      hpmlc_exchange_mode mode)
 {
@@ -6257,7 +6263,7 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
     return b->warm != NULL;
 }
 
-/* Opens bucket b, whose tensors are g, for a strategy that exchanges on the host. */
+/* Makes the exchanges of bucket b, whose tensors are g, for a strategy that exchanges on the host. */
 HPMLC_FN bool hpmlc_host_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     hpml_exchange_desc e;
@@ -6273,7 +6279,8 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
 }
 
 /* Cuts the trained parameters, last first, into buckets of at least `bytes` (.bucket_bytes, where that is set), and
-   opens each. gradients: (layout.span) where exchanges find them. */
+   calls `open` for each. gradients: (layout.span) array in which the exchanges find them. False: an error on the
+   context. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
@@ -6316,7 +6323,7 @@ HPMLC_FN void hpmlc_buckets_close(hpml_distributed *d)
     memset(&d->buckets, 0, sizeof d->buckets);
 }
 
-/* Starts the exchange of every bucket that is ready and whose turn it is. */
+/* Starts the exchanges of buckets in their order, up to the first bucket with a gradient that is not yet final. */
 HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
 {
     hpmlc_buckets *all    = &d->buckets;
@@ -6332,7 +6339,7 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
     return status;
 }
 
-/* Counts a final gradient; true if it is in a bucket. */
+/* Counts the final gradient of parameter `param` in its bucket; false: the parameter is in no bucket. */
 HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 {
     int number = d->layout.bucket_of[param];
@@ -6340,7 +6347,7 @@ HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
     return number >= 0;
 }
 
-/* Waits for all tasks of the step, also behind an error, and returns the first one. */
+/* Waits for all tasks of the step, even after an error, and returns one of their errors, else HPML_OK. */
 HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 {
     hpml_status status = HPML_OK;
@@ -6357,9 +6364,9 @@ HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
-   the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r. */
+   the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
-/* Copies the running statistics to a row, side by side in the order of their names. */
+/* Copies the running statistics of the model to `row`, (buffer_total), side by side in the order of their names. */
 HPMLC_FN void hpmlc_buffers_get(const hpml_distributed *d, float *row)
 {
     const hpmlc_layout *l = &d->layout;
@@ -6371,7 +6378,7 @@ HPMLC_FN void hpmlc_buffers_get(const hpml_distributed *d, float *row)
     }
 }
 
-/* Copies a row back to the running statistics. */
+/* Copies `row`, as hpmlc_buffers_get fills it in, back to the running statistics of the model. */
 HPMLC_FN void hpmlc_buffers_set(const hpml_distributed *d, const float *row)
 {
     const hpmlc_layout *l = &d->layout;
@@ -6384,7 +6391,7 @@ HPMLC_FN void hpmlc_buffers_set(const hpml_distributed *d, const float *row)
     }
 }
 
-/* Reports the time from `start` to now as exposed: this rank had nothing left to compute. */
+/* Counts the seconds from `start` to now as exposed, because this rank had nothing left to compute. */
 HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
 {
     double end = hpml_comm_now(d->c);
@@ -6392,8 +6399,8 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Hook `sum`: statistics of the global batch. The other ranks compute as long as this one does, hence its time is the
-   network's. */
+/* Is the trainer's hook `sum`: adds up n statistics of batchnorm over all ranks. The other ranks compute as long as
+   this one does, hence the time of the sum counts as the network's. */
 HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d      = (hpml_distributed *)user;
@@ -6405,7 +6412,8 @@ HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, do
     return status;
 }
 
-/* Fills in this rank's summands. buffers: (buffer_total) what is averaged over samples; NULL: nothing. */
+/* Fills in what this rank adds to the step's sums over ranks. buffers: (buffer_total) running statistics, which are
+   averaged over samples; NULL: none. */
 HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d, const float *buffers)
 {
     double *s      = d->stats.sum;
@@ -6428,7 +6436,8 @@ HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
     return status;
 }
 
-/* Reads samples and mean loss of the step from the sums; an error if the loss of a rank is NaN or infinite. */
+/* Reads samples and mean loss of the step from the sums over ranks; an error if the loss of a rank is NaN or
+   infinite. */
 HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 {
     const double *s     = d->stats.sum;
@@ -6445,7 +6454,7 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
     return HPML_OK;
 }
 
-/* Sets the running statistics to the mean of all ranks. */
+/* Sets the running statistics of the model to their mean over all ranks, from the sums of the step. */
 HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
 {
     const double *s = d->stats.sum;
@@ -6454,7 +6463,8 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     hpmlc_buffers_set(d, d->stats.buffers);
 }
 
-/* Starts what remains of a step's exchange: buckets, and behind them the statistics with `buffers`. */
+/* Starts what remains of a step's exchange: the last buckets, then the sum of samples, loss and `buffers` over ranks
+   (NULL: no running statistics). */
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 {
     double      start  = hpml_comm_now(d->c);
@@ -6462,14 +6472,14 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     if (status == HPML_OK) {
         hpmlc_stats_fill(d, buffers);
         status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
-        if (status == HPML_OK) status = d->stats.task.status; /* if it was done at once */
+        if (status == HPML_OK) status = d->stats.task.status; /* of the sum, if that was done at once */
     }
     if (!d->background) hpmlc_dist_waited(d, start);
     return status;
 }
 
-/* Forward and backward pass of a micro-batch, its gradient scaled such that the mean over ranks is the mean over the
-   global batch. Clears the step's counts before the first micro-batch of an update. */
+/* Runs forward and backward pass of a micro-batch, its gradient scaled such that the mean over ranks is the mean over
+   the global batch, and sets its mean *loss. Clears the step's counts before the first micro-batch of an update. */
 HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     double start = hpml_comm_now(d->c);
@@ -6492,7 +6502,8 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     return status;
 }
 
-/* hpml_exchange.bad of the first bucket that has one, with the index of the parameter instead of the tensor's. */
+/* Returns hpml_exchange.bad of the first bucket with a NaN or infinity, with the index of the parameter in place of the
+   tensor's number; 0: there is none. */
 HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
 {
     for (int b = 0; b < d->buckets.count; b++) {
@@ -6504,8 +6515,8 @@ HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
     return 0;
 }
 
-/* Names parameter and rank of a gradient that is NaN or infinite. bad: as hpmlc_dist_bad returns it, the same on all
-   ranks; with 0 in the rank's place the rank is not known. */
+/* Sets an error that names parameter and rank of a gradient with a NaN or infinity, if `status` is HPML_ERR_NONFINITE.
+   bad: as hpmlc_dist_bad returns it, the same on all ranks; 0 in the rank's place: rank unknown. Returns `status`. */
 HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, int64_t bad)
 {
     int  rank = (int)(bad % (1 << 20)) - 1;
@@ -6517,7 +6528,8 @@ HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, i
                          hpmlc_param(d, (int)(bad >> 20))->name, whose);
 }
 
-/* Waits for the tasks of a step and reads its statistics; names a gradient that is NaN or infinite. */
+/* Waits for the exchanges of a step and reads its loss and samples; an error names a gradient with a NaN or
+   infinity. */
 HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 {
     double      start  = hpml_comm_now(d->c);
@@ -6528,10 +6540,10 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
     return stats == HPML_OK ? hpmlc_dist_blame(d, status, hpmlc_dist_bad(d)) : status;
 }
 
-/* Samples of a whole update on all ranks. */
+/* Returns the samples of a whole update, of all ranks and micro-batches. */
 HPMLC_FN double hpmlc_whole_samples(const hpml_distributed *d) { return (double)d->d.global_batch * d->accumulate; }
 
-/* Begins the next row of hpml_distribute_steps. */
+/* Begins the next row of hpml_distribute_steps: keeps the report, the time and the counters as they are now. */
 HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
 {
     hpmlc_reporting *r = &d->report;
@@ -6540,8 +6552,8 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpml_comm_counters(d->c, &r->row_sent);
 }
 
-/* Ends a row, when nothing is in flight, because hpml_comm_counters waits for jobs. bubble_s is computed when the rows
-   of all ranks are there. */
+/* Ends the step's row of hpml_distribute_steps. No job may be running, because hpml_comm_counters waits for jobs.
+   bubble_s is computed when the rows of all ranks are there. */
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
     hpmlc_reporting *r    = &d->report;
@@ -6564,7 +6576,7 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     hpml_trace_add(d->ctx, &e);
 }
 
-/* Hook `run`. */
+/* Is the trainer's hook `run`: forward and backward pass by the strategy. */
 HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
     hpml_distributed *d = (hpml_distributed *)user;
@@ -6572,14 +6584,14 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     return d->strategy->begin(d, samples, loss);
 }
 
-/* Hook `grad`. */
+/* Is the trainer's hook `grad`: the gradient of parameter `param` is final. */
 HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, int param)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     return d->strategy->gradient(d, param);
 }
 
-/* Hook `update`. */
+/* Is the trainer's hook `update`: the strategy completes the exchange and makes the optimizer step. */
 HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED)
 {
     hpml_distributed *d = (hpml_distributed *)user;
@@ -6587,9 +6599,9 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED)
     return d->strategy->update(d);
 }
 
-/* Hook `data`. Ranks take their shares of a batch by position, hence all must have the same data in the same order:
-   shares that the program made would be divided once more. Times and bytes of this check are kept out of the report,
-   which is of steps. */
+/* Is the trainer's hook `data`: fails unless `mark`, a hash of the data and its order, is the same on all ranks,
+   because ranks take their shares of a batch by position: shares that the program made would be divided once more.
+   Times and bytes of this check are kept out of the report, which is of steps. */
 HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
 {
     hpml_distributed   *d = (hpml_distributed *)user;
@@ -6612,7 +6624,7 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
                       "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
 }
 
-/* In f16 without a fixed loss scale gradients overflow now and then. */
+/* Returns whether gradients may overflow now and then: in f16 without a fixed loss scale. */
 HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 {
     const hpml_backend *b = hpml_ctx_backend(ctx);
@@ -6620,7 +6632,8 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
     return f16 && hpml_trainer_settings(t)->loss_scale == 0;
 }
 
-/* Does the model's batch hold this rank's share of the global one? grain: samples that stay on one rank. */
+/* Checks that `batch`, the samples that the model holds, is enough for the largest share of the global batch. grain: so
+   many consecutive samples stay on one rank. */
 HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc *d, int64_t batch, int64_t grain)
 {
     int64_t grains = (d->global_batch + grain - 1) / grain;
