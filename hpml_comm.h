@@ -6036,8 +6036,7 @@ typedef struct hpmlc_task {
 } hpmlc_task;
 
 typedef struct hpmlc_bucket {
-    hpml_exchange *x, *warm;     /* the bucket's; warm: uncompressed, for the first .warm_steps steps; NULL: there are
-                                    none */
+    hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
     hpml_exchange *now;          /* x or warm, as this step uses it; NULL: before the first step */
     hpmlc_task     task;         /* the bucket's exchange in this step */
     int            count, ready; /* tensors; of these, tensors whose gradient is final in this step */
@@ -6127,8 +6126,7 @@ struct hpml_distributed {
 };
 
 struct hpmlc_strategy {
-    const char *name;         /* the field of hpml_distribute_desc, if there is one; begins the names of own arrays in
-                                 checkpoints */
+    const char *name;         /* as the desc's field, if there is one; own arrays in checkpoints begin with it */
     bool        is_asked_for; /* a field of the desc asks for the strategy. Two such strategies exclude each other, and
                                  one goes before those that are chosen because they fit */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
@@ -6139,8 +6137,7 @@ struct hpmlc_strategy {
     /* Computes the gradient of this rank's samples, by hpmlc_dist_pass or another way. Behind the last micro-batch of
        an update it may start what `update` waits for. */
     hpml_status (*begin)(hpml_distributed *d, int64_t samples, float *loss);
-    hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: this parameter's gradient is final in this
-                                                                update */
+    hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: `param`'s gradient is final */
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
     void (*close)(hpml_distributed *d); /* releases what `open` has taken; nothing is in flight */
@@ -6226,9 +6223,9 @@ HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
     return status;
 }
 
-/* Sets d->background: whether exchanges run in a background thread. It pays off where there is a network to wait for or
-   a core to spare; else it takes from the computation what it gains, and waking it costs time. All ranks decide alike:
-   if the thread pays off on one rank, all ranks have one. */
+/* Sets d->background: whether exchanges run in a background thread. Such a thread pays off where there is a network to
+   wait for or a core to spare; else it takes from the computation what it gains, and waking it costs time. All ranks
+   decide alike: if the thread pays off on one rank, all ranks have one. */
 HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
 {
     hpml_comm *c = d->c;
@@ -6654,23 +6651,24 @@ HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc 
    "residual.ranks.linear0.weight". */
 
 typedef enum hpmlc_scope {
-    HPMLC_RANK,  /* a copy of each rank (or leaf), which are summands: any number of ranks loads them, by adding */
-    HPMLC_NODE,  /* a copy of each node, of which each rank of the node has a part: loads on as many nodes */
-    HPMLC_SHARED /* one copy, of which each rank has a part, or which all ranks have */
+    HPMLC_RANK,  /* a copy for each rank (or leaf), which add up to one sum: any number of ranks loads them, by
+                    adding */
+    HPMLC_NODE,  /* a copy for each node, of which each rank of the node has a range: loads on as many nodes */
+    HPMLC_SHARED /* one copy, of which each rank has a range, or which all ranks have whole */
 } hpmlc_scope;
 
 typedef struct hpmlc_state {
     char        *name;
     hpmlc_scope  scope;
-    float       *data;       /* (copies.count, floats) this rank's part; NULL: none */
-    const hpmlc_host_view *view; /* host access to data */
-    int64_t      count;      /* floats of a copy */
+    float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
+    const hpmlc_host_view *view; /* host access to `data` */
+    int64_t      count;      /* floats of one whole copy */
     int64_t      at, floats; /* this rank's range of a copy */
-    hpmlc_copies copies;     /* in the file: `all` */
+    hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
     bool         is_mean;    /* the copies are shares of a mean: the fewer there are, the larger is each */
-    bool         is_same;    /* all ranks have all of it: rank 0 saves it */
-    bool        *present;    /* not NULL: it is not always there; this flag says if, for all arrays of the flag */
-    int64_t      offset;     /* where it begins in the floats that are saved */
+    bool         is_same;    /* every rank has the whole array: rank 0 saves it */
+    bool        *present;    /* flag, shared by arrays: whether they exist now; NULL: the array always exists */
+    int64_t      offset;     /* where the array begins among the floats that are saved */
 } hpmlc_state;
 
 struct hpmlc_states {
@@ -6678,13 +6676,14 @@ struct hpmlc_states {
     hpmlc_state      *item;      /* (count) */
     int               count, capacity;
     bool              is_saving; /* the list is for saving; else it is for loading */
-    const char       *copy;      /* what a copy of scope RANK is one of: "ranks" */
-    bool             *present;   /* of the arrays that are added next */
-    hpmlc_host_view       host;      /* of arrays on the host */
+    const char       *copy;      /* word for the copies of scope RANK in names of arrays: "ranks" or "leaves" */
+    bool             *present;   /* hpmlc_state.present of the arrays that are added next */
+    hpmlc_host_view       host;      /* host access to arrays on the host */
 };
 
-/* Adds an array of `count` floats a copy, of which this rank has no part yet; NULL: an error on the context. The item
-   stays where it is until the next is added. tensor: NULL: the array belongs to none. */
+/* Adds an array KIND.COPY.TENSOR of `count` floats a copy to the list; this rank has no part of it yet. Returns the
+   item, which stays where it is until the next is added; NULL: an error on the context. copy, tensor: NULL: left out of
+   the name. */
 HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, const char *kind, const char *copy,
                                       const char *tensor, int64_t count)
 {
@@ -6719,7 +6718,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     return it;
 }
 
-/* Sets this rank's part of a copy: floats [at, at + floats), in the memory of an exchange. */
+/* Sets what this rank has of a copy: floats [at, at + floats), which are at `data` in the memory of exchange x. */
 HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *data, int64_t at, int64_t floats)
 {
     it->view   = &x->view;
@@ -6728,7 +6727,7 @@ HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *d
     it->floats = floats;
 }
 
-/* Adds an array that all ranks have all of. */
+/* Adds an array of `count` floats that every rank has whole, at `data` on the host. NULL: an error on the context. */
 HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, const char *tensor, float *data,
                                        int64_t count)
 {
@@ -6740,7 +6739,8 @@ HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, con
     return it;
 }
 
-/* Adds an array of which each contribution to the sum has a copy. */
+/* Adds an array of which each contribution to the sum (of a rank, or a leaf) has a copy of `count` floats; those of
+   this rank are at `data`, in the memory of exchange x. */
 HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, const char *kind, const char *tensor,
                                  float *data, int64_t count)
 {
@@ -6751,7 +6751,7 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state_part(it, x, data, 0, count);
 }
 
-/* Adds what an exchange of the whole communicator carries for one tensor. */
+/* Adds what exchange x, of the whole communicator, carries from step to step for tensor `it`, such as residuals. */
 HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const hpmlc_item *it)
 {
     const char *name = it->g.name;
@@ -6768,7 +6768,8 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
-/* Adds what the exchanges of all buckets carry, tensors in the order of their names. */
+/* Adds what the exchanges of all buckets carry from step to step, tensors in the order of their names. False: an
+   error. */
 HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -6792,7 +6793,7 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 
 HPMLC_FN bool hpmlc_sync_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc HPMLC_UNUSED)
 {
-    return true; /* the last row */
+    return true; /* the last row of hpmlc_strategies: for all that others leave */
 }
 
 HPMLC_FN hpml_status hpmlc_sync_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_distribute_desc *desc,
@@ -6868,12 +6869,13 @@ enum { HPMLC_DELAYED_SAMPLES, HPMLC_DELAYED_LOSS, HPMLC_DELAYED_WHOLE, HPMLC_DEL
 typedef struct hpmlc_delayed {
     float *in_flight;    /* (span) gradients of the step before, laid out as the trainer's */
     float *before;       /* (buffer_total) running statistics when the step began; then their change in the step */
-    float *change;       /* (buffer_total) mean change of the running statistics of the step before, by name */
+    float *change;       /* (buffer_total) mean change of the running statistics in the step before, in the order of
+                            their names */
     float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of a whole step then */
-    double whole;        /* samples of a whole step, when what is in flight was computed */
-    bool   is_in_flight; /* false before the first step */
-    bool   is_complete;  /* its exchange is over: in_flight, change and head are set */
-    bool   is_loaded;    /* they are those of a checkpoint */
+    double whole;        /* samples of a whole step, when the gradients in flight were computed */
+    bool   is_in_flight; /* gradients are in flight; false before the first step */
+    bool   is_complete;  /* the exchange of these gradients is over: in_flight, change and head are set */
+    bool   is_loaded;    /* in_flight, change and head come from a checkpoint */
 } hpmlc_delayed;
 
 HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc)
@@ -6914,10 +6916,11 @@ HPMLC_FN hpml_status hpmlc_delayed_begin(hpml_distributed *d, int64_t samples, f
 HPMLC_FN hpml_status hpmlc_delayed_gradient(hpml_distributed *d, int param)
 {
     hpmlc_buckets_count(d, param);
-    return HPML_OK; /* it is sent when the update has swapped the gradients */
+    return HPML_OK; /* its exchange starts when the update has swapped the gradients */
 }
 
-/* Completes the exchange in flight: its mean loss and mean change of the running statistics. */
+/* Completes the exchange in flight and reads mean loss and mean change of the running statistics of its step; behind a
+   load, from the checkpoint. */
 HPMLC_FN hpml_status hpmlc_delayed_complete(hpml_distributed *d)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
@@ -6941,7 +6944,7 @@ HPMLC_FN hpml_status hpmlc_delayed_complete(hpml_distributed *d)
     return HPML_OK;
 }
 
-/* Takes the change of the running statistics back, and keeps it in own->before. */
+/* Sets the running statistics back to those before the step, and keeps their change in own->before. */
 HPMLC_FN void hpmlc_delayed_undo(hpml_distributed *d)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
@@ -6951,7 +6954,7 @@ HPMLC_FN void hpmlc_delayed_undo(hpml_distributed *d)
     for (int64_t k = 0; k < d->layout.buffer_total; k++) own->before[k] = now[k] - own->before[k];
 }
 
-/* Adds the mean change of the step before to the running statistics. */
+/* Adds the mean change of the running statistics in the step before to the running statistics of the model. */
 HPMLC_FN void hpmlc_delayed_redo(hpml_distributed *d)
 {
     const hpmlc_delayed *own = (const hpmlc_delayed *)d->own;
@@ -6961,7 +6964,7 @@ HPMLC_FN void hpmlc_delayed_redo(hpml_distributed *d)
     hpmlc_buffers_set(d, now);
 }
 
-/* Exchanges the trainer's gradients for those in flight. */
+/* Swaps the trainer's gradients with those in flight, both on the host. */
 HPMLC_FN void hpmlc_delayed_swap(hpml_distributed *d)
 {
     hpmlc_delayed *own  = (hpmlc_delayed *)d->own;
@@ -7010,7 +7013,8 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
     return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
-/* Beside what exchanges carry: gradients and changes of running statistics in flight, the same on all ranks. */
+/* Lists what checkpoints hold: what exchanges carry (residuals), and the gradients and changes of running statistics in
+   flight, which are the same on all ranks. False: an error on the context. */
 HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_delayed *own   = (hpmlc_delayed *)d->own;
@@ -7060,10 +7064,10 @@ HPMLC_FN void hpmlc_delayed_close(hpml_distributed *d)
 
 typedef struct hpmlc_exact {
     float   *leaf;    /* (copies.count, total) gradients, and changes of running statistics, of this rank's leaves */
-    int64_t *sum;     /* (total) of the rounded leaves */
-    float   *largest; /* (params) largest |g| of each tensor */
+    int64_t *sum;     /* (total) sum of this rank's rounded leaves, then of all ranks' */
+    float   *largest; /* (params) largest |g| of each tensor in all leaves */
     float   *before;  /* (buffer_total) running statistics that the step began with */
-    int64_t  total;   /* floats of a leaf */
+    int64_t  total;   /* floats of one leaf: gradients, running statistics */
 } hpmlc_exact;
 
 HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc) { return desc->exact; }
@@ -7088,14 +7092,14 @@ HPMLC_FN hpml_status hpmlc_exact_legal(hpml_trainer *t, hpml_comm *c, hpml_distr
     return HPML_OK;
 }
 
-/* Floats of a leaf that parameter i has. */
+/* Returns how many floats of a leaf belong to parameter i, as gradient or running statistics; 0: none. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
 {
     const hpml_tensor *p = hpmlc_param(d, i);
     return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
 }
 
-/* Makes one exchange for the tensors that the codec packs, on the leaves. */
+/* Makes one exchange of the leaves' gradients of all tensors that the codec packs. False: an error on the context. */
 HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
 {
     const hpmlc_exact *own = (const hpmlc_exact *)d->own;
@@ -7152,8 +7156,8 @@ HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
     return hpml_ctx_status(d->ctx) == HPML_OK && hpmlc_exact_exchange(d);
 }
 
-/* Copies the tensors to a leaf's row of floats and notes each one's largest. Running statistics: how far the leaf moved
-   them, times samples. */
+/* Copies gradients, and the change of running statistics times `samples`, to `row`, the floats of a leaf; updates the
+   largest |value| of each tensor; sets the running statistics back for the next leaf. */
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 {
     const hpmlc_exact *own    = (const hpmlc_exact *)d->own;
@@ -7166,12 +7170,12 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
         if (p->grad) memcpy(row, x, (size_t)n * sizeof(float));
         else {
             for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)x[k] - (double)before[k]));
-            memcpy(x, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
+            memcpy(x, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same statistics */
             hpmlc_host_view_end(view, p->data, n);
             before += n;
         }
         for (const float *end = row + n; row < end; row++) {
-            bool is_nan = *row != *row; /* which no later value replaces */
+            bool is_nan = *row != *row; /* a NaN, which no later value replaces */
             if (fabsf(*row) > own->largest[i] || is_nan) own->largest[i] = fabsf(*row);
         }
     }
@@ -7205,7 +7209,8 @@ HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
     return ldexp(1, 62 - e - k);
 }
 
-/* Rounds this rank's leaves to integers and adds up those of all ranks. */
+/* Rounds the tensors that no codec packs, in this rank's leaves, to integers and adds up those of all ranks. An error
+   names a tensor with a NaN or infinity. */
 HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 {
     const hpmlc_exact   *own = (const hpmlc_exact *)d->own;
@@ -7235,8 +7240,8 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
     return status;
 }
 
-/* Converts the integers back to gradients and running statistics. The sums of packed tensors are in leaf 0, where the
-   exchange has left them. */
+/* Converts the sums of integers to mean gradients and running statistics over `samples`. The sums of tensors that a
+   codec packs are in leaf 0, where the exchange has left them. */
 HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
 {
     const hpmlc_exact *own = (const hpmlc_exact *)d->own;
@@ -7289,7 +7294,7 @@ HPMLC_FN hpml_status hpmlc_exact_update(hpml_distributed *d)
     return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
-/* Residuals belong to leaves, not to ranks. */
+/* Lists what checkpoints hold: residuals, which belong to leaves of the batch, not to ranks. */
 HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
 {
     list->copy = "leaves";
@@ -7320,7 +7325,7 @@ typedef struct hpmlc_link {
     const hpml_device_link *l;
     hpml_exchange         **ended;      /* (buckets) the exchanges of this step */
     bool                    is_checked; /* the trainer checks the gradients' norm before it uses them */
-    bool                    is_clipped; /* the trainer clips them */
+    bool                    is_clipped; /* the trainer clips that norm */
 } hpmlc_link;
 
 HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
@@ -7359,11 +7364,11 @@ HPMLC_FN bool hpmlc_link_attach(hpml_distributed *d, hpmlc_link *own)
     own->is_clipped = t->clip_norm > 0;
     own->is_checked = (own->is_clipped && !t->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
     own->ended = (hpml_exchange **)hpml_ctx_alloc(d->ctx, sizeof *own->ended * (size_t)d->layout.params, NULL);
-    hpmlc_background_choose(d); /* for the statistics */
+    hpmlc_background_choose(d); /* for the sum of loss and running statistics */
     return own->ended != NULL;
 }
 
-#define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes; smaller collectives do not reach a link's rate */
+#define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller collectives do not reach a link's rate */
 
 HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
 {
@@ -7374,7 +7379,7 @@ HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
     return hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_link_bucket);
 }
 
-/* Waits for the link's collectives until its deadline. */
+/* Lets the host wait for the collectives of the device link, until the link's deadline; other ranks get an error. */
 HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 {
     const hpml_device_link *l = ((const hpmlc_link *)d->own)->l;
@@ -7385,13 +7390,14 @@ HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
-    hpml_status status = hpmlc_link_check(d); /* of the previous step; the device makes its update meanwhile */
+    hpml_status status = hpmlc_link_check(d); /* for those of the previous step; the device makes its update
+                                                 meanwhile */
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
 }
 
 HPMLC_FN hpml_status hpmlc_link_gradient(hpml_distributed *d, int param) { return hpmlc_sync_gradient(d, param); }
 
-/* Steps 3 to 5 of the packed exchanges, of all buckets together. */
+/* Makes steps 3 to 5 (see hpml_exchange_desc) of the packed exchanges, of all buckets together. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
 {
     const hpmlc_link *own = (const hpmlc_link *)d->own;
@@ -7399,7 +7405,7 @@ HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
     return hpmlc_linked_finish(d->c, own->ended, d->buckets.count, own->is_checked);
 }
 
-/* The update of strategies by the link. finish: completes the exchange on the devices. */
+/* Makes the update of a strategy that uses a device link. finish: completes the exchange on the devices. */
 HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(hpml_distributed *d))
 {
     const hpmlc_link *own    = (const hpmlc_link *)d->own;
@@ -7452,16 +7458,16 @@ typedef struct hpmlc_shard {
     const hpml_device_link *l;
     int64_t                *cut;    /* (ranks of the node + 1) where the ranks' shards begin in the bucket, in floats */
     float                  *data;   /* (floats) this rank's shard on the host */
-    int64_t                 at, floats; /* its range of the bucket */
-    int                     divide; /* by this number: ranks of the node for a mean, else 1 */
+    int64_t                 at, floats; /* the shard's range of the bucket, in floats */
+    int                     divide; /* divisor of the node's sum: ranks of the node for a mean, else 1 */
 } hpmlc_shard;
 
 typedef struct hpmlc_nodes {
     hpmlc_link   link;
     hpmlc_shard *shard;     /* (buckets) */
-    int          ranks;     /* of this node */
-    int          place;     /* this rank's, from 0 */
-    char         copy[32];  /* name of residuals in checkpoints */
+    int          ranks;     /* number of ranks on this node */
+    int          place;     /* number of this rank on its node, from 0 */
+    char         copy[32];  /* word for nodes in the names of residuals in checkpoints */
 } hpmlc_nodes;
 
 HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
@@ -7474,7 +7480,7 @@ HPMLC_FN hpml_status hpmlc_nodes_legal(hpml_trainer *t, hpml_comm *c, hpml_distr
     return hpmlc_link_legal(t, c, desc, batch);
 }
 
-/* Exchanges a shard with the other nodes, when the node's sum of it is on the host. */
+/* Exchanges shard `user` with the other nodes over c, when the node's sum of the shard has come to the host. */
 HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
 {
     hpmlc_shard *s      = (hpmlc_shard *)user;
@@ -7485,8 +7491,8 @@ HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
     return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* hpml_exchange.bad is sent to all ranks later */
 }
 
-/* Adds up a bucket inside the node, and has the shard exchanged in the background. Without a background thread
-   hpmlc_nodes_finish does it, because it waits for the device. */
+/* Adds up bucket b inside the node, and has this rank's shard of it exchanged with other nodes in the background.
+   Without a background thread hpmlc_nodes_finish exchanges the shard, because that waits for the device. */
 HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -7498,7 +7504,8 @@ HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Cuts a bucket into the shards of the node's ranks. */
+/* Cuts bucket b, whose tensors are g, into a shard for each rank of the node, and takes host memory for this rank's
+   shard. */
 HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g, hpmlc_shard *s)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -7511,17 +7518,18 @@ HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_g
     for (int r = 1; r <= p; r++) {
         s->cut[r] = hpml_block(b->floats, p, r);
         for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
-            int64_t into = s->cut[r] - (g[i].data - d->layout.first - b->at); /* the tensor, in floats */
+            int64_t into = s->cut[r] - (g[i].data - d->layout.first - b->at); /* floats of the tensor before the cut */
             if (into > 0 && into < g[i].rows * g[i].cols) s->cut[r] -= into % g[i].cols;
         }
     }
     s->at     = s->cut[own->place];
     s->floats = s->cut[own->place + 1] - s->at;
-    s->data   = s->l->stage(s->l->user, s->floats + 1); /* + 1, because it may have none */
+    s->data   = s->l->stage(s->l->user, s->floats + 1); /* + 1, because a shard may be empty */
     return s->data != NULL;
 }
 
-/* Makes the exchange of a shard: its parts of the tensors g for a codec, else all of it as one tensor. */
+/* Makes the exchange of this rank's shard of bucket b, whose tensors are g: with a codec, of the rows of tensors that
+   are in the shard; else of the whole shard as one tensor. False: an error on the context. */
 HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -7573,7 +7581,7 @@ HPMLC_FN hpml_status hpmlc_nodes_begin(hpml_distributed *d, int64_t samples, flo
 
 HPMLC_FN hpml_status hpmlc_nodes_gradient(hpml_distributed *d, int param) { return hpmlc_link_gradient(d, param); }
 
-/* Completes the exchange of the shards and gives each rank's result to all ranks of the node. */
+/* Completes the exchange of all buckets' shards and gives each rank's result to all ranks of the node. */
 HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
 {
     const hpmlc_nodes      *own = (const hpmlc_nodes *)d->own;
@@ -7593,12 +7601,12 @@ HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_nodes_update(hpml_distributed *d)
 {
-    hpml_status status = hpmlc_link_check(d); /* now, because a job that waits for the link has no deadline */
+    hpml_status status = hpmlc_link_check(d); /* here, because a job that waits for the link has no deadline */
     return status == HPML_OK ? hpmlc_link_step(d, hpmlc_nodes_finish) : status;
 }
 
-/* Lists residuals of parameter p, which this rank has for the rows of its shard: a copy for each node, and the sum's,
-   which all ranks have together. */
+/* Lists the residuals of parameter p, of which this rank has the rows of its shard: a copy for each node (errors of
+   packing gradients) and one for all ranks (errors of packing sums). */
 HPMLC_FN void hpmlc_nodes_param_state(hpml_distributed *d, hpmlc_states *list, const hpml_tensor *p)
 {
     const hpmlc_nodes  *own = (const hpmlc_nodes *)d->own;
@@ -7652,11 +7660,11 @@ typedef enum hpmlc_strategy_kind {
     HPMLC_DELAYED,
     HPMLC_NODES,
     HPMLC_LINK,
-    HPMLC_SYNC, /* fits always, hence the last */
+    HPMLC_SYNC, /* always fits, hence the last strategy */
     HPMLC_STRATEGIES
 } hpmlc_strategy_kind;
 
-/* In the order of the enum: a strategy that is asked for, else the first that fits. */
+/* The strategies, indexed by hpmlc_strategy_kind: one that the desc asks for is chosen, else the first that fits. */
 static const hpmlc_strategy hpmlc_strategies[HPMLC_STRATEGIES] = {
     { "exact", true, "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen, hpmlc_exact_legal,
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, hpmlc_exact_state, hpmlc_exact_close },
@@ -7670,7 +7678,8 @@ static const hpmlc_strategy hpmlc_strategies[HPMLC_STRATEGIES] = {
       hpmlc_sync_gradient, hpmlc_sync_update, hpmlc_sync_state, hpmlc_sync_close },
 };
 
-/* Returns the row that the desc asks for, else the first that fits; NULL: an error, because two are asked for. */
+/* Returns the strategy that the desc asks for, else the first that fits; NULL: an error, because the desc asks for
+   two. */
 HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_distribute_desc *desc)
 {
     const hpmlc_strategy *chosen = NULL;
@@ -7684,7 +7693,8 @@ HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_di
     return chosen;
 }
 
-/* Checks what holds for all strategies, fills in defaults, and returns the strategy; NULL: an error on the context. */
+/* Checks what all strategies require of the desc d, fills in its defaults, and returns the strategy; NULL: an error on
+   the context. batch: samples that the model holds. */
 HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
 {
     hpml_status status = HPML_OK;
@@ -7705,7 +7715,7 @@ HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, h
     return strategy && strategy->legal(t, c, d, batch) == HPML_OK ? strategy : NULL;
 }
 
-/* Checks that all ranks have the same model, and gives them the parameters of rank 0. */
+/* Checks that all ranks have the same model, and broadcasts the parameters of rank 0 to all ranks. */
 HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
     const hpmlc_layout *l = &d->layout;
@@ -7733,7 +7743,7 @@ HPMLC_FN int hpmlc_name_order(const void *a, const void *b)
     return strcmp((*(hpml_tensor *const *)a)->name, (*(hpml_tensor *const *)b)->name);
 }
 
-/* Fills layout.by_name. */
+/* Fills in layout.by_name: indices of the parameters, sorted by name. False: no memory. */
 HPMLC_FN bool hpmlc_layout_names(hpml_distributed *d)
 {
     const int     params = d->layout.params;
@@ -7819,7 +7829,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hpml_trainer_set_hooks(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, d->d.global_batch, d->layout.grain);
     hpml_distribute_get(d, NULL, true);
-    d->report.r.loss = NAN; /* before the first step */
+    d->report.r.loss = NAN; /* no step yet */
     return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
 }
 
@@ -7883,7 +7893,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     r->at_reset = now;
 }
 
-/* Gathers the rows of all ranks, and sorts them by step, then rank. */
+/* Gathers the rows of all ranks' last steps, sorts them by step, then rank, and sets bubble_s. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
@@ -7931,8 +7941,8 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
     return (int)at;
 }
 
-/* Text that warns of an efficiency below one half, else "". The time of waiting does not grow with the batch, hence
-   batches 1 / efficiency - 1 times as large bring the efficiency to one half. */
+/* Writes to `text` a warning of an efficiency below one half, else "", and returns it. The time of waiting does not
+   grow with the batch, hence batches 1 / efficiency - 1 times as large bring the efficiency to one half. */
 HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
 {
     text[0] = 0;
@@ -7960,10 +7970,11 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 // >>resume   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Rank 0 writes the checkpoint. Each rank has its parts of the arrays of >>state in an array of all of them, zeros
-   where other ranks have theirs: the sum over ranks is exact. */
+/* Rank 0 writes the checkpoint. Before, each rank copies what it has of the arrays of >>state to memory for all of
+   them, with zeros where other ranks have theirs, so that the sum over ranks is exact. */
 
-/* Makes the list of the strategy; false: an error on the context. */
+/* Makes the list of the arrays that the strategy carries from step to step, to save or to load them; false: an error on
+   the context. */
 HPMLC_FN bool hpmlc_states_open(hpml_distributed *d, hpmlc_states *list, bool is_saving)
 {
     memset(list, 0, sizeof *list);
@@ -7981,7 +7992,7 @@ HPMLC_FN void hpmlc_states_close(hpmlc_states *list)
 
 HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present && !*it->present; }
 
-/* Copies this rank's part to rows: (copies.all, count). */
+/* Copies what this rank has of an array to its place in `rows`: (copies.all, count). */
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
     for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
@@ -7991,7 +8002,7 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
     }
 }
 
-/* Sets this rank's part. row: (count) of the file, not aligned. */
+/* Sets what this rank has of an array from `row`: (count) floats in the file, perhaps not aligned. */
 HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
 {
     if (it->floats == 0) return;
@@ -8000,7 +8011,7 @@ HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
     hpmlc_host_view_end(it->view, it->data, it->floats);
 }
 
-/* Adds factor times the row to this rank's part of its copy l. */
+/* Adds factor times `row`, (count) floats in the file, perhaps not aligned, to what this rank has of its copy l. */
 HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
 {
     if (it->floats == 0) return;
@@ -8025,8 +8036,8 @@ HPMLC_FN void hpmlc_state_clear(const hpmlc_state *it)
     }
 }
 
-/* Sets the offsets: first the arrays that are added up over ranks, then those that all ranks have. Returns the floats
-   of both, and of the first. */
+/* Sets where each array begins among the floats that are saved: first the arrays that are added up over ranks, then
+   those that every rank has whole. Returns the number of all floats, and in *summed that of the first ones. */
 HPMLC_FN int64_t hpmlc_states_place(hpmlc_states *list, int64_t *summed)
 {
     int64_t at = 0;
@@ -8049,7 +8060,8 @@ typedef struct hpmlc_writing {
     hpml_progress progress; /* the program's own callback */
 } hpmlc_writing;
 
-/* Progress callback of a checkpoint: announces that this rank is busy, because the other ranks wait for it. */
+/* Is called with the bytes of a checkpoint that are written: announces that this rank is busy, because other ranks wait
+   for it, and calls the program's own callback. */
 HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 {
     const hpmlc_writing *w = (const hpmlc_writing *)user;
@@ -8057,8 +8069,8 @@ HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
     if (w->progress.fn) w->progress.fn(w->progress.user, bytes);
 }
 
-/* Writes the checkpoint with the arrays of the list, which stand in rows: (floats). On a device a copy of the rows is
-   written, because the trainer's arrays of state are in the backend's memory. */
+/* Writes the checkpoint with the arrays of the list, which are in `rows`: (floats) on the host. For a trainer on a
+   device a copy of the rows there is written, because a checkpoint takes arrays of state from the backend's memory. */
 HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *rows, int64_t floats)
 {
     hpml_distributed  *d     = list->d;
@@ -8110,7 +8122,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     return hpml_barrier(d->c); /* all ranks go on when the file is there, or get the error of rank 0 */
 }
 
-/* Refuses gradients that only another strategy applies, and those of an older format. */
+/* Fails if file f has gradients that only another strategy applies, or that are in an older format. */
 HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safetensors *f, const char *path)
 {
     hpml_safetensor e;
@@ -8128,8 +8140,8 @@ HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safeten
     return HPML_OK;
 }
 
-/* Loads one array. saved: what the file has, or NULL. Copy w of the file is added to copy w modulo the number of copies
-   that there are now. */
+/* Loads one array of the list. saved: the array in the file, or NULL. Copy w of the file is added to copy w modulo the
+   number of copies that there are now. */
 HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it, const hpml_safetensor *saved,
                                       const char *path)
 {
@@ -8201,13 +8213,14 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (d->micro != 0) return 0; /* a micro-batch: no update yet */
+    if (d->micro != 0) return 0; /* a micro-batch without an update */
     d->trial.loss += d->report.r.loss * (double)d->report.r.samples;
     d->trial.samples += (double)d->report.r.samples;
     return 0;
 }
 
-/* Trains with one batch size and returns the mean loss, infinite if training diverged. */
+/* Trains with `batch` samples a step on `samples` samples, and sets *loss to the mean loss, infinite if training
+   diverged. */
 HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples,
                                      double *loss)
 {
@@ -8250,7 +8263,7 @@ HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset 
     return HPML_OK;
 }
 
-/* An error if the checkpoint was made within a pass over the data, because a trial would then go on in that pass. */
+/* Fails if the checkpoint was made within a pass over the data, because a trial would then go on in that pass. */
 HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
 {
     hpml_safetensors *f      = hpml_safetensors_open(d->ctx, path);
@@ -8262,12 +8275,13 @@ HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
     return status;
 }
 
-/* Tries the sizes. Returns the largest whose loss is within s->slack of the first one's, -1 if there is none. */
+/* Trains with one batch size after another, from s->min up. Returns the last size whose loss is within s->slack of the
+   first one's, -1 if there is none. */
 HPMLC_FN int64_t hpmlc_search_sizes(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *s,
                                     hpml_batch_trial *trials, int capacity, hpml_status *status)
 {
     double  first = 0, loss = 0;
-    double  size = (double)s->min; /* before rounding, because errors of rounding would add up */
+    double  size = (double)s->min; /* the size before rounding, whose errors would add up */
     int64_t next = 0, best = -1;
     int     n = 0;
     for (int64_t batch = s->min; batch <= s->max && *status == HPML_OK; batch = next, n++) {
@@ -8321,8 +8335,8 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
    repeated mixing brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for Distributed
    Averaging"). */
 
-/* The rank's partner of this step in a random pairing: ranks in a random order, the first with the second, and so on;
-   with an odd number the last is its own partner. */
+/* Returns the partner of `rank` in a random pairing, another in each step: ranks in a random order, the first with the
+   second, and so on; with an odd number of ranks the last is its own partner. */
 HPMLC_FN int hpmlc_partner(int p, uint64_t seed, int64_t step, int rank)
 {
     int64_t place = 0;
@@ -8372,7 +8386,7 @@ HPMLC_FN double hpmlc_degree(hpml_topology topology, int p, uint64_t seed, int64
     return degree;
 }
 
-/* Row `rank` of the mixing matrix: (p). */
+/* Computes row `rank` of the mixing matrix (see hpml_mixing_matrix): w (p). */
 HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank, double *w)
 {
     double mine = hpmlc_degree(topology, p, seed, step, rank), rest = 1;
@@ -8385,7 +8399,8 @@ HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int
     w[rank] = rest;
 }
 
-/* All ranks send the array as it was before; neighbours' arrays are added in the order of their distance. */
+/* Sends this rank's array, as it was before the call, to its neighbours, and adds up theirs in the order of their
+   distance. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step)
 {
     if (c && ((unsigned)topology > HPML_TOPOLOGY_ALL || (n > 0 && !data)))
@@ -8403,7 +8418,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me];
     for (int k = 1; k < p && status == HPML_OK; k++) {
         int to = (me + k) % p, from = (me - k + p) % p;
-        int dest = w[to] > 0 ? to : -1, source = w[from] > 0 ? from : -1; /* the matrix is symmetric */
+        int dest = w[to] > 0 ? to : -1, source = w[from] > 0 ? from : -1; /* w[to]: as on rank `to` */
         c->round = k;
         status = hpmlc_round(c, tag, dest, (const char *)mine, bytes, source, (char *)theirs, bytes, NULL);
         for (int64_t i = 0; source >= 0 && status == HPML_OK && i < n; i++) data[i] += (float)w[from] * theirs[i];
