@@ -3844,11 +3844,11 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // >>moves   the allreduce algorithms: phases, one table of algorithms, the plan of a rank
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* An algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every stride-th
-   rank from `base`, and member i owns block i of the range. The move function of a phase kind sets what one member
-   sends and receives in round k. Collectives execute these moves, tests count them, users draw them with
-   hpml_allreduce_move and the simulator times them. To add an algorithm, write a word of hpml_algorithm, a row of
-   hpmlc_algorithms and, if it has new phase kinds, their move function. */
+/* An allreduce algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every
+   stride-th rank from `base`, and member i owns block i of the range, one of equal blocks for all members. The move
+   function of a phase kind sets what one member sends and receives in round k. Collectives execute these moves, tests
+   count them, users draw them with hpml_allreduce_move and the simulator times them. To add an algorithm, write a word
+   of hpml_algorithm, a row of hpmlc_algorithms and, if it has new phase kinds, their move function. */
 
 typedef struct hpmlc_phase hpmlc_phase;
 
@@ -3912,8 +3912,7 @@ HPMLC_FN int hpmlc_rounds_down(int size) { return hpmlc_log2(size); }
 HPMLC_FN int hpmlc_rounds_up(int size) { return hpmlc_log2(size) + (size > 1 << hpmlc_log2(size)); }
 HPMLC_FN int hpmlc_rounds_fold(int size) { return hpmlc_rounds_up(size) - hpmlc_rounds_down(size); }
 
-/* Sets the sending half of move m: the phase's range is cut into a block for each member of the team; blocks [first,
-   end) go to member `to`. */
+/* Sets the sending half of move m: blocks [first, end) of the phase's range, one for each member, go to member `to`. */
 HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int first, int end)
 {
     m->to         = hpmlc_member(&f->team, to);
@@ -4028,9 +4027,8 @@ HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_star_up   = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_ROOT, false, true };
 static const hpmlc_kind hpmlc_star_down = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_NONE, false, true };
 
-/* Sets the move of round k in a pairwise exchange: each member sends one block to the member k + 1 after it and
-   receives one from the member k + 1 before it. Where the phase adds, the receiver's own block is sent; else the
-   sender's own. */
+/* Sets the move of round k in a pairwise exchange: each member sends a block to the member k + 1 after it and receives
+   a block from the member k + 1 before it: the receiver's own block where the phase adds, else the sender's own. */
 HPMLC_FN void hpmlc_pairs_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     bool adds = hpmlc_adds(f->kind);
@@ -4074,8 +4072,7 @@ typedef struct hpmlc_algorithm {
     bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
     int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
     int32_t           auto_mixed; /* as auto_ranks, where ranks r and r + 1 are on different nodes */
-    /* Optional: seconds that an allreduce of `bytes` takes on real transports beyond the simulated ones; AUTO adds
-       them. */
+    /* Optional: seconds that an allreduce of `bytes` takes on real transports, not in simulations; AUTO adds them. */
     double (*extra_s)(const hpml_comm *c, double bytes);
 } hpmlc_algorithm;
 
@@ -4087,10 +4084,9 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, const hpmlc_algorithm *row, hpml
     for (const hpmlc_kind *const *kind = row->phase; *kind; kind++) hpmlc_plan_add(plan, *kind, team, at, count);
 }
 
-/* Plans HPML_HIERARCHICAL for rank `rank` of p: a ring inside the node leaves each member the sum of one block; the
-   members with the same place on all nodes add up that block by halving, or by a ring; a ring inside the node spreads
-   the blocks. Where nodes differ in size: a tree to the first rank of each node, a ring among those ranks, a tree
-   back. */
+/* Plans HPML_HIERARCHICAL for rank `rank` of p: a ring inside the node leaves each member the sum of one block; members
+   with the same place on all nodes add up that block by halving, or by a ring; a ring inside the node spreads the
+   blocks. Where nodes differ in size: a tree to the first rank of each node, a ring among those ranks, a tree back. */
 HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
@@ -4261,17 +4257,15 @@ static const struct { size_t size; hpmlc_reduce_fn *sum, *max; } hpmlc_types[] =
 
 HPML_API size_t hpml_element_size(hpml_element e) { return (unsigned)e <= HPML_ELEMENT_BYTE ? hpmlc_types[e].size : 0; }
 
-/* Returns the function that adds elements of type e or, with op HPML_MAX, keeps the larger ones; NULL: there is
-   none. */
+/* Returns the function that adds elements of type e or, for HPML_MAX, keeps the larger ones; NULL: there is none. */
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
     if ((unsigned)e > HPML_ELEMENT_BYTE || (unsigned)op > HPML_MAX) return NULL;
     return op == HPML_MAX ? hpmlc_types[e].max : hpmlc_types[e].sum;
 }
 
-/* Divides n floats x, which are sums over p ranks, by p: the same operation on the same bits on every rank. Where p is
-   a power of two, x * (1 / p) has the same bits as x / p and is faster. Loops of 16 elements let compilers use
-   vectors. */
+/* Divides n floats x, sums over p ranks, by p: the same operation on the same bits on every rank. Where p is a power of
+   two, x * (1 / p) has the same bits as x / p and is faster. Loops of 16 elements let compilers use vectors. */
 HPMLC_FN void hpmlc_divide_f32(float *x, int64_t n, float p)
 {
     const int   rest = (int)p & ((int)p - 1);
@@ -4303,8 +4297,7 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the scratch buffer of communicator c, enlarged to at least `size` bytes (its contents are then lost). NULL:
-   no memory. */
+/* Returns the scratch buffer of c, enlarged to at least `size` bytes (its contents are then lost). NULL: no memory. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
 {
     if (size <= c->scratch_size) return c->scratch;
@@ -4415,8 +4408,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     return tag;
 }
 
-/* Ends every collective: adds its seconds to the communicator's counters and its span to the timeline. Returns
-   `status`. */
+/* Ends every collective: adds its seconds to the counters of c and its span to the timeline. Returns `status`. */
 HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
@@ -4488,8 +4480,8 @@ static const hpmlc_block_rule hpmlc_scatter_rule    = { "scatter", true, false, 
 static const hpmlc_block_rule hpmlc_all_to_all_rule = { "all_to_all", false, false, false };
 static const hpmlc_block_rule hpmlc_barrier_rule    = { "barrier", false, false, true };
 
-/* Runs a collective that moves blocks of `bytes` each by `rule`. sent: a block for each rank, or one block where only
-   the root receives; received: a block from each rank, or one block where only the root sends; NULL: none. root -1: no
+/* Runs a collective that moves blocks of `bytes` each by `rule`. sent: a block for each rank, one block where only the
+   root receives; received: a block from each rank, one block where only the root sends; NULL: none. root -1: no
    root. */
 HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, const char *sent, char *received,
                                   size_t bytes, int root)
@@ -4559,7 +4551,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
 /* Returns whether AUTO considers the algorithm of `row` on communicator c. */
 HPMLC_FN bool hpmlc_auto_considers(const hpml_comm *c, const hpmlc_algorithm *row)
 {
-    bool mixed = c->spread || c->per_node == 0; /* ranks r and r + 1 are on different nodes */
+    bool mixed = c->spread || c->per_node == 0; /* ranks r and r + 1 may be on different nodes */
     if (row->plan_nodes && (c->per_node <= 1 || c->per_node >= c->size)) return false;
     return c->size <= (mixed ? row->auto_mixed : row->auto_ranks);
 }
@@ -4775,8 +4767,8 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     return NULL;
 }
 
-/* Starts the background thread. Where the transport or the system does not allow one, b->threaded stays false, and jobs
-   run when they are posted. */
+/* Starts the background thread. Where transport or system allow none, `threaded` stays false, and a job runs when
+   posted. */
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     const hpml_transport *t = b->c->t;
@@ -4819,8 +4811,7 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
     hpml_ctx_free(b->ctx);
 }
 
-/* Returns the background of communicator c, which the first call, a collective one, creates. NULL: an error on the
-   context. */
+/* Returns the background of c, which the first call, a collective one, creates. NULL: an error on the context. */
 HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
 {
     if (c->background) return c->background;
@@ -4848,8 +4839,7 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
     return b;
 }
 
-/* Hands a copy of `job` to the background thread; without a thread, runs it now. Returns the copy; NULL: an error on
-   the context. */
+/* Hands a copy of `job` to the background thread, or runs it now without one. Returns the copy; NULL: an error on c. */
 HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *job)
 {
     hpmlc_background *b = hpmlc_failed(c) ? NULL : hpmlc_background_of(c);
@@ -4931,8 +4921,7 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
     if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
 }
 
-/* Returns the messages (which 0) or bytes (which 1) that communicator c and its twin have sent to rank `peer`, when all
-   posted jobs are done; 0: no such rank. */
+/* Returns messages (which 0) or bytes (which 1) sent to rank `peer` by c and its twin, after waiting for all jobs. */
 HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int which)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
@@ -4971,12 +4960,13 @@ typedef struct hpmlc_item {
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
     union {                        /* TOPK, LOWRANK: arrays behind the residual, in one allocation */
         struct { float *magnitude, *velocity, *pairs; } topk; /* (n), (n), (p, k, 2): k pairs of each rank */
-        struct { float *m, *p, *q; } lowrank;                 /* M (rows, cols), P (rows, r), Q (cols, r) */
+        struct { float *m, *p, *q; } lowrank;                 /* M (rows, cols), P (rows, r), Q (cols, r): see
+                                                                 >>whole-codecs */
     } whole;
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
-   the array itself where it is on the host, else a copy in `window`, one at a time; hpmlc_host_view_end writes the copy
+   the array itself if it is on the host, else a copy in `window`, one at a time; hpmlc_host_view_end writes the copy
    back. */
 typedef struct hpmlc_host_view {
     const hpml_backend *device; /* NULL: arrays are on the host */
@@ -5018,9 +5008,9 @@ struct hpml_exchange {
     hpml_comm          *c;
     hpml_exchange_desc  d;
     hpmlc_exchange_mode mode;
-    const hpmlc_whole  *whole;     /* the codec, if it works on whole tensors; else NULL */
+    const hpmlc_whole  *whole;     /* the codec, if it packs whole tensors; NULL: it packs row by row */
     hpmlc_item         *item;      /* (d.count) */
-    int                 packed;    /* number of items that are not plain */
+    int                 packed;    /* number of packed tensors */
     float              *fused;     /* (plain) copies of the plain tensors, end to end; NULL: not needed */
     float              *span;
     int64_t             plain;     /* floats of all plain tensors together */
@@ -5046,8 +5036,7 @@ struct hpml_exchange {
     int64_t             bad;       /* last run: 2^20 * tensor + 1 + a rank with a NaN there; 0: none */
 };
 
-/* Allocates `bytes` in the memory where the exchange's tensors are: the device's or the host's. NULL: an error on the
-   context. */
+/* Allocates `bytes` where the exchange's tensors are, on a device or the host. NULL: an error on the context. */
 HPMLC_FN void *hpmlc_exchange_alloc(hpml_exchange *x, size_t bytes)
 {
     const hpml_backend *device = x->view.device;
@@ -5161,8 +5150,7 @@ HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
     return status;
 }
 
-/* Fails on all ranks unless the exchanges of all ranks have equal tensors: their shapes and row sizes are hashed and
-   compared. */
+/* Fails on all ranks unless all of them have equal tensors: shapes and row sizes are hashed and compared. */
 HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
 {
     bool     same;
@@ -5196,8 +5184,7 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     return it->residual && it->stripe;
 }
 
-/* Computes where the message to and from each rank begins in `sent`, `received` and `sums`, and allocates these three
-   buffers. False: no memory. */
+/* Computes where each rank's messages begin in `sent`, `received` and `sums`, and allocates these. False: no memory. */
 HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 {
     hpml_comm *c = x->c;
@@ -5255,7 +5242,7 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_des
     return x;
 }
 
-/* Creates an exchange as hpml_exchange_create does, for tensors that lie as `mode` says. NULL: an error on the
+/* Creates an exchange as hpml_exchange_create does, for tensors that lie as `mode` says. NULL: an error on c's
    context. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
 {
@@ -5446,8 +5433,8 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* Makes the messages of step 2 or 5 of an exchange: sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r
-   or, with `same`, this rank's such range to all ranks, and receives into `received`; round k: ranks k after and k
+/* Sends the messages of step 2 or 5 of an exchange: bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r or,
+   with `same`, this rank's such range to all; receives into `received`. Round k: to the rank k after, from the rank k
    before. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *sent, const size_t *sent_at,
                                          bool same, char *received, const size_t *received_at)
@@ -5552,8 +5539,7 @@ HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
     return status;
 }
 
-/* Runs exchange `user`, plain tensors and packed ones, on its communicator c or, in the background, on that one's
-   twin. */
+/* Runs exchange `user`, packed and plain tensors, on its communicator c or, in the background, on the twin of that. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
@@ -5566,9 +5552,8 @@ HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 }
 
 /* Waits until more than *ready tensors are ready on this rank, or all are, or a quarter of the deadline has passed:
-   then this rank takes part in the next agreement with those that are ready, because the other ranks wait for it there,
-   and the late tensor, not this rank, is to be blamed. Updates *ready. False: the background thread is being
-   stopped. */
+   then this rank takes part in the next agreement with those that are ready, because the others wait for it there, and
+   errors are to blame the late tensor, not this rank. Updates *ready. False: the background thread is being stopped. */
 HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
 {
     hpmlc_background *b = x->by;
@@ -5961,8 +5946,8 @@ HPMLC_FN float *hpmlc_lowrank_q(const hpml_exchange *x, const hpmlc_item *it)
     return x->whole && x->whole->kind == HPML_CODEC_LOWRANK ? it->whole.lowrank.q : NULL;
 }
 
-/* Sets whether tensor `it` is plain, for a codec of whole tensors; if not, allocates its residual and the codec's
-   arrays behind it. False: no memory. */
+/* Decides for a codec of whole tensors if `it` is plain; if not, allocates its residual and, behind it, the codec's
+   arrays. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
 {
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
@@ -5976,8 +5961,8 @@ HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
     return true;
 }
 
-/* Exchanges the packed tensors one by one with a codec of whole tensors; at the end all ranks learn which tensor was
-   not finite on some rank. */
+/* Exchanges the packed tensors one by one with a codec of whole tensors; all ranks learn which was not finite on a
+   rank. */
 HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x)
 {
     hpml_status status = HPML_OK;
@@ -6028,8 +6013,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    Buckets hold gradients from the last layer to the first, because the backward pass makes them final in this order:
    the exchange of one bucket overlaps with the computation of the next (Li et al. 2020, "PyTorch Distributed"). */
 
-/* Work on a communicator that a step waits for: a job in the background, or (without a background thread) done when it
-   was started. */
+/* Work on a communicator, for which a step waits: a background job or, without a thread, done when it was started. */
 typedef struct hpmlc_task {
     hpml_job   *job;    /* NULL: the work is done, with this status: */
     hpml_status status;
@@ -6039,12 +6023,12 @@ typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
     hpml_exchange *now;          /* x or warm, as this step uses it; NULL: before the first step */
     hpmlc_task     task;         /* the bucket's exchange in this step */
-    int            count, ready; /* tensors; of these, tensors whose gradient is final in this step */
+    int            count, ready; /* number of tensors; how many gradients are final in this step */
     int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
 
 typedef struct hpmlc_buckets {
-    hpmlc_bucket *item;          /* (count) */
+    hpmlc_bucket *item;          /* (count) the buckets */
     int           count, posted; /* posted: buckets whose exchange has been started in this step */
 } hpmlc_buckets;
 
@@ -6065,8 +6049,7 @@ typedef struct hpmlc_layout {
     hpmlc_host_view view;           /* host access to arrays of the trainer */
 } hpmlc_layout;
 
-/* Contributions to the sum over ranks: each rank has one, unless its strategy has cut its batch into several
-   (leaves). */
+/* Contributions to the sum over ranks: one of each rank, unless a strategy cuts the batch into more (leaves). */
 typedef struct hpmlc_copies {
     int64_t first, count, all;   /* this rank's contributions are [first, first + count) of all */
 } hpmlc_copies;
@@ -6077,15 +6060,15 @@ enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS };
 typedef struct hpmlc_stats {
     double    *sum;              /* (HPMLC_STATS + buffer_total) samples, loss times samples, number of ranks with a
                                     loss that is NaN or infinite, such a rank; running statistics times samples */
-    hpmlc_task task;             /* the summation of this step */
+    hpmlc_task task;             /* the allreduce of `sum` in this step */
     float     *buffers;          /* (buffer_total) scratch: running statistics side by side, in the order of by_name */
     double     samples, loss;    /* of this rank in this step: samples, loss times samples */
 } hpmlc_stats;
 
 typedef struct hpmlc_reporting {
     hpml_distribute_report r;    /* sums over the steps since the last reset */
-    double                 began;    /* time of that reset, in seconds */
-    hpml_counters          at_reset; /* counters of the communicator at that time */
+    double                 began;    /* seconds at the last reset */
+    hpml_counters          at_reset; /* the communicator's counters at the last reset */
     hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
     int64_t                rows;     /* number of rows that were written to the ring */
     hpml_distribute_report at_row;   /* value of r when the last row was written, */
@@ -6093,14 +6076,13 @@ typedef struct hpmlc_reporting {
     hpml_counters          row_sent; /* and the communicator's counters then */
 } hpmlc_reporting;
 
-/* A trial of the batch search (>>batch-search): divergence is no error in a trial, and steps apply their own
-   gradients. */
+/* A trial of the batch search (>>batch-search): divergence is no error, and steps apply their own gradients. */
 typedef struct hpmlc_trial {
     bool   on;
-    double loss, samples;        /* loss times samples, added up over the steps; samples */
+    double loss, samples;        /* sums over the steps: loss times samples; samples */
 } hpmlc_trial;
 
-typedef struct hpmlc_states   hpmlc_states; /* see >>state */
+typedef struct hpmlc_states   hpmlc_states; /* list of what checkpoints hold, see >>state */
 typedef struct hpmlc_strategy hpmlc_strategy;
 
 /* Starts the exchange of one bucket and returns the status of starting alone. An error of an exchange that is done at
@@ -6113,7 +6095,7 @@ struct hpml_distributed {
     hpml_ctx             *ctx;
     hpml_distribute_desc  d;
     const hpmlc_strategy *strategy;
-    void                 *own;        /* the strategy's struct */
+    void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
     bool                  background; /* tasks are jobs of the communicator's background thread */
     hpmlc_start_fn       *start;
     hpmlc_layout          layout;
@@ -6132,7 +6114,9 @@ struct hpmlc_strategy {
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
     const char *pending;      /* array of a checkpoint with gradients that only this strategy applies; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_distribute_desc *desc);
-    hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch); /* sets defaults */
+    hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch); /* checks the desc,
+                                                                                                       sets its
+                                                                                                       defaults */
     bool (*open)(hpml_distributed *d);   /* takes memory, makes exchanges; collective; false: an error on the context */
     /* Computes the gradient of this rank's samples, by hpmlc_dist_pass or another way. Behind the last micro-batch of
        an update it may start what `update` waits for. */
@@ -6169,8 +6153,7 @@ HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
     return l->host != NULL;
 }
 
-/* Copies floats [at, at + n) of the trainer's gradients from the device, if there is one, to layout.host;
-   hpmlc_host_return copies all of them back. */
+/* Copies floats [at, at + n) of a device's gradients to layout.host; hpmlc_host_return copies all of them back. */
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     const hpmlc_layout *l = &d->layout;
@@ -6204,8 +6187,8 @@ HPMLC_FN void hpmlc_host_rescale(hpml_distributed *d, double samples, double ful
     for (int64_t k = 0; k < d->layout.span; k++) d->layout.host[k] *= scale;
 }
 
-/* Starts fn(c, user) as a task: in the background or, without a background thread, at once. Returns the status of
-   starting alone. */
+/* Starts fn(c, user) as a task, in the background or, without a thread, at once. Returns the status of starting
+   alone. */
 HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *task, hpml_comm *c, hpml_rank_fn *fn,
                                       void *user)
 {
@@ -6245,8 +6228,7 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_d
     e->codec     = d->d.codec;
 }
 
-/* Makes the exchanges of bucket b on communicator c: compressed as e says and, if there are warm steps, uncompressed
-   for those. False: an error on the context. */
+/* Makes the exchanges of bucket b on c: compressed as e says and, for warm steps, uncompressed. False: an error. */
 HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b, hpml_comm *c, hpml_exchange_desc *e,
                                      hpmlc_exchange_mode mode)
 {
@@ -6276,7 +6258,7 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
 }
 
 /* Cuts the trained parameters, last first, into buckets of at least `bytes` (.bucket_bytes, where that is set), and
-   calls `open` for each. gradients: (layout.span) array in which the exchanges find them. False: an error on the
+   calls `open` for each. gradients: (layout.span) array in which exchanges find them. False: an error on the
    context. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
@@ -6409,8 +6391,8 @@ HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, do
     return status;
 }
 
-/* Fills in what this rank adds to the step's sums over ranks. buffers: (buffer_total) running statistics, which are
-   averaged over samples; NULL: none. */
+/* Fills in this rank's terms of the step's sums over ranks. buffers: (buffer_total) what is averaged over samples;
+   NULL: nothing. */
 HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d, const float *buffers)
 {
     double *s      = d->stats.sum;
@@ -6433,8 +6415,7 @@ HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
     return status;
 }
 
-/* Reads samples and mean loss of the step from the sums over ranks; an error if the loss of a rank is NaN or
-   infinite. */
+/* Reads samples and mean loss of the step from the sums over ranks; an error if a rank's loss is NaN or infinite. */
 HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 {
     const double *s     = d->stats.sum;
@@ -6460,8 +6441,8 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     hpmlc_buffers_set(d, d->stats.buffers);
 }
 
-/* Starts what remains of a step's exchange: the last buckets, then the sum of samples, loss and `buffers` over ranks
-   (NULL: no running statistics). */
+/* Starts what remains of a step's exchange: buckets, then the sum of samples, loss and `buffers` (NULL: none) over
+   ranks. */
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 {
     double      start  = hpml_comm_now(d->c);
@@ -6492,15 +6473,15 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, d->micro > 0, loss);
     d->stats.samples += (double)samples;
     d->stats.loss += (double)*loss * (double)samples;
-    if (d->trial.on) *loss = 0; /* because the trainer would refuse a NaN */
+    if (d->trial.on) *loss = 0; /* because the trainer would stop at a NaN */
     d->report.r.compute_s += hpml_comm_now(d->c) - start;
     d->micro++;
     if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
     return status;
 }
 
-/* Returns hpml_exchange.bad of the first bucket with a NaN or infinity, with the index of the parameter in place of the
-   tensor's number; 0: there is none. */
+/* Returns the first bucket's hpml_exchange.bad that is not 0, with the parameter's index as the tensor's number; else
+   0. */
 HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
 {
     for (int b = 0; b < d->buckets.count; b++) {
@@ -6525,8 +6506,7 @@ HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, i
                          hpmlc_param(d, (int)(bad >> 20))->name, whose);
 }
 
-/* Waits for the exchanges of a step and reads its loss and samples; an error names a gradient with a NaN or
-   infinity. */
+/* Waits for the exchanges of a step and reads its loss and samples; an error names a gradient that is not finite. */
 HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 {
     double      start  = hpml_comm_now(d->c);
@@ -6629,8 +6609,7 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
     return f16 && hpml_trainer_settings(t)->loss_scale == 0;
 }
 
-/* Checks that `batch`, the samples that the model holds, is enough for the largest share of the global batch. grain: so
-   many consecutive samples stay on one rank. */
+/* Checks that a model of `batch` samples holds a rank's share of the global batch, cut into `grain` samples each. */
 HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc *d, int64_t batch, int64_t grain)
 {
     int64_t grains = (d->global_batch + grain - 1) / grain;
@@ -6651,8 +6630,7 @@ HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc 
    "residual.ranks.linear0.weight". */
 
 typedef enum hpmlc_scope {
-    HPMLC_RANK,  /* a copy for each rank (or leaf), which add up to one sum: any number of ranks loads them, by
-                    adding */
+    HPMLC_RANK,  /* a copy for each rank (or leaf), which are added up: any number of ranks loads them */
     HPMLC_NODE,  /* a copy for each node, of which each rank of the node has a range: loads on as many nodes */
     HPMLC_SHARED /* one copy, of which each rank has a range, or which all ranks have whole */
 } hpmlc_scope;
@@ -6663,9 +6641,9 @@ typedef struct hpmlc_state {
     float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
     const hpmlc_host_view *view; /* host access to `data` */
     int64_t      count;      /* floats of one whole copy */
-    int64_t      at, floats; /* this rank's range of a copy */
+    int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
     hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
-    bool         is_mean;    /* the copies are shares of a mean: the fewer there are, the larger is each */
+    bool         is_mean;    /* copies are shares of a mean: the fewer there are, the larger each is */
     bool         is_same;    /* every rank has the whole array: rank 0 saves it */
     bool        *present;    /* flag, shared by arrays: whether they exist now; NULL: the array always exists */
     int64_t      offset;     /* where the array begins among the floats that are saved */
@@ -6673,7 +6651,7 @@ typedef struct hpmlc_state {
 
 struct hpmlc_states {
     hpml_distributed *d;
-    hpmlc_state      *item;      /* (count) */
+    hpmlc_state      *item;      /* (count) the arrays */
     int               count, capacity;
     bool              is_saving; /* the list is for saving; else it is for loading */
     const char       *copy;      /* word for the copies of scope RANK in names of arrays: "ranks" or "leaves" */
@@ -6681,9 +6659,9 @@ struct hpmlc_states {
     hpmlc_host_view       host;      /* host access to arrays on the host */
 };
 
-/* Adds an array KIND.COPY.TENSOR of `count` floats a copy to the list; this rank has no part of it yet. Returns the
-   item, which stays where it is until the next is added; NULL: an error on the context. copy, tensor: NULL: left out of
-   the name. */
+/* Adds an array KIND.COPY.TENSOR of `count` floats a copy to the list, of which this rank has no part yet; copy,
+   tensor: may be NULL. Returns the item, which stays where it is until the next is added; NULL: an error on the
+   context. */
 HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, const char *kind, const char *copy,
                                       const char *tensor, int64_t count)
 {
@@ -6768,8 +6746,7 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
-/* Adds what the exchanges of all buckets carry from step to step, tensors in the order of their names. False: an
-   error. */
+/* Adds to the list what the exchanges of all buckets carry, tensors in the order of their names. False: an error. */
 HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -6786,10 +6763,11 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 // >>strategy-sync   synchronous steps, gradients exchanged on the host
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* In step t all ranks apply the mean of the gradients of step t: w_(t+1) = w_t - lr f(sum_r n_r g_r(w_t) / n). The
-   exchange of a bucket starts when its last gradient is final, behind the backward pass with .no_overlap or where no
-   background thread pays off. (Synchronous SGD: Das et al. 2016, "Distributed Deep Learning Using Synchronous SGD";
-   Goyal et al. 2017 for its learning rates.) A trainer on a device has its gradients copied to the host and back. */
+/* Strategy sync: in step t all ranks apply the mean of the gradients of step t: w_(t+1) = w_t - lr f(sum_r n_r g_r(w_t)
+   / n), for n_r of n samples on rank r and optimizer f. The exchange of a bucket starts when its last gradient is
+   final, but behind the backward pass with .no_overlap or where no background thread pays off. (Synchronous SGD: Das et
+   al. 2016, "Distributed Deep Learning Using Synchronous SGD"; Goyal et al. 2017 for its learning rates.) A trainer on
+   a device has its gradients copied to the host and back. */
 
 HPMLC_FN bool hpmlc_sync_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc HPMLC_UNUSED)
 {
@@ -6857,20 +6835,18 @@ HPMLC_FN void hpmlc_sync_close(hpml_distributed *d)
 // >>strategy-delayed   double buffering: steps apply the gradients of the step before
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* .delayed: w_(t+1) = w_t - lr f(g(w_(t-1))), so that the exchange of a step's gradients has the whole next step to
-   hide behind (double buffering of Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; a staleness of one step).
-   Two sets of gradients: the trainer's own, which the backward pass writes, and those in flight; an update swaps them.
-   The running statistics of batchnorm are treated alike: what travels is their change in the step, and it is added one
-   step late. A trial of the batch search applies each step's own gradients instead, because the delay would favour
-   small batches. */
+/* Strategy delayed: w_(t+1) = w_t - lr f(g(w_(t-1))), so that the exchange of a step's gradients g has the whole next
+   step to hide behind (double buffering of Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; a staleness of one
+   step). Two sets of gradients: the trainer's own, which the backward pass writes, and those in flight; an update swaps
+   them. Running statistics of batchnorm are treated alike: their change in the step is sent, and added one step late. A
+   trial of the batch search applies each step's own gradients instead, because the delay would favour small batches. */
 
 enum { HPMLC_DELAYED_SAMPLES, HPMLC_DELAYED_LOSS, HPMLC_DELAYED_WHOLE, HPMLC_DELAYED_HEAD };
 
 typedef struct hpmlc_delayed {
     float *in_flight;    /* (span) gradients of the step before, laid out as the trainer's */
     float *before;       /* (buffer_total) running statistics when the step began; then their change in the step */
-    float *change;       /* (buffer_total) mean change of the running statistics in the step before, in the order of
-                            their names */
+    float *change;       /* (buffer_total) mean change of the running statistics in the step before, by name */
     float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of a whole step then */
     double whole;        /* samples of a whole step, when the gradients in flight were computed */
     bool   is_in_flight; /* gradients are in flight; false before the first step */
@@ -6919,8 +6895,7 @@ HPMLC_FN hpml_status hpmlc_delayed_gradient(hpml_distributed *d, int param)
     return HPML_OK; /* its exchange starts when the update has swapped the gradients */
 }
 
-/* Completes the exchange in flight and reads mean loss and mean change of the running statistics of its step; behind a
-   load, from the checkpoint. */
+/* Completes the exchange in flight: reads, or has from a checkpoint, its step's mean loss and change of statistics. */
 HPMLC_FN hpml_status hpmlc_delayed_complete(hpml_distributed *d)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
@@ -7054,13 +7029,13 @@ HPMLC_FN void hpmlc_delayed_close(hpml_distributed *d)
 // >>strategy-exact   the same bits for every number of ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* .exact: floats do not add up to the same bits in every order, integers do. Leaf l of the global batch is samples
-   [l L, (l + 1) L). A rank computes its leaves one after another, each from the same running statistics, and keeps
-   their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all leaves and ranks is m <
-   2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62. Rounding a leaf to a 64-bit integer
-   loses less than 2^(e + k - 62), far below a float's last bit, and integers are added in any order (as in Demmel and
-   Nguyen 2013, "Fast Reproducible Floating-Point Summation"). Tensors that a codec packs go through an exchange with
-   one residual a leaf, whose sums are made in the order of the leaves. */
+/* Strategy exact: floats do not add up to the same bits in every order, integers do. Leaf l of the global batch is
+   samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the same running statistics, and
+   keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all leaves and ranks is m
+   < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62. Rounding a leaf to a 64-bit
+   integer loses less than 2^(e + k - 62), far below a float's last bit, and integers are added in any order (as in
+   Demmel and Nguyen 2013, "Fast Reproducible Floating-Point Summation"). Tensors that a codec packs go through an
+   exchange with one residual a leaf, whose sums are made in the order of the leaves. */
 
 typedef struct hpmlc_exact {
     float   *leaf;    /* (copies.count, total) gradients, and changes of running statistics, of this rank's leaves */
@@ -7316,14 +7291,15 @@ HPMLC_FN void hpmlc_exact_close(hpml_distributed *d)
 // >>strategy-link   synchronous steps, gradients exchanged on devices
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* As strategy sync, but the gradients stay on the device: the communicator's link (hpml_device_link: NCCL) adds them up
-   on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin, _finish in >>linked).
-   The host starts collectives and does not wait for them. It waits for the collectives of a step at the start of the
-   next one, because the link's wait has a deadline and the host's own wait for the loss has none. */
+/* Strategy link: as >>strategy-sync, but the gradients stay on the device: the communicator's link (hpml_device_link:
+   NCCL) adds them up on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin,
+   _finish in >>linked). The host starts collectives and does not wait for them. It waits for the collectives of a step
+   at the start of the next one, because the link's wait has a deadline and the host's own wait for the loss has
+   none. */
 
 typedef struct hpmlc_link {
     const hpml_device_link *l;
-    hpml_exchange         **ended;      /* (buckets) the exchanges of this step */
+    hpml_exchange         **ended;      /* (buckets) each bucket's exchange of this step */
     bool                    is_checked; /* the trainer checks the gradients' norm before it uses them */
     bool                    is_clipped; /* the trainer clips that norm */
 } hpmlc_link;
@@ -7379,7 +7355,7 @@ HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
     return hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_link_bucket);
 }
 
-/* Lets the host wait for the collectives of the device link, until the link's deadline; other ranks get an error. */
+/* Lets the host wait, at most until a deadline, for the device link's collectives; an error is sent to other ranks. */
 HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 {
     const hpml_device_link *l = ((const hpmlc_link *)d->own)->l;
@@ -7390,8 +7366,7 @@ HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
-    hpml_status status = hpmlc_link_check(d); /* for those of the previous step; the device makes its update
-                                                 meanwhile */
+    hpml_status status = hpmlc_link_check(d); /* previous step's; the device makes its update meanwhile */
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
 }
 
@@ -7447,11 +7422,11 @@ HPMLC_FN void hpmlc_link_close(hpml_distributed *d)
 // >>strategy-nodes   synchronous steps, a device link inside nodes, messages between them
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* As strategy link, where the link ends at the node. The p ranks of a node have a shard of each bucket each: devices
-   add up the node's gradients such that rank i has the sum of shard i (reduce-scatter), the host exchanges it with the
-   ranks that have shard i on the other nodes, and the devices share the result (all-gather). Only 1 / p of the
-   gradients leaves the node by each rank, and only these are packed by a codec (two-level all-reduce: Mikami et al.
-   2018, "Massively Distributed SGD"). Where a codec packs, shards end at ends of rows. */
+/* Strategy nodes: as >>strategy-link, where the link ends at the node. The p ranks of a node have a shard of each
+   bucket each: devices add up the node's gradients such that rank i has the sum of shard i (reduce-scatter), the host
+   exchanges it with the ranks that have shard i on the other nodes, and the devices share the result (all-gather). Only
+   1 / p of the gradients leaves the node by each rank, and only these are packed by a codec (two-level all-reduce:
+   Mikami et al. 2018, "Massively Distributed SGD"). Where a codec packs, shards end at ends of rows. */
 
 typedef struct hpmlc_shard {
     hpmlc_bucket           *bucket;
@@ -7464,7 +7439,7 @@ typedef struct hpmlc_shard {
 
 typedef struct hpmlc_nodes {
     hpmlc_link   link;
-    hpmlc_shard *shard;     /* (buckets) */
+    hpmlc_shard *shard;     /* (buckets) this rank's shard of each */
     int          ranks;     /* number of ranks on this node */
     int          place;     /* number of this rank on its node, from 0 */
     char         copy[32];  /* word for nodes in the names of residuals in checkpoints */
@@ -7488,7 +7463,7 @@ HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
     if (status != HPML_OK) return hpmlc_fail(c, status, "the sum of this node's devices has not come to the host");
     hpmlc_divide_f32(s->data, s->floats, (float)s->divide);
     status = hpmlc_exchange_on(c, s->bucket->now);
-    return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* hpml_exchange.bad is sent to all ranks later */
+    return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* hpmlc_link_step sends hpml_exchange.bad to all ranks */
 }
 
 /* Adds up bucket b inside the node, and has this rank's shard of it exchanged with other nodes in the background.
@@ -7504,8 +7479,7 @@ HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Cuts bucket b, whose tensors are g, into a shard for each rank of the node, and takes host memory for this rank's
-   shard. */
+/* Cuts bucket b of tensors g into a shard for each rank of the node, and takes host memory for this rank's shard. */
 HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g, hpmlc_shard *s)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -7541,7 +7515,7 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
     hpmlc_exchange_settings(d, &e);
     e.tensors = part;
     for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
-        int64_t first = g[i].data - d->layout.first - b->at - s->at; /* where the tensor begins in the shard */
+        int64_t first = g[i].data - d->layout.first - b->at - s->at; /* where tensor i begins in the shard */
         int64_t at = hpmlc_max(first, 0), end = hpmlc_min(first + g[i].rows * g[i].cols, s->floats);
         if (at >= end) continue;
         part[e.count]      = g[i];
@@ -7678,8 +7652,7 @@ static const hpmlc_strategy hpmlc_strategies[HPMLC_STRATEGIES] = {
       hpmlc_sync_gradient, hpmlc_sync_update, hpmlc_sync_state, hpmlc_sync_close },
 };
 
-/* Returns the strategy that the desc asks for, else the first that fits; NULL: an error, because the desc asks for
-   two. */
+/* Returns the strategy that the desc asks for, else the first that fits; NULL: an error, as the desc asks for two. */
 HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_distribute_desc *desc)
 {
     const hpmlc_strategy *chosen = NULL;
@@ -7804,7 +7777,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     if (hpmlc_failed(c) || !t) return NULL;
     const hpmlc_strategy *s = hpmlc_dist_check(t, c, &settings, hpml_trainer_settings(t)->input->shape[0]);
     if (!s) return NULL;
-    hpml_trainer_set_hooks(t, NULL); /* and the gradients of the parameters are this trainer's */
+    hpml_trainer_set_hooks(t, NULL); /* removes hooks; the parameters' gradients are now this trainer's */
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
     d->t            = t;
@@ -7860,8 +7833,8 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A step's time is compute_s, exposed_s (waiting for the exchange) and the rest: data and update. Of the exchange's
-   time comm_s the part behind computation is hidden; efficiency is 1 - exposed_s / step_s. */
+/* The report: a step's time is compute_s, exposed_s (waiting for the exchange) and the rest: data and update. Of the
+   exchange's time comm_s the part behind computation is hidden; efficiency is 1 - exposed_s / step_s. */
 
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
@@ -7973,8 +7946,7 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 /* Rank 0 writes the checkpoint. Before, each rank copies what it has of the arrays of >>state to memory for all of
    them, with zeros where other ranks have theirs, so that the sum over ranks is exact. */
 
-/* Makes the list of the arrays that the strategy carries from step to step, to save or to load them; false: an error on
-   the context. */
+/* Makes the list of the arrays that the strategy carries, to save or to load them; false: an error on the context. */
 HPMLC_FN bool hpmlc_states_open(hpml_distributed *d, hpmlc_states *list, bool is_saving)
 {
     memset(list, 0, sizeof *list);
@@ -8119,7 +8091,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     }
     hpmlc_states_close(&list);
     if (!rows) return hpml_ctx_status(d->ctx);
-    return hpml_barrier(d->c); /* all ranks go on when the file is there, or get the error of rank 0 */
+    return hpml_barrier(d->c); /* all ranks wait until the file is there, or get the error of rank 0 */
 }
 
 /* Fails if file f has gradients that only another strategy applies, or that are in an older format. */
@@ -8189,7 +8161,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
     hpmlc_states list;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    hpmlc_tasks_wait(d); /* gradients in flight are forgotten */
+    hpmlc_tasks_wait(d); /* gradients in flight are not applied */
     d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
@@ -8207,8 +8179,8 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 // >>batch-search   the largest batch that does not hurt
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm later in
-   training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
+/* Batch search of Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm
+   later in training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
 
 HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
 {
@@ -8219,8 +8191,7 @@ HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *use
     return 0;
 }
 
-/* Trains with `batch` samples a step on `samples` samples, and sets *loss to the mean loss, infinite if training
-   diverged. */
+/* Trains on `samples` samples with `batch` a step, and sets *loss to the mean loss, infinite if training diverged. */
 HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples,
                                      double *loss)
 {
@@ -8239,7 +8210,7 @@ HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, in
     if (status == HPML_OK && d->trial.samples > 0) *loss = d->trial.loss / d->trial.samples;
     if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
     if (status != HPML_ERR_NONFINITE) return status;
-    hpml_ctx_clear_error(d->ctx); /* because the checkpoint is loaded next */
+    hpml_ctx_clear_error(d->ctx); /* no error, because the caller loads a checkpoint next */
     return HPML_OK;
 }
 
@@ -8275,8 +8246,8 @@ HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
     return status;
 }
 
-/* Trains with one batch size after another, from s->min up. Returns the last size whose loss is within s->slack of the
-   first one's, -1 if there is none. */
+/* Trains with ever larger batches from s->min up. Returns the last size whose loss is within s->slack of the first
+   one's, -1: none. */
 HPMLC_FN int64_t hpmlc_search_sizes(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *s,
                                     hpml_batch_trial *trials, int capacity, hpml_status *status)
 {
@@ -8330,10 +8301,10 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // >>mix   averaging with neighbours
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those of
-   Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - the others: symmetric, rows add up to 1, hence
-   repeated mixing brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for Distributed
-   Averaging"). */
+/* Mixing: rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those
+   of Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - the sum of other W_ij: symmetric, rows add up to
+   1, hence repeated mixing brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for
+   Distributed Averaging"). */
 
 /* Returns the partner of `rank` in a random pairing, another in each step: ranks in a random order, the first with the
    second, and so on; with an odd number of ranks the last is its own partner. */
@@ -8360,7 +8331,7 @@ HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, uint64_t seed, int
 
 HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
 {
-    for (int i = 0; i < p; i++) { /* at first 1 for neighbours, and each rank's degree in the diagonal */
+    for (int i = 0; i < p; i++) { /* w first: 1 for neighbours, a rank's degree in the diagonal */
         double degree = 0;
         for (int j = 0; j < p; j++) {
             w[i * p + j] = hpmlc_neighbours(topology, p, seed, step, i, j);
@@ -8399,8 +8370,7 @@ HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int
     w[rank] = rest;
 }
 
-/* Sends this rank's array, as it was before the call, to its neighbours, and adds up theirs in the order of their
-   distance. */
+/* Sends this rank's array, as it was before, to its neighbours, and adds up theirs in the order of their distance. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step)
 {
     if (c && ((unsigned)topology > HPML_TOPOLOGY_ALL || (n > 0 && !data)))
@@ -8418,7 +8388,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me];
     for (int k = 1; k < p && status == HPML_OK; k++) {
         int to = (me + k) % p, from = (me - k + p) % p;
-        int dest = w[to] > 0 ? to : -1, source = w[from] > 0 ? from : -1; /* w[to]: as on rank `to` */
+        int dest = w[to] > 0 ? to : -1, source = w[from] > 0 ? from : -1; /* W is symmetric: rank `to` expects this */
         c->round = k;
         status = hpmlc_round(c, tag, dest, (const char *)mine, bytes, source, (char *)theirs, bytes, NULL);
         for (int64_t i = 0; source >= 0 && status == HPML_OK && i < n; i++) data[i] += (float)w[from] * theirs[i];
