@@ -3939,19 +3939,19 @@ HPMLC_FN void hpmlc_set_parent_child(const hpmlc_phase *f, hpml_move *m, int chi
     else hpmlc_set_receive(f, m, other, 0, p);
 }
 
-/* The ring: each member sends to the next one and receives from the one before. First reduce-scatter: every block goes
-   round once and collects the members' contributions; then allgather: every sum goes round once. Of 4 ranks with blocks
-   a, b, c, d, where c30 is the sum of the block c of ranks 3 and 0:
+/* Sets the move of round k in a ring: each member sends to the next one and receives from the one before. First
+   reduce-scatter: every block goes round once and collects the members' contributions; then allgather: every sum goes
+   round once. With 4 ranks and blocks a, b, c, d, where c30 is the sum of block c of ranks 3 and 0, are sent:
 
                      0 to 1   1 to 2   2 to 3   3 to 0
      reduce-scatter    d0       a1       b2       c3
                        c30      d01      a12      b23
-                       b230     c301     d012     a123     after it, rank 0 adds a0 and has the sum a, rank 1 has b ...
+                       b230     c301     d012     a123     then rank 0 adds a0 and has the sum a, rank 1 has b ...
      allgather         a        b        c        d
                        d        a        b        c
                        c        d        a        b
 
-   The moves stand for this loop, in which block i of x begins at at[i] and has n[i] floats; y has room for one block:
+   The moves are those of this loop: block i of x begins at at[i] and has n[i] floats; y has memory for one block:
 
      int next = (rank + 1) % p, before = (rank + p - 1) % p;
      for (int k = 0; k < p - 1; k++) {
@@ -4481,8 +4481,7 @@ static const hpmlc_block_rule hpmlc_all_to_all_rule = { "all_to_all", false, fal
 static const hpmlc_block_rule hpmlc_barrier_rule    = { "barrier", false, false, true };
 
 /* Runs a collective that moves blocks of `bytes` each by `rule`. sent: a block for each rank, one block where only the
-   root receives; received: a block from each rank, one block where only the root sends; NULL: none. root -1: no
-   root. */
+   root receives; received: a block from each rank, one block where only the root sends; NULL: none. root -1: none. */
 HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, const char *sent, char *received,
                                   size_t bytes, int root)
 {
@@ -4767,8 +4766,8 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     return NULL;
 }
 
-/* Starts the background thread. Where transport or system allow none, `threaded` stays false, and a job runs when
-   posted. */
+/* Starts the background thread. Where transport or system allow none, `threaded` stays false, and a job runs at
+   once. */
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     const hpml_transport *t = b->c->t;
@@ -4960,14 +4959,12 @@ typedef struct hpmlc_item {
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
     union {                        /* TOPK, LOWRANK: arrays behind the residual, in one allocation */
         struct { float *magnitude, *velocity, *pairs; } topk; /* (n), (n), (p, k, 2): k pairs of each rank */
-        struct { float *m, *p, *q; } lowrank;                 /* M (rows, cols), P (rows, r), Q (cols, r): see
-                                                                 >>whole-codecs */
+        struct { float *m, *p, *q; } lowrank;                 /* M (rows, cols), P (rows, r), Q (cols, r) */
     } whole;
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
-   the array itself if it is on the host, else a copy in `window`, one at a time; hpmlc_host_view_end writes the copy
-   back. */
+   the array itself if on the host, else a copy in `window`, one at a time; hpmlc_host_view_end writes the copy back. */
 typedef struct hpmlc_host_view {
     const hpml_backend *device; /* NULL: arrays are on the host */
     void               *device_user; /* first argument of the device's functions */
@@ -5242,7 +5239,7 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_des
     return x;
 }
 
-/* Creates an exchange as hpml_exchange_create does, for tensors that lie as `mode` says. NULL: an error on c's
+/* Creates an exchange as hpml_exchange_create does, of tensors that lie as `mode` says. NULL: an error on the
    context. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
 {
@@ -5435,7 +5432,7 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 
 /* Sends the messages of step 2 or 5 of an exchange: bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r or,
    with `same`, this rank's such range to all; receives into `received`. Round k: to the rank k after, from the rank k
-   before. */
+   before this. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *sent, const size_t *sent_at,
                                          bool same, char *received, const size_t *received_at)
 {
@@ -5737,13 +5734,13 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
 // >>whole-codecs   top-k and low rank: codecs of whole tensors
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, and there
-   u = v = 0. Every rank gathers the pairs of all ranks and adds them in the order of the ranks.
-
-   Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): from the last Q one step of power
-   iteration,
+/* Top-k of gradient g with momentum correction and factor masking: velocity u <- m u + g, residual v <- v + u; the k
+   largest |v| are sent as pairs (place, value), and there u = v = 0. Every rank gathers the pairs of all ranks and adds
+   them in the order of the ranks.
+   Low rank: gradient and residual M = g + e (rows, cols) are sent as P Q^T with P (rows, r), Q (cols, r): from the Q of
+   the step before one step of power iteration,
        P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
-   P and Q are added up plain, by any allreduce. With SUM the result is multiplied by p. */
+   P and Q are added up as f32, by any allreduce. With HPML_SUM the result is multiplied by the p ranks. */
 
 struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
@@ -5946,8 +5943,8 @@ HPMLC_FN float *hpmlc_lowrank_q(const hpml_exchange *x, const hpmlc_item *it)
     return x->whole && x->whole->kind == HPML_CODEC_LOWRANK ? it->whole.lowrank.q : NULL;
 }
 
-/* Decides for a codec of whole tensors if `it` is plain; if not, allocates its residual and, behind it, the codec's
-   arrays. False: no memory. */
+/* Decides if a codec of whole tensors packs `it`; if so, allocates residual and the codec's arrays. False: no
+   memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
 {
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
@@ -5961,8 +5958,7 @@ HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
     return true;
 }
 
-/* Exchanges the packed tensors one by one with a codec of whole tensors; all ranks learn which was not finite on a
-   rank. */
+/* Exchanges the packed tensors one by one with a codec of whole tensors; all ranks learn of one that is not finite. */
 HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x)
 {
     hpml_status status = HPML_OK;
@@ -6004,8 +6000,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 
        g = sum of n_r g_r / sum of n_r        (.sum: g = sum of g_r)
 
-   The engine (this section and the next) knows where parameters and gradients lie, cuts the gradients into buckets that
-   are exchanged as one, adds up loss, samples and running statistics, and keeps the report. What is exchanged, when,
+   >>distribute and >>distribute-step know where parameters and gradients lie, cut the gradients into buckets that are
+   exchanged as one, add up loss, samples and running statistics, and keep the report. What is exchanged, when,
    and what the optimizer gets is a strategy: a row of hpmlc_strategies (>>strategies), with a section and a struct of
    its own and the functions of hpmlc_strategy, which the trainer's hooks call. Adding a strategy is a section, a row
    and a word of hpmlc_strategy_kind.
@@ -6114,9 +6110,7 @@ struct hpmlc_strategy {
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
     const char *pending;      /* array of a checkpoint with gradients that only this strategy applies; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_distribute_desc *desc);
-    hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch); /* checks the desc,
-                                                                                                       sets its
-                                                                                                       defaults */
+    hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch); /* sets defaults */
     bool (*open)(hpml_distributed *d);   /* takes memory, makes exchanges; collective; false: an error on the context */
     /* Computes the gradient of this rank's samples, by hpmlc_dist_pass or another way. Behind the last micro-batch of
        an update it may start what `update` waits for. */
@@ -6187,8 +6181,7 @@ HPMLC_FN void hpmlc_host_rescale(hpml_distributed *d, double samples, double ful
     for (int64_t k = 0; k < d->layout.span; k++) d->layout.host[k] *= scale;
 }
 
-/* Starts fn(c, user) as a task, in the background or, without a thread, at once. Returns the status of starting
-   alone. */
+/* Starts fn(c, user) as a task, in the background or, without a thread, at once. Returns the status of this start. */
 HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *task, hpml_comm *c, hpml_rank_fn *fn,
                                       void *user)
 {
@@ -6258,8 +6251,7 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
 }
 
 /* Cuts the trained parameters, last first, into buckets of at least `bytes` (.bucket_bytes, where that is set), and
-   calls `open` for each. gradients: (layout.span) array in which exchanges find them. False: an error on the
-   context. */
+   calls `open` for each. gradients: (layout.span) array in which exchanges find them. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
@@ -6391,8 +6383,7 @@ HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, do
     return status;
 }
 
-/* Fills in this rank's terms of the step's sums over ranks. buffers: (buffer_total) what is averaged over samples;
-   NULL: nothing. */
+/* Fills in this rank's terms of the step's sums over ranks. buffers: (buffer_total) averaged over samples, or NULL. */
 HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d, const float *buffers)
 {
     double *s      = d->stats.sum;
@@ -6441,8 +6432,8 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     hpmlc_buffers_set(d, d->stats.buffers);
 }
 
-/* Starts what remains of a step's exchange: buckets, then the sum of samples, loss and `buffers` (NULL: none) over
-   ranks. */
+/* Starts what remains of a step's exchange: buckets, then the sum over ranks of samples, loss and `buffers` (or
+   NULL). */
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 {
     double      start  = hpml_comm_now(d->c);
@@ -6480,8 +6471,7 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     return status;
 }
 
-/* Returns the first bucket's hpml_exchange.bad that is not 0, with the parameter's index as the tensor's number; else
-   0. */
+/* Returns the first bucket's hpml_exchange.bad that is not 0, with a parameter's index as the tensor's number; or 0. */
 HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
 {
     for (int b = 0; b < d->buckets.count; b++) {
@@ -6624,9 +6614,9 @@ HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc 
 // >>state   one list of what a training carries from step to step
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Beside parameters and the optimizer's state, which the trainer saves, a training carries residuals of codecs,
-   velocity of top-k, Q of low rank, gradients in flight. A strategy lists these arrays in its function `state`; saving,
-   loading and clearing walk the list (>>resume). In the file an array is called KIND.COPY.TENSOR, e.g.
+/* Besides parameters and the optimizer's state, which the trainer saves, a training carries residuals of codecs,
+   velocity of codec TOPK, factor Q of LOWRANK, gradients in flight. A strategy lists these arrays in its function
+   `state`; saving, loading and clearing walk the list (>>resume). In the file an array is called KIND.COPY.TENSOR, e.g.
    "residual.ranks.linear0.weight". */
 
 typedef enum hpmlc_scope {
@@ -6660,8 +6650,7 @@ struct hpmlc_states {
 };
 
 /* Adds an array KIND.COPY.TENSOR of `count` floats a copy to the list, of which this rank has no part yet; copy,
-   tensor: may be NULL. Returns the item, which stays where it is until the next is added; NULL: an error on the
-   context. */
+   tensor: may be NULL. Returns the item, which stays where it is until the next is added; NULL: an error. */
 HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, const char *kind, const char *copy,
                                       const char *tensor, int64_t count)
 {
@@ -7366,7 +7355,7 @@ HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
-    hpml_status status = hpmlc_link_check(d); /* previous step's; the device makes its update meanwhile */
+    hpml_status status = hpmlc_link_check(d); /* waits for the previous step, whose update the device makes now */
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
 }
 
@@ -8246,8 +8235,8 @@ HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
     return status;
 }
 
-/* Trains with ever larger batches from s->min up. Returns the last size whose loss is within s->slack of the first
-   one's, -1: none. */
+/* Trains with ever larger batches from s->min up. Returns the last one whose loss is within s->slack of the first; -1:
+   none is. */
 HPMLC_FN int64_t hpmlc_search_sizes(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *s,
                                     hpml_batch_trial *trials, int capacity, hpml_status *status)
 {
