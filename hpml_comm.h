@@ -4744,8 +4744,8 @@ HPMLC_FN void hpmlc_background_low_latency(void)
 #endif
 }
 
-/* Is the background thread's main function, with its hpmlc_background as `arg`: runs posted jobs until
-   hpmlc_background_stop sets `stop` and no job is left. Returns NULL. */
+/* Runs posted jobs, as main function of the background thread `arg`, until hpmlc_background_stop sets `stop` and no job
+   is left. Returns NULL. */
 HPMLC_FN void *hpmlc_background_main(void *arg)
 {
     hpmlc_background *b    = (hpmlc_background *)arg;
@@ -4958,8 +4958,8 @@ typedef struct hpmlc_item {
     int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
     union {                        /* TOPK, LOWRANK: arrays behind the residual, in one allocation */
-        struct { float *magnitude, *velocity, *pairs; } topk; /* (n), (n), (p, k, 2): k pairs of each rank */
-        struct { float *m, *p, *q; } lowrank;                 /* M (rows, cols), P (rows, r), Q (cols, r) */
+        struct { float *magnitude, *velocity, *pairs; } topk; /* (rows * cols) twice, (p, k, 2): k pairs of p ranks */
+        struct { float *m, *p, *q; } lowrank;                 /* matrices M (rows, cols), P (rows, r), Q (cols, r) */
     } whole;
 } hpmlc_item;
 
@@ -5012,7 +5012,7 @@ struct hpml_exchange {
     float              *span;
     int64_t             plain;     /* floats of all plain tensors together */
     int64_t             part;      /* floats of plain tensors in one allreduce */
-    int32_t            *missing;   /* for each `part` floats: their tensors not ready on all ranks */
+    int32_t            *missing;   /* for each allreduce of plain tensors: how many are not ready on all ranks */
     int32_t            *ready;     /* (d.count) atomic: 0: not ready, 1: ready on this rank, 2: ready on all ranks */
     int32_t            *late;      /* (d.count) 1 + a rank where the tensor is not ready; 0: ready everywhere */
     int                 announced; /* atomic: number of tensors that are ready on this rank */
@@ -5239,8 +5239,7 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_des
     return x;
 }
 
-/* Creates an exchange as hpml_exchange_create does, of tensors that lie as `mode` says. NULL: an error on the
-   context. */
+/* Creates an exchange as hpml_exchange_create does, of tensors that lie as `mode` says. Collective. NULL: an error. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
 {
     HPMLC_DESC(hpml_exchange_desc, d, desc);
@@ -5431,8 +5430,8 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 }
 
 /* Sends the messages of step 2 or 5 of an exchange: bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r or,
-   with `same`, this rank's such range to all; receives into `received`. Round k: to the rank k after, from the rank k
-   before this. */
+   with `same`, this rank's such range to all; receives into `received`. Round k: to the k-th rank after, from the k-th
+   before. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *sent, const size_t *sent_at,
                                          bool same, char *received, const size_t *received_at)
 {
@@ -5599,8 +5598,8 @@ HPMLC_FN hpml_status hpmlc_exchange_negotiate(hpml_comm *c, hpml_exchange *x, in
     return status;
 }
 
-/* Is the background job of hpml_exchange_ready for exchange `user`: agrees with the other ranks on tensors, and adds up
-   plain ones, until all are ready everywhere, then exchanges the packed ones. */
+/* Agrees, as background job of hpml_exchange_ready for exchange `user`, with other ranks on tensors, and adds up plain
+   ones, until all are ready everywhere; then exchanges the packed ones. */
 HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
@@ -5746,7 +5745,7 @@ struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
     int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* floats of the codec's arrays */
     void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* points it->whole into `arrays` */
-    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: packed is no smaller, so be plain */
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: plain, as packing saves nothing */
     hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: adds zeros */
     int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
@@ -6011,7 +6010,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 
 /* Work on a communicator, for which a step waits: a background job or, without a thread, done when it was started. */
 typedef struct hpmlc_task {
-    hpml_job   *job;    /* NULL: the work is done, with this status: */
+    hpml_job   *job;    /* NULL: the work is done, and `status` is its result */
     hpml_status status;
 } hpmlc_task;
 
@@ -6035,9 +6034,9 @@ typedef struct hpmlc_layout {
     int        *bucket_of;       /* (params) number of each parameter's bucket; -1: it is in none */
     int        *by_name;         /* (params) indices of the parameters in the order of their names */
     float      *first;           /* the trainer's array of gradients, in the memory of the backend */
-    int64_t     span;            /* floats of that array, padding included */
-    float      *host;            /* (span) gradients as the host finds them: `first`, or a copy of a device's array;
-                                    NULL: this strategy exchanges them on the device */
+    int64_t     span;            /* floats of the trainer's array of gradients, padding included */
+    float      *host;            /* (span) gradients on the host: `first`, or a copy of a device's array; NULL: the
+                                    strategy exchanges them on the device */
     int64_t     grad_total;      /* floats of all gradients, and of all running statistics, without padding */
     int64_t     buffer_total;
     int64_t     batch;           /* samples that the model's input holds */
@@ -6058,7 +6057,7 @@ typedef struct hpmlc_stats {
                                     loss that is NaN or infinite, such a rank; running statistics times samples */
     hpmlc_task task;             /* the allreduce of `sum` in this step */
     float     *buffers;          /* (buffer_total) scratch: running statistics side by side, in the order of by_name */
-    double     samples, loss;    /* of this rank in this step: samples, loss times samples */
+    double     samples, loss;    /* this rank's samples in this step; loss times samples */
 } hpmlc_stats;
 
 typedef struct hpmlc_reporting {
@@ -6067,9 +6066,9 @@ typedef struct hpmlc_reporting {
     hpml_counters          at_reset; /* the communicator's counters at the last reset */
     hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
     int64_t                rows;     /* number of rows that were written to the ring */
-    hpml_distribute_report at_row;   /* value of r when the last row was written, */
-    double                 row_time; /* the time then, in seconds, */
-    hpml_counters          row_sent; /* and the communicator's counters then */
+    hpml_distribute_report at_row;   /* value of r when the last row was written */
+    double                 row_time; /* seconds when the last row was written */
+    hpml_counters          row_sent; /* the communicator's counters when the last row was written */
 } hpmlc_reporting;
 
 /* A trial of the batch search (>>batch-search): divergence is no error, and steps apply their own gradients. */
@@ -6370,8 +6369,8 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Is the trainer's hook `sum`: adds up n statistics of batchnorm over all ranks. The other ranks compute as long as
-   this one does, hence the time of the sum counts as the network's. */
+/* Adds up n statistics of batchnorm over all ranks: the trainer's hook `sum`. The other ranks compute as long as this
+   one does, hence the time of the sum counts as the network's. */
 HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d      = (hpml_distributed *)user;
@@ -6543,7 +6542,7 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     hpml_trace_add(d->ctx, &e);
 }
 
-/* Is the trainer's hook `run`: forward and backward pass by the strategy. */
+/* Runs forward and backward pass of a micro-batch by the strategy: the trainer's hook `run`. */
 HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
     hpml_distributed *d = (hpml_distributed *)user;
@@ -6551,14 +6550,14 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     return d->strategy->begin(d, samples, loss);
 }
 
-/* Is the trainer's hook `grad`: the gradient of parameter `param` is final. */
+/* Tells the strategy that the gradient of parameter `param` is final: the trainer's hook `grad`. */
 HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, int param)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     return d->strategy->gradient(d, param);
 }
 
-/* Is the trainer's hook `update`: the strategy completes the exchange and makes the optimizer step. */
+/* Lets the strategy complete the exchange and make the optimizer step: the trainer's hook `update`. */
 HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED)
 {
     hpml_distributed *d = (hpml_distributed *)user;
@@ -6566,7 +6565,7 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED)
     return d->strategy->update(d);
 }
 
-/* Is the trainer's hook `data`: fails unless `mark`, a hash of the data and its order, is the same on all ranks,
+/* Fails, as the trainer's hook `data`, unless `mark`, a hash of the data and its order, is the same on all ranks,
    because ranks take their shares of a batch by position: shares that the program made would be divided once more.
    Times and bytes of this check are kept out of the report, which is of steps. */
 HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
@@ -6839,7 +6838,7 @@ typedef struct hpmlc_delayed {
     float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of a whole step then */
     double whole;        /* samples of a whole step, when the gradients in flight were computed */
     bool   is_in_flight; /* gradients are in flight; false before the first step */
-    bool   is_complete;  /* the exchange of these gradients is over: in_flight, change and head are set */
+    bool   is_complete;  /* the exchange of in_flight is over: in_flight, change and head are set */
     bool   is_loaded;    /* in_flight, change and head come from a checkpoint */
 } hpmlc_delayed;
 
@@ -7283,14 +7282,13 @@ HPMLC_FN void hpmlc_exact_close(hpml_distributed *d)
 /* Strategy link: as >>strategy-sync, but the gradients stay on the device: the communicator's link (hpml_device_link:
    NCCL) adds them up on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin,
    _finish in >>linked). The host starts collectives and does not wait for them. It waits for the collectives of a step
-   at the start of the next one, because the link's wait has a deadline and the host's own wait for the loss has
-   none. */
+   at the start of the next one, because the link's wait has a deadline and its own wait for the loss has none. */
 
 typedef struct hpmlc_link {
     const hpml_device_link *l;
     hpml_exchange         **ended;      /* (buckets) each bucket's exchange of this step */
     bool                    is_checked; /* the trainer checks the gradients' norm before it uses them */
-    bool                    is_clipped; /* the trainer clips that norm */
+    bool                    is_clipped; /* the trainer clips the gradients' norm */
 } hpmlc_link;
 
 HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
@@ -8021,8 +8019,8 @@ typedef struct hpmlc_writing {
     hpml_progress progress; /* the program's own callback */
 } hpmlc_writing;
 
-/* Is called with the bytes of a checkpoint that are written: announces that this rank is busy, because other ranks wait
-   for it, and calls the program's own callback. */
+/* Announces, when bytes of a checkpoint have been written, that this rank is busy, because other ranks wait for it;
+   then calls the program's own callback. */
 HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 {
     const hpmlc_writing *w = (const hpmlc_writing *)user;
@@ -8235,8 +8233,8 @@ HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
     return status;
 }
 
-/* Trains with ever larger batches from s->min up. Returns the last one whose loss is within s->slack of the first; -1:
-   none is. */
+/* Tries ever larger batches from s->min up. Returns the last whose loss is within s->slack of the first's; -1: none
+   is. */
 HPMLC_FN int64_t hpmlc_search_sizes(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *s,
                                     hpml_batch_trial *trials, int capacity, hpml_status *status)
 {
@@ -8291,8 +8289,8 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Mixing: rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those
-   of Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - the sum of other W_ij: symmetric, rows add up to
-   1, hence repeated mixing brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for
+   of Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - sum of W_ij: symmetric, rows add up to 1, hence
+   mixing again and again brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for
    Distributed Averaging"). */
 
 /* Returns the partner of `rank` in a random pairing, another in each step: ranks in a random order, the first with the
