@@ -5073,7 +5073,7 @@ HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
 
 /* Sets x->span if the plain tensors fill a range of memory, because an allreduce then adds them up without a copy. They
    must lie in the order given, as in a copy, because other ranks may need a copy; but the gradients of a trainer, and
-   the shares of a node, may lie in any order, because it is the same on all ranks. */
+   the shares of a node, may lie in any order, because that order is the same on all ranks. */
 HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
 {
     float  *low = NULL, *high = NULL;
@@ -5218,7 +5218,7 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
     return x->ready != NULL;
 }
 
-/* Allocates an exchange and the arrays of fixed size that it needs by d, which has been checked. NULL: no memory. */
+/* Allocates an exchange and the arrays whose sizes follow from d alone, which has been checked. NULL: no memory. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
@@ -7281,8 +7281,8 @@ HPMLC_FN void hpmlc_exact_close(hpml_distributed *d)
 
 /* Strategy link: as >>strategy-sync, but the gradients stay on the device: the communicator's link (hpml_device_link:
    NCCL) adds them up on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin,
-   _finish in >>linked). The host starts collectives and does not wait for them. It waits for the collectives of a step
-   at the start of the next one, because the link's wait has a deadline and its own wait for the loss has none. */
+   _finish in >>linked). The host starts collectives and does not wait for them. It waits for those of a step at the
+   start of the next one, because the link's wait has a deadline and the host's own wait for the loss has none. */
 
 typedef struct hpmlc_link {
     const hpml_device_link *l;
