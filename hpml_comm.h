@@ -3844,47 +3844,47 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // >>moves   the allreduce algorithms: phases, one table of algorithms, the plan of a rank
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* An algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every stride-th
-   rank from `base`, and member i owns block i of the range. The move function of a phase kind sets what one member
-   sends and receives in round k. Collectives execute these moves, tests count them, users draw them with
-   hpml_allreduce_move and the simulator times them. To add an algorithm, write a word of hpml_algorithm, a row of
-   hpmlc_algorithms and, if it has new phase kinds, their move function. */
+/* An allreduce algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every
+   stride-th rank from `base`, and member i owns block i of the range, one of equal blocks for all members. The move
+   function of a phase kind sets what one member sends and receives in round k. Collectives execute these moves, tests
+   count them, users draw them with hpml_allreduce_move and the simulator times them. To add an algorithm, write a word
+   of hpml_algorithm, a row of hpmlc_algorithms and, if it has new phase kinds, their move function. */
 
 typedef struct hpmlc_phase hpmlc_phase;
 
 typedef enum hpmlc_sums {
-    HPMLC_SUMS_NONE,    /* the phase copies and adds nothing */
-    HPMLC_SUMS_PARTIAL, /* it adds, and no sum is complete after it */
-    HPMLC_SUMS_BLOCK,   /* member i has the sum of block i */
-    HPMLC_SUMS_ALL,     /* every member has the sum of the range */
-    HPMLC_SUMS_ROOT     /* member 0 has the sum of the range */
+    HPMLC_SUMS_NONE,    /* the phase copies elements and adds none */
+    HPMLC_SUMS_PARTIAL, /* the phase adds, and afterwards no element's sum over the team is complete */
+    HPMLC_SUMS_BLOCK,   /* afterwards member i of the team has the sum of block i of the range */
+    HPMLC_SUMS_ALL,     /* afterwards every member of the team has the sum of the whole range */
+    HPMLC_SUMS_ROOT     /* afterwards member 0 of the team has the sum of the whole range */
 } hpmlc_sums;
 
 typedef struct hpmlc_kind {
-    int (*rounds)(int size); /* of a team of `size` members */
+    int (*rounds)(int size); /* returns the number of rounds in a team of `size` members */
     void (*move)(const hpmlc_phase *f, int k, hpml_move *m); /* sets the move of member f->team.me in round k */
     hpmlc_sums sums;
-    bool       core;      /* for teams of 2^k members: of other teams the first 2^k members run it */
-    bool       one_round; /* member i > 0 takes part in round i - 1 only: the simulator skips the others */
+    bool       core;      /* needs a team of 2^k members: of a larger team the first 2^k members run the phase */
+    bool       one_round; /* member i > 0 takes part in round i - 1 only: the simulator skips its other rounds */
 } hpmlc_kind;
 
 typedef struct hpmlc_team {
-    int base, stride, size, me, root; /* member i is rank base + (i + root) % size * stride */
+    int base, stride, size, me, root; /* member i is rank base + (i + root) % size * stride; this rank is member `me` */
 } hpmlc_team;
 
 struct hpmlc_phase {
     const hpmlc_kind *kind;
     hpmlc_team        team;
-    int64_t           at, count; /* the range: elements [at, at + count) */
+    int64_t           at, count; /* range of the phase: elements [at, at + count) of the array */
     int               rounds;
-    const char       *level;     /* name on the timeline: a level of a hierarchy; NULL: none */
+    const char       *level;     /* span on the timeline, such as "local reduce"; NULL: none */
 };
 
 #define HPMLC_PHASES 8
 typedef struct hpmlc_plan {
     hpmlc_phase phase[HPMLC_PHASES];
     int         count;
-    const char *level; /* of the phases that are added next */
+    const char *level; /* hpmlc_phase.level of the phases that are appended next */
 } hpmlc_plan;
 
 HPML_API int64_t hpml_block(int64_t n, int parts, int index)
@@ -3892,11 +3892,11 @@ HPML_API int64_t hpml_block(int64_t n, int parts, int index)
     return parts > 0 ? n / parts * index + n % parts * index / parts : 0;
 }
 
-HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /* rounded down */
+HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /* log2 of n, rounded down */
 
 HPMLC_FN bool hpmlc_adds(const hpmlc_kind *kind) { return kind->sums != HPMLC_SUMS_NONE; }
 
-/* Returns all p ranks as one team whose member 0 is `root`. */
+/* Returns the team of all p ranks, whose member 0 is rank `root`, as `rank` sees it. */
 HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 {
     const hpmlc_team all = { 0, 1, p, (rank - root + p) % p, root };
@@ -3905,14 +3905,14 @@ HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 
 HPMLC_FN int hpmlc_member(const hpmlc_team *t, int i) { return t->base + (i + t->root) % t->size * t->stride; }
 
-/* The number of rounds of a team of `size` members: one for each other member, log2 rounded down, rounded up, and 1
-   where these two differ. */
+/* Return the rounds in a team of `size` members: _others: one for each other member; _down, _up: log2 rounded down, up;
+   _fold: up minus down, which is 1 unless `size` is a power of two. */
 HPMLC_FN int hpmlc_rounds_others(int size) { return size - 1; }
 HPMLC_FN int hpmlc_rounds_down(int size) { return hpmlc_log2(size); }
 HPMLC_FN int hpmlc_rounds_up(int size) { return hpmlc_log2(size) + (size > 1 << hpmlc_log2(size)); }
 HPMLC_FN int hpmlc_rounds_fold(int size) { return hpmlc_rounds_up(size) - hpmlc_rounds_down(size); }
 
-/* Sets the move to send blocks [first, end) of the range to member `to`. */
+/* Sets the sending half of move m: blocks [first, end) of the phase's range, one for each member, go to member `to`. */
 HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int first, int end)
 {
     m->to         = hpmlc_member(&f->team, to);
@@ -3920,7 +3920,8 @@ HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int fir
     m->send_count = f->at + hpml_block(f->count, f->team.size, end) - m->send_at;
 }
 
-/* Sets the move to receive blocks [first, end) from member `from`, and to add them where the phase adds. */
+/* Sets the receiving half of move m: blocks [first, end) of the phase's range come from member `from`; they are added
+   to the array where the phase adds, else they replace its elements. */
 HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, int first, int end)
 {
     m->from          = hpmlc_member(&f->team, from);
@@ -3929,8 +3930,8 @@ HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, in
     m->add           = hpmlc_adds(f->kind);
 }
 
-/* Sets the move between a child and its parent: where the phase adds, the child sends the whole range and the parent
-   adds it; else the parent sends it. A member that is neither must not call this. */
+/* Sets move m of this member, which is either `child` or `parent`: where the phase adds, the child sends the whole
+   range and the parent adds it; else the parent sends the range to the child. Other members must not call this. */
 HPMLC_FN void hpmlc_set_parent_child(const hpmlc_phase *f, hpml_move *m, int child, int parent)
 {
     int p = f->team.size, other = f->team.me == child ? parent : child;
@@ -3938,19 +3939,19 @@ HPMLC_FN void hpmlc_set_parent_child(const hpmlc_phase *f, hpml_move *m, int chi
     else hpmlc_set_receive(f, m, other, 0, p);
 }
 
-/* The ring: each member sends to the next one and receives from the one before. First reduce-scatter: every block goes
-   round once and collects the members' contributions; then allgather: every sum goes round once. Of 4 ranks with blocks
-   a, b, c, d, where c30 is the sum of the block c of ranks 3 and 0:
+/* Sets the move of round k in a ring: each member sends to the next one and receives from the one before. First
+   reduce-scatter: every block goes round once and collects the members' contributions; then allgather: every sum goes
+   round once. With 4 ranks and blocks a, b, c, d, where c30 is the sum of block c of ranks 3 and 0, are sent:
 
                      0 to 1   1 to 2   2 to 3   3 to 0
      reduce-scatter    d0       a1       b2       c3
                        c30      d01      a12      b23
-                       b230     c301     d012     a123     after it, rank 0 adds a0 and has the sum a, rank 1 has b ...
+                       b230     c301     d012     a123     then rank 0 adds a0 and has the sum a, rank 1 has b ...
      allgather         a        b        c        d
                        d        a        b        c
                        c        d        a        b
 
-   The moves stand for this loop, in which block i of x begins at at[i] and has n[i] floats; y has room for one block:
+   The moves are those of this loop: block i of x begins at at[i] and has n[i] floats; y has memory for one block:
 
      int next = (rank + 1) % p, before = (rank + p - 1) % p;
      for (int k = 0; k < p - 1; k++) {
@@ -3974,7 +3975,8 @@ HPMLC_FN void hpmlc_ring_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_ring_scatter = { hpmlc_rounds_others, hpmlc_ring_move, HPMLC_SUMS_BLOCK, false, false };
 static const hpmlc_kind hpmlc_ring_gather  = { hpmlc_rounds_others, hpmlc_ring_move, HPMLC_SUMS_NONE, false, false };
 
-/* Recursive doubling: in round k members whose numbers differ in bit k exchange all they have, and both add it. */
+/* Sets the move of round k in recursive doubling: two members whose numbers differ in bit k alone send each other the
+   whole range, and each adds what it receives. */
 HPMLC_FN void hpmlc_doubling_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     hpmlc_set_send(f, m, f->team.me ^ 1 << k, 0, f->team.size);
@@ -3982,13 +3984,14 @@ HPMLC_FN void hpmlc_doubling_move(const hpmlc_phase *f, int k, hpml_move *m)
 }
 static const hpmlc_kind hpmlc_doubling = { hpmlc_rounds_down, hpmlc_doubling_move, HPMLC_SUMS_ALL, true, false };
 
-/* Recursive halving: before round k of log2 p, member i works on the p / 2^k blocks around its own; it sends one half
-   of them and keeps the half that has its own block. The way back sends the same blocks in the opposite order. */
+/* Sets the move of round k in recursive halving of p members: where the phase adds, member i works on the p / 2^k
+   blocks around block i, sends one half of these blocks to its partner and keeps the half with block i. Else the same
+   blocks are sent back in the opposite order of rounds. */
 HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     bool adds = hpmlc_adds(f->kind);
     int  half = f->team.size >> (adds ? k + 1 : f->rounds - k), other = f->team.me ^ half;
-    int  my_half = f->team.me / half * half, other_half = other / half * half; /* their first blocks */
+    int  my_half = f->team.me / half * half, other_half = other / half * half; /* the first block of each half */
     int  sent = adds ? other_half : my_half, got = adds ? my_half : other_half;
     hpmlc_set_send(f, m, other, sent, sent + half);
     hpmlc_set_receive(f, m, other, got, got + half);
@@ -3996,7 +3999,8 @@ HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_halve  = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_BLOCK, true, false };
 static const hpmlc_kind hpmlc_double = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_NONE, true, false };
 
-/* Folding: each member from 2^k on adds its range to the member 2^k before, and gets the result at the end. */
+/* Sets the move of folding a team to its first 2^k members: each member from 2^k on sends its range to the member 2^k
+   before it, which adds it; where the phase does not add, that member sends the range back. */
 HPMLC_FN void hpmlc_fold_move(const hpmlc_phase *f, int k HPMLC_UNUSED, hpml_move *m)
 {
     int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p);
@@ -4005,7 +4009,8 @@ HPMLC_FN void hpmlc_fold_move(const hpmlc_phase *f, int k HPMLC_UNUSED, hpml_mov
 static const hpmlc_kind hpmlc_fold   = { hpmlc_rounds_fold, hpmlc_fold_move, HPMLC_SUMS_PARTIAL, false, false };
 static const hpmlc_kind hpmlc_unfold = { hpmlc_rounds_fold, hpmlc_fold_move, HPMLC_SUMS_NONE, false, false };
 
-/* The binomial tree: in round k of the way up, members whose lowest set bit is bit k are children. */
+/* Sets the move of round k in a binomial tree: where the phase adds (the way up), a member whose lowest set bit is bit
+   k sends its range to the member without that bit. The way down has the opposite directions and order of rounds. */
 HPMLC_FN void hpmlc_tree_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     int i = f->team.me, step = 1 << (hpmlc_adds(f->kind) ? k : f->rounds - 1 - k);
@@ -4014,7 +4019,7 @@ HPMLC_FN void hpmlc_tree_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_tree_up   = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_ROOT, false, false };
 static const hpmlc_kind hpmlc_tree_down = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_NONE, false, false };
 
-/* The star: member 0 is the parent of each other member in turn. */
+/* Sets the move of round k in a star: between member 0, the parent, and member k + 1; other members are idle. */
 HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     if (f->team.me == 0 || f->team.me == k + 1) hpmlc_set_parent_child(f, m, k + 1, 0);
@@ -4022,8 +4027,8 @@ HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_star_up   = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_ROOT, false, true };
 static const hpmlc_kind hpmlc_star_down = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_NONE, false, true };
 
-/* Pairwise exchange: in round k each member sends to the one k + 1 after it and receives from the one k + 1 before it.
-   Reduce-scatter sends the receiver's block, and only a member's own block changes; allgather sends the own block. */
+/* Sets the move of round k in a pairwise exchange: each member sends a block to the member k + 1 after it and receives
+   a block from the member k + 1 before it: the receiver's own block where the phase adds, else the sender's own. */
 HPMLC_FN void hpmlc_pairs_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     bool adds = hpmlc_adds(f->kind);
@@ -4042,7 +4047,7 @@ HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
     f->kind->move(f, k, m);
 }
 
-/* Appends a phase, unless it has no rounds or this rank is not in its team. */
+/* Appends a phase on elements [at, at + count), unless it has no rounds or this rank, `team.me`, is not in the team. */
 HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, const hpmlc_kind *kind, hpmlc_team team, int64_t at, int64_t count)
 {
     if (kind->core) team.size = 1 << hpmlc_log2(team.size);
@@ -4061,27 +4066,27 @@ HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, const hpmlc_kind *kind, hpmlc_tea
 typedef struct hpmlc_algorithm {
     hpml_algorithm    algorithm;
     const char       *name;
-    const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; ends with NULL */
-    /* Optional: plans it where several ranks share each of several nodes; elsewhere `phase` counts. */
+    const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; the last is NULL */
+    /* Optional: plans the algorithm where each of several nodes has several ranks; elsewhere `phase` is run. */
     void (*plan_nodes)(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n);
-    bool              native;     /* the transport executes it; `phase` then only estimates its bytes */
-    int32_t           auto_ranks; /* AUTO considers it for at most so many ranks, because it simulates it; 0: never */
-    int32_t           auto_mixed; /* the same limit where neighbours in the ring are on different nodes */
-    /* Optional: seconds for `bytes` on a real transport that the simulation does not count; AUTO adds them. */
+    bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
+    int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
+    int32_t           auto_mixed; /* as auto_ranks, where ranks r and r + 1 are on different nodes */
+    /* Optional: seconds that an allreduce of `bytes` takes on real transports, not in simulations; AUTO adds them. */
     double (*extra_s)(const hpml_comm *c, double bytes);
 } hpmlc_algorithm;
 
 HPMLC_FN const hpmlc_algorithm *hpmlc_algorithm_row(hpml_algorithm a);
 
-/* Plans an allreduce of a range within one team. */
+/* Appends the phases of algorithm `row` to the plan: an allreduce of elements [at, at + count) within one team. */
 HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, const hpmlc_algorithm *row, hpmlc_team team, int64_t at, int64_t count)
 {
     for (const hpmlc_kind *const *kind = row->phase; *kind; kind++) hpmlc_plan_add(plan, *kind, team, at, count);
 }
 
-/* Plans HIERARCHICAL: a ring inside the node leaves each member the sum of one block; the members with the same place
-   on all nodes add up that block by halving, or by a ring; a ring inside the node spreads the blocks. Where nodes
-   differ in size: a tree to the first rank of each node, a ring among those ranks, a tree back. */
+/* Plans HPML_HIERARCHICAL for rank `rank` of p: a ring inside the node leaves each member the sum of one block; members
+   with the same place on all nodes add up that block by halving, or by a ring; a ring inside the node spreads the
+   blocks. Where nodes differ in size: a tree to the first rank of each node, a ring among those ranks, a tree back. */
 HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
@@ -4091,7 +4096,7 @@ HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool s
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
-        bool    folds = (nodes & (nodes - 1)) != 0; /* folding sends everything twice more: a short ring is cheaper */
+        bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: folding sends the range twice more */
         hpmlc_plan_add(plan, &hpmlc_ring_scatter, in, 0, n);
         plan->level = "global allreduce";
         hpml_algorithm between = folds && nodes <= 32 ? HPML_RING : HPML_HALVING;
@@ -4109,22 +4114,24 @@ HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool s
     hpmlc_plan_add(plan, &hpmlc_tree_down, in, 0, n);
 }
 
-/* BUTTERFLY sends a copy of what is added to meanwhile. CENTRAL's rank 0 starts its messages one by one. */
+/* Return the seconds that AUTO adds to a simulation: BUTTERFLY copies the array in each round at 1e-10 s a byte,
+   because it is added to while it is sent; CENTRAL's rank 0 starts its 2 (p - 1) messages one by one. */
 HPMLC_FN double hpmlc_butterfly_extra(const hpml_comm *c, double bytes) { return hpmlc_log2(c->size) * bytes * 1e-10; }
 HPMLC_FN double hpmlc_central_extra(const hpml_comm *c, double bytes HPMLC_UNUSED)
 {
     return 2 * (c->size - 1) * c->t->alpha;
 }
 
-/* In the order in which AUTO tries them: of equally fast ones it takes the first. AUTO, NATIVE: bytes as a ring's. */
-#define HPMLC_MAX_RANKS 65536 /* that the simulator takes */
+/* The algorithms, in the order in which AUTO tries them: of equally fast ones AUTO takes the first. The rows of AUTO
+   and NATIVE have the phases of a ring, because their bytes are estimated as a ring's. */
+#define HPMLC_MAX_RANKS 65536 /* the largest number of ranks that the simulator accepts */
 static const hpmlc_algorithm hpmlc_algorithms[] = {
     { HPML_BUTTERFLY, "butterfly", { &hpmlc_fold, &hpmlc_doubling, &hpmlc_unfold, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_butterfly_extra },
     { HPML_HALVING, "halving", { &hpmlc_fold, &hpmlc_halve, &hpmlc_double, &hpmlc_unfold, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_RING, "ring", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false,
-      HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed: a queue plays p^2 messages */
+      HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed 256: a simulation then plays p^2 messages */
     { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_plan_hierarchy, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_TREE, "tree", { &hpmlc_tree_up, &hpmlc_tree_down, NULL }, NULL, false,
@@ -4159,7 +4166,8 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
     return HPML_ALGORITHM_NONE;
 }
 
-/* Plans an allreduce of n elements as rank `rank` of p executes it. An unknown algorithm has no phases. */
+/* Plans an allreduce of n elements by algorithm `a` as rank `rank` of p ranks, per_node on each node, executes it. An
+   unknown algorithm gives a plan without phases. */
 HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per_node, bool spread, int rank, int64_t n)
 {
     const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
@@ -4169,7 +4177,7 @@ HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per
     else if (row) hpmlc_plan_team(plan, row, hpmlc_everyone(p, rank, 0), 0, n);
 }
 
-/* Makes a plan of one phase, which all ranks run as one team on elements [0, n). */
+/* Makes a plan of one phase, which all p ranks run as one team, with rank `root` as member 0, on elements [0, n). */
 HPMLC_FN void hpmlc_plan_single(hpmlc_plan *plan, const hpmlc_kind *kind, int p, int rank, int root, int64_t n)
 {
     plan->count = 0;
@@ -4195,8 +4203,9 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 // >>reduce   adding up elements; the mean
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* into[i] <- into[i] + from[i], or the larger of both. Loops of 16 elements of arrays that do not overlap let any
-   compiler use vectors at -O2. */
+/* Defines hpmlc_NAME(into, from, bytes), which sets each element of `into` to `expression`, for example the sum, of a
+   from `into` and b from `from`. type: of elements; read, write: convert an element to and from `wide`, the type of a
+   and b. Loops of 16 elements of arrays that do not overlap let any compiler use vectors at -O2. */
 #define HPMLC_REDUCE(name, type, wide, read, write, expression)                                                        \
     HPMLC_FN void hpmlc_##name(void *HPMLC_RESTRICT into, const void *HPMLC_RESTRICT from, size_t bytes)               \
     {                                                                                                                  \
@@ -4222,7 +4231,7 @@ HPMLC_FN float hpmlc_from_bf16(uint16_t h)
     return x;
 }
 
-HPMLC_FN uint16_t hpmlc_to_bf16(float x) /* to nearest even */
+HPMLC_FN uint16_t hpmlc_to_bf16(float x) /* rounds x to the nearest bf16, ties to even */
 {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
@@ -4233,7 +4242,7 @@ HPMLC_FN uint16_t hpmlc_to_bf16(float x) /* to nearest even */
 HPMLC_REDUCE(sum_f32, float, float, HPMLC_SAME, HPMLC_SAME, a + b)
 HPMLC_REDUCE(sum_f64, double, double, HPMLC_SAME, HPMLC_SAME, a + b)
 HPMLC_REDUCE(sum_bf16, uint16_t, float, hpmlc_from_bf16, hpmlc_to_bf16, a + b)
-HPMLC_REDUCE(sum_i32, uint32_t, uint32_t, HPMLC_SAME, HPMLC_SAME, a + b) /* unsigned: wraps as two's complement does */
+HPMLC_REDUCE(sum_i32, uint32_t, uint32_t, HPMLC_SAME, HPMLC_SAME, a + b) /* unsigned, because overflow then wraps */
 HPMLC_REDUCE(sum_i64, uint64_t, uint64_t, HPMLC_SAME, HPMLC_SAME, a + b)
 HPMLC_REDUCE(max_f32, float, float, HPMLC_SAME, HPMLC_SAME, a > b || a != a ? a : b)
 HPMLC_REDUCE(max_f64, double, double, HPMLC_SAME, HPMLC_SAME, a > b || a != a ? a : b)
@@ -4241,22 +4250,22 @@ HPMLC_REDUCE(max_bf16, uint16_t, float, hpmlc_from_bf16, hpmlc_to_bf16, a > b ||
 HPMLC_REDUCE(max_i32, int32_t, int32_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 HPMLC_REDUCE(max_i64, int64_t, int64_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 
-static const struct { size_t size; hpmlc_reduce_fn *sum, *max; } hpmlc_types[] = { /* as hpml_element */
+static const struct { size_t size; hpmlc_reduce_fn *sum, *max; } hpmlc_types[] = { /* indexed by hpml_element */
     { 4, hpmlc_sum_f32, hpmlc_max_f32 }, { 2, hpmlc_sum_bf16, hpmlc_max_bf16 }, { 4, hpmlc_sum_i32, hpmlc_max_i32 },
     { 8, hpmlc_sum_i64, hpmlc_max_i64 }, { 8, hpmlc_sum_f64, hpmlc_max_f64 }, { 1, NULL, NULL }
 };
 
 HPML_API size_t hpml_element_size(hpml_element e) { return (unsigned)e <= HPML_ELEMENT_BYTE ? hpmlc_types[e].size : 0; }
 
-/* Returns the function that adds (or takes the larger of) elements; NULL: there is none. */
+/* Returns the function that adds elements of type e or, for HPML_MAX, keeps the larger ones; NULL: there is none. */
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
     if ((unsigned)e > HPML_ELEMENT_BYTE || (unsigned)op > HPML_MAX) return NULL;
     return op == HPML_MAX ? hpmlc_types[e].max : hpmlc_types[e].sum;
 }
 
-/* Makes the sum of p ranks their mean: the same operation on the same bits on every rank. Where p is a power of two,
-   x * (1 / p) has the same bits as x / p and is faster. Loops of 16 elements as above. */
+/* Divides n floats x, sums over p ranks, by p: the same operation on the same bits on every rank. Where p is a power of
+   two, x * (1 / p) has the same bits as x / p and is faster. Loops of 16 elements let compilers use vectors. */
 HPMLC_FN void hpmlc_divide_f32(float *x, int64_t n, float p)
 {
     const int   rest = (int)p & ((int)p - 1);
@@ -4288,7 +4297,7 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the communicator's buffer, grown to at least `size` bytes. NULL: no memory. */
+/* Returns the scratch buffer of c, enlarged to at least `size` bytes (its contents are then lost). NULL: no memory. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
 {
     if (size <= c->scratch_size) return c->scratch;
@@ -4298,12 +4307,12 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-/* Divides the sums that phase i of the plan has completed, if it is the last phase that adds: each element once, where
-   its sum is complete, before it is copied to the other ranks. */
+/* Divides the sums that phase i of the plan has completed on this rank by the number of ranks, if phase i is the last
+   one that adds: so each element is divided once, where its sum is complete, before it is copied to other ranks. */
 HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, char *data, hpml_element e)
 {
     const hpmlc_phase *f = &plan->phase[i];
-    int                p = f->team.size, first = 0, end = 0; /* blocks to divide */
+    int                p = f->team.size, first = 0, end = 0; /* blocks [first, end) are divided */
     for (int k = i + 1; k < plan->count; k++)
         if (hpmlc_adds(plan->phase[k].kind)) return;
     switch (f->kind->sums) {
@@ -4319,7 +4328,8 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, 
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
-/* Executes the moves of a plan on `data`. op: a word of hpml_reduce, or -1: the plan adds nothing. */
+/* Executes the moves of a plan on `data`, elements of type e, with messages of this tag. op: how to add, a word of
+   hpml_reduce; -1: the plan adds nothing. */
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e, int op, int tag)
 {
     size_t           size   = hpml_element_size(e);
@@ -4334,7 +4344,7 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
             hpmlc_move_of(f, k, &m);
             char  *sent = data + (size_t)m.send_at * size, *received = data + (size_t)m.receive_at * size;
             size_t sent_bytes = (size_t)m.send_count * size, received_bytes = (size_t)m.receive_count * size;
-            if (m.to >= 0 && m.add && sent == received && sent_bytes > 0) { /* the receive would change what is sent */
+            if (m.to >= 0 && m.add && sent == received && sent_bytes > 0) { /* because the receive changes `sent` */
                 char *copy = hpmlc_scratch(c, sent_bytes);
                 if (!copy) return hpml_ctx_status(c->ctx);
                 sent = (char *)memcpy(copy, sent, sent_bytes);
@@ -4351,8 +4361,8 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
     return status;
 }
 
-/* With .check: rank 0 collects from each rank a text that describes the collective it has entered, compares them, and
-   sends the verdict to all ranks, which fail if two texts differ. */
+/* Compares `mine`, in which each rank describes the collective that it has entered (for .check of hpml_comm_desc): rank
+   0 receives the texts of all ranks, compares them and sends the verdict to all, which fail if two texts differ. */
 HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
 {
     hpmlc_plan  reply;
@@ -4371,13 +4381,14 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
 }
 
-/* Begins every collective: takes a tag of its own, keeps the name for errors, and with .check compares what all ranks
-   must pass: also `detail` and `number`, for example "root" and 3 (number -1: none). Returns the tag; -1: an error. */
+/* Begins every collective: takes a new tag, keeps `name` for errors, and with .check fails unless all ranks pass the
+   same name, n, element, op (-1: none), and `detail` with `number`, for example "root" and 3 (NULL and -1: none).
+   Returns the tag; -1: an error on the context. */
 HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element element, int op, const char *detail,
                          int number)
 {
-    static const char *const elements[] = { "f32", "bf16", "i32", "i64", "f64", "bytes" }; /* as hpml_element */
-    static const char *const ops[]      = { "", ", sum", ", mean", ", max" }; /* none, then as hpml_reduce */
+    static const char *const elements[] = { "f32", "bf16", "i32", "i64", "f64", "bytes" }; /* indexed by hpml_element */
+    static const char *const ops[]      = { "", ", sum", ", mean", ", max" }; /* indexed by op + 1; op -1: none */
     int tag;
     if (hpmlc_failed(c)) return -1;
     if (n < 0) return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s of %lld elements", name, (long long)n), -1;
@@ -4397,7 +4408,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     return tag;
 }
 
-/* Ends every collective: counts its seconds and puts it on the timeline. Returns `status`. */
+/* Ends every collective: adds its seconds to the counters of c and its span to the timeline. Returns `status`. */
 HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
@@ -4407,7 +4418,7 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
     return status;
 }
 
-/* Replaces n values by the largest of all ranks, on all ranks. */
+/* Replaces each of the n values in `most` by the largest one that any rank has in its place. name: for errors. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n)
 {
     hpmlc_plan plan;
@@ -4417,7 +4428,8 @@ HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, 
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)most, HPML_ELEMENT_I64, HPML_MAX, tag));
 }
 
-/* Runs a collective of one phase, with all ranks as one team whose member 0 is `root`. */
+/* Runs a collective of one phase of `kind` on n elements of type e in `data`, with all ranks as one team whose member 0
+   is rank `root`. op: a word of hpml_reduce; -1: the phase adds nothing. */
 HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, const hpmlc_kind *kind, void *data, int64_t n,
                                      hpml_element e, int op, int root)
 {
@@ -4453,14 +4465,14 @@ HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_el
     return hpmlc_phase_run(c, "reduce", &hpmlc_tree_up, data, n, e, (int)op, root);
 }
 
-/* Collectives of blocks: in round k a rank sends to the one k after it and receives from the one k before it, unless a
-   root alone sends or receives. A barrier doubles k instead: after round k each rank has a message, direct or not, from
-   the 2 k - 1 ranks before it. */
+/* Rule of a collective that moves blocks of bytes: in round k = 1, 2, ... each rank sends a block to the rank k after
+   it and receives a block from the rank k before it, unless a root alone sends or receives. In a barrier, whose blocks
+   are empty, k doubles instead: after round k each rank has heard, directly or not, of the 2 k - 1 ranks before it. */
 typedef struct hpmlc_block_rule {
     const char *name;
-    bool        root_sends;    /* the root alone sends: it has a block for each rank, the others have none */
-    bool        root_receives; /* the root alone receives: a block from each rank */
-    bool        doubles;       /* k doubles from round to round; else it grows by 1 */
+    bool        root_sends;    /* only the root sends: it has a block for each rank, other ranks have none to send */
+    bool        root_receives; /* only the root receives: a block from each rank */
+    bool        doubles;       /* the distance k doubles from round to round; else k grows by 1 */
 } hpmlc_block_rule;
 
 static const hpmlc_block_rule hpmlc_gather_rule     = { "gather", false, true, false };
@@ -4468,8 +4480,8 @@ static const hpmlc_block_rule hpmlc_scatter_rule    = { "scatter", true, false, 
 static const hpmlc_block_rule hpmlc_all_to_all_rule = { "all_to_all", false, false, false };
 static const hpmlc_block_rule hpmlc_barrier_rule    = { "barrier", false, false, true };
 
-/* Runs a collective of blocks of `bytes`. sent: a block for each rank, or where the root alone receives, one block;
-   received: a block from each rank, or where the root alone sends, one block. */
+/* Runs a collective that moves blocks of `bytes` each by `rule`. sent: a block for each rank, one block where only the
+   root receives; received: a block from each rank, one block where only the root sends; NULL: none. root -1: none. */
 HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, const char *sent, char *received,
                                   size_t bytes, int root)
 {
@@ -4480,7 +4492,7 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, co
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     size_t me = (size_t)c->rank;
     size_t sent_step = rule->root_receives ? 0 : bytes, received_step = rule->root_sends ? 0 : bytes;
-    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* a rank's own block */
+    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* this rank's block for itself */
         memmove(received + me * received_step, sent + me * sent_step, bytes);
     hpml_status status = HPML_OK;
     for (int k = 1; k < c->size && status == HPML_OK; k += rule->doubles ? k : 1) {
@@ -4512,8 +4524,8 @@ HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *recei
     return hpmlc_blocks(c, &hpmlc_all_to_all_rule, (const char *)sent, (char *)received, bytes, -1);
 }
 
-/* Returns the seconds of an allreduce of 2^k bytes: simulated once, then kept, because no formula describes how
-   messages overlap between nodes, or where ranks are no power of two. -1: no memory. */
+/* Returns the seconds of an allreduce of 2^k bytes by algorithm a: simulated, because no formula describes how messages
+   overlap between nodes, or where ranks are no power of two, then kept in c->forecast. -1: no memory. */
 HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
 {
     double *kept = &c->forecast[k][a];
@@ -4521,8 +4533,8 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
-    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p), then (known) 1 + the new number */
-    for (int r = 0; node && r < p; r++) { /* the nodes of a part get new numbers, from 0 on without gaps */
+    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) new nodes, (known) 1 + new number */
+    for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
         node[r] = *number - 1;
@@ -4535,10 +4547,10 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     return *kept;
 }
 
-/* Returns whether AUTO considers an algorithm on this communicator. */
+/* Returns whether AUTO considers the algorithm of `row` on communicator c. */
 HPMLC_FN bool hpmlc_auto_considers(const hpml_comm *c, const hpmlc_algorithm *row)
 {
-    bool mixed = c->spread || c->per_node == 0; /* ring neighbours are on different nodes */
+    bool mixed = c->spread || c->per_node == 0; /* ranks r and r + 1 may be on different nodes */
     if (row->plan_nodes && (c->per_node <= 1 || c->per_node >= c->size)) return false;
     return c->size <= (mixed ? row->auto_mixed : row->auto_ranks);
 }
@@ -4563,7 +4575,8 @@ HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes)
     return best;
 }
 
-/* Sets the algorithm where it is AUTO. Returns the elements of one piece, see hpml_transport; 0: no memory. */
+/* Replaces *a, where it is AUTO, by the algorithm that AUTO chooses for n elements of `size` bytes. Returns the number
+   of elements that are added up at a time, which hpml_transport.piece limits; 0: no memory. */
 HPMLC_FN int64_t hpmlc_allreduce_piece(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
 {
     if (*a != HPML_AUTO) return hpmlc_max(n, 1);
@@ -4572,8 +4585,8 @@ HPMLC_FN int64_t hpmlc_allreduce_piece(hpml_comm *c, int64_t n, int64_t size, hp
     return c->t->piece > 0 && n > 1 << 21 ? (int64_t)c->t->piece / size : hpmlc_max(n, 1);
 }
 
-/* Returns the bytes that this rank sends in an allreduce of n elements. For native algorithms and device links, which
-   do not report theirs: the bytes of a ring. */
+/* Returns the bytes that this rank sends in an allreduce of n elements of `size` bytes by algorithm a. For native
+   algorithms and device links, which do not report what they send: the bytes of a ring. */
 HPMLC_FN int64_t hpmlc_allreduce_bytes(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
 {
     const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
@@ -4614,7 +4627,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
         if (status == HPML_OK && d.reduce == HPML_MEAN) hpmlc_divide(data, n, d.element, c->size);
     } else {
         int64_t at = 0;
-        do { /* piece by piece, see hpml_transport; with n 0, one empty piece */
+        do { /* `step` elements at a time, see hpml_transport.piece; n 0: one empty piece */
             int64_t count = hpmlc_min(n - at, step);
             hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
             status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, (int)d.reduce, tag);
@@ -4624,7 +4637,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     return hpmlc_leave(c, status);
 }
 
-/* As hpml_allreduce, without a desc. */
+/* Calls hpml_allreduce with a desc of these three settings. */
 HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce,
                                       hpml_algorithm algorithm)
 {
@@ -4635,7 +4648,8 @@ HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_
     return hpml_allreduce(c, data, n, &d);
 }
 
-/* Measures alpha by small messages and beta by large ones; all ranks take the figures of the slowest one. */
+/* Measures the latency by messages of 4 bytes to the next rank and the bandwidth by messages of 1 MiB, the best of 16;
+   all ranks take the figures of the slowest rank. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 {
     enum { LARGE = 1 << 20 };
@@ -4665,22 +4679,22 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 // >>async   work in the background
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A background is a thread with a twin of the communicator and a context of its own, whose error hpml_job_wait copies
-   to the communicator's context. Jobs run in the order in which they are posted, the same on all ranks, so that the
-   ranks' collectives match. */
+/* A background is a thread with a context of its own and a twin: a communicator of the same ranks, for the thread's
+   messages. hpml_job_wait copies an error of that context to the communicator's. Jobs run in the order in which they
+   are posted, the same on all ranks, so that the collectives of the ranks match. */
 
 struct hpml_job {
     hpml_comm          *c;
     hpml_rank_fn       *work;
     void               *user;
-    void               *data; /* of hpml_iallreduce */
+    void               *data; /* the array of hpml_iallreduce */
     int64_t             n;
     hpml_allreduce_desc desc;
     hpml_status         status;
-    bool                used;  /* posted, and hpml_job_wait has not returned it */
+    bool                used;  /* posted, and hpml_job_wait has not yet returned its status */
     bool                done;
-    int64_t             step;  /* the trainer's step when the job was posted */
-    double              clock; /* CLOCK: when the job was posted, then when it was done: seconds */
+    int64_t             step;  /* the communicator's step when the job was posted */
+    double              clock; /* CLOCK: virtual seconds when the job was posted, then when it was done */
 };
 
 HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
@@ -4703,7 +4717,7 @@ struct hpmlc_background {
 #endif
 };
 
-/* Runs the oldest job that has been posted. */
+/* Runs the oldest posted job that has not yet run, on the twin; sets its status, its virtual time and `done`. */
 HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 {
     hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
@@ -4723,14 +4737,15 @@ HPMLC_FN void hpmlc_background_low_latency(void)
 {
 #if defined(__linux__) && defined(PR_SET_TIMERSLACK) && defined(SYS_sched_setattr)
     struct { uint32_t size, policy; uint64_t flags; int32_t nice; uint32_t priority; uint64_t runtime, rest[2]; } a;
-    prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul); /* ns */
+    prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul); /* in ns */
     if (syscall(SYS_sched_getattr, 0, &a, (unsigned)sizeof a, 0u) != 0 || a.policy != 0) return;
-    a.runtime = 100000; /* ns of a slice, from Linux 6.12 on */
+    a.runtime = 100000; /* ns of a time slice, used by Linux 6.12 and later */
     syscall(SYS_sched_setattr, 0, &a, 0u);
 #endif
 }
 
-/* Runs jobs until hpmlc_background_stop. */
+/* Runs posted jobs, as main function of the background thread `arg`, until hpmlc_background_stop sets `stop` and no job
+   is left. Returns NULL. */
 HPMLC_FN void *hpmlc_background_main(void *arg)
 {
     hpmlc_background *b    = (hpmlc_background *)arg;
@@ -4751,7 +4766,8 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     return NULL;
 }
 
-/* Starts the thread. Without one (threaded stays false) jobs run when they are posted. */
+/* Starts the background thread. Where transport or system allow none, `threaded` stays false, and a job runs at
+   once. */
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     const hpml_transport *t = b->c->t;
@@ -4763,7 +4779,7 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
     if (!b->threaded && t->schedule) t->schedule->thread_close(b->c, b->twin);
 }
 
-/* Waits until the background thread sets *flag. Deadlocks are detected meanwhile, and virtual time advances. */
+/* Waits until the background thread sets *flag. Meanwhile deadlocks are detected and virtual time advances. */
 HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *flag)
 {
     unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
@@ -4794,8 +4810,7 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
     hpml_ctx_free(b->ctx);
 }
 
-/* Returns the communicator's background, which the first call creates: collective then. NULL: the error is on the
-   context. */
+/* Returns the background of c, which the first call, a collective one, creates. NULL: an error on the context. */
 HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
 {
     if (c->background) return c->background;
@@ -4816,14 +4831,14 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
         hpml_ctx_free(b->ctx);
         return NULL;
     }
-    b->twin->spin_limit = 0; /* sleeps at once, because computing threads need the core */
+    b->twin->spin_limit = 0; /* a wait sleeps at once, because computing threads need the core */
     b->twin->trace = c->ctx;
     c->background  = b;
     hpmlc_background_thread(b);
     return b;
 }
 
-/* Posts a copy of `job`. NULL: the error is on the context. */
+/* Hands a copy of `job` to the background thread, or runs it now without one. Returns the copy; NULL: an error on c. */
 HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *job)
 {
     hpmlc_background *b = hpmlc_failed(c) ? NULL : hpmlc_background_of(c);
@@ -4869,7 +4884,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
-    /* This thread only waits, so the twin may spin on its core. */
+    /* Lets the background thread spin while it waits, because this thread, which only waits, leaves it a core. */
     __atomic_store_n(&b->twin->spin_limit, j->c->spin_limit, __ATOMIC_RELAXED);
     hpmlc_background_await(b, &j->done);
     __atomic_store_n(&b->twin->spin_limit, 0, __ATOMIC_RELAXED);
@@ -4880,7 +4895,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
     return j->status;
 }
 
-/* Waits until no job is in flight: then the twin's counters and the residuals that jobs change may be read. */
+/* Waits until all posted jobs are done: then the twin's counters, and the residuals that jobs change, may be read. */
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 {
     hpmlc_background *b = c->background;
@@ -4905,7 +4920,7 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
     if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
 }
 
-/* Returns messages (which 0) or bytes (which 1) sent to a rank, by the communicator and its twin. */
+/* Returns messages (which 0) or bytes (which 1) sent to rank `peer` by c and its twin, after waiting for all jobs. */
 HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int which)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
@@ -4930,30 +4945,30 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A tensor is plain, then one fused allreduce adds it, or packed, then it travels by stripes. A message to rank j has a
-   header of 8 bytes, hpml_exchange.bad, and then, contribution by contribution and tensor by tensor, the packed rows of
-   stripe j. */
+/* A tensor is plain, then an allreduce over all plain tensors adds it up, or packed, then a codec packs its rows, which
+   travel by stripes (stripe j: the rows that rank j adds up). A message to rank j has a header of 8 bytes,
+   hpml_exchange.bad, and then, contribution by contribution and tensor by tensor, the packed rows of stripe j. */
 
 typedef struct hpmlc_item {
     hpml_gradient g;
     hpml_packing  packing;
     bool          plain;
-    float        *residual;        /* (leaves, rows, cols) or NULL */
-    float        *stripe;          /* (my_rows, cols) residual of the sum, or NULL */
-    int64_t       my_row, my_rows; /* of this rank's stripe */
-    int64_t       at;              /* plain: offset of the first float in fused or span */
-    union {                        /* codecs of whole tensors: arrays behind the residual, in one allocation */
-        struct { float *magnitude, *velocity, *pairs; } topk; /* (n), (n), (p, k, 2) the pairs of all ranks */
-        struct { float *m, *p, *q; } lowrank;                 /* M (rows, cols), P (rows, r), Q (cols, r) */
+    float        *residual;        /* (leaves, rows, cols) errors of packing this rank's gradients; NULL: none */
+    float        *stripe;          /* (my_rows, cols) errors of packing the sum; NULL: none */
+    int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
+    int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
+    union {                        /* TOPK, LOWRANK: arrays behind the residual, in one allocation */
+        struct { float *magnitude, *velocity, *pairs; } topk; /* (rows * cols) twice, (p, k, 2): k pairs of p ranks */
+        struct { float *m, *p, *q; } lowrank;                 /* matrices M (rows, cols), P (rows, r), Q (cols, r) */
     } whole;
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
-   the array itself, or a copy in the window, one at a time; hpmlc_host_view_end writes the copy back. */
+   the array itself if on the host, else a copy in `window`, one at a time; hpmlc_host_view_end writes the copy back. */
 typedef struct hpmlc_host_view {
     const hpml_backend *device; /* NULL: arrays are on the host */
     void               *device_user; /* first argument of the device's functions */
-    float              *window; /* as large as the largest array */
+    float              *window; /* host memory for a copy of the largest array */
 } hpmlc_host_view;
 
 HPMLC_FN bool hpmlc_host_view_create(hpmlc_host_view *view, hpml_ctx *ctx, int64_t largest)
@@ -4976,12 +4991,12 @@ HPMLC_FN void hpmlc_host_view_end(const hpmlc_host_view *view, float *x, int64_t
     if (view->device && n > 0) view->device->write(view->device_user, x, view->window, (size_t)n * sizeof(float));
 }
 
-/* How the tensors of an exchange lie, and where. */
+/* Where the tensors of an exchange are, and how they follow one another in memory. */
 typedef enum hpmlc_exchange_mode {
-    HPMLC_ANYWHERE,      /* on the host, as the caller has them */
+    HPMLC_ANYWHERE,      /* on the host, each where the caller has it */
     HPMLC_PADDED,        /* on the host, in the trainer's array, each padded to HPML_GRADIENT_ALIGN floats */
     HPMLC_PADDED_LINKED, /* in the trainer's array on a device, and moved by the communicator's device link */
-    HPMLC_NODE_SHARE     /* on the host: a rank's share of its node's sums */
+    HPMLC_NODE_SHARE     /* on the host: this rank's share of the sums of its node's gradients */
 } hpmlc_exchange_mode;
 
 typedef struct hpmlc_whole hpmlc_whole;
@@ -4990,35 +5005,35 @@ struct hpml_exchange {
     hpml_comm          *c;
     hpml_exchange_desc  d;
     hpmlc_exchange_mode mode;
-    const hpmlc_whole  *whole;     /* the codec, if it works on whole tensors; else NULL */
+    const hpmlc_whole  *whole;     /* the codec, if it packs whole tensors; NULL: it packs row by row */
     hpmlc_item         *item;      /* (d.count) */
-    int                 packed;    /* number of items that are not plain */
-    float              *fused;     /* plain tensors side by side; NULL: they already lie so, at `span` */
+    int                 packed;    /* number of packed tensors */
+    float              *fused;     /* (plain) copies of the plain tensors, end to end; NULL: not needed */
     float              *span;
-    int64_t             plain;     /* floats in fused or span */
-    int64_t             part;      /* of them in one sum */
-    int32_t            *missing;   /* (parts) tensors that are not ready on all ranks */
-    int32_t            *ready;     /* (d.count) atomic: 1: ready on this rank, 2: on all ranks */
-    int32_t            *late;      /* (d.count) 1 + a rank where the tensor is not ready */
-    int                 announced; /* atomic: tensors ready on this rank */
-    hpml_job           *job;       /* the job that waits for more tensors, */
-    hpmlc_background   *by;        /* and the background that runs it */
-    int32_t            *leaves;    /* (p) contributions of each rank */
-    int32_t             first_leaf; /* contributions of the ranks before this one */
-    int64_t             runs;      /* how often it has run */
-    uint64_t            seed;      /* of codecs that round at random */
+    int64_t             plain;     /* floats of all plain tensors together */
+    int64_t             part;      /* floats of plain tensors in one allreduce */
+    int32_t            *missing;   /* for each allreduce of plain tensors: how many are not ready on all ranks */
+    int32_t            *ready;     /* (d.count) atomic: 0: not ready, 1: ready on this rank, 2: ready on all ranks */
+    int32_t            *late;      /* (d.count) 1 + a rank where the tensor is not ready; 0: ready everywhere */
+    int                 announced; /* atomic: number of tensors that are ready on this rank */
+    hpml_job           *job;       /* job of hpml_exchange_ready, which waits for tensors to get ready */
+    hpmlc_background   *by;        /* background thread that runs `job` */
+    int32_t            *leaves;    /* (p) number of contributions of each rank */
+    int32_t             first_leaf; /* number of contributions of all ranks before this one */
+    int64_t             runs;      /* how often the exchange has run */
+    uint64_t            seed;      /* seed of codecs that round at random */
     size_t             *sent_at;   /* (p + 1) where the message to each rank begins in `sent` */
     size_t              part_size; /* bytes of one contribution to this rank's stripe, header excluded */
     size_t             *received_at; /* (p + 1) where the message from each rank begins in `received` */
-    size_t             *sum_at;    /* (p + 1) the packed sums of all stripes */
+    size_t             *sum_at;    /* (p + 1) where the packed sum of each rank's stripe begins in `sums` */
     char               *sent, *received, *sums;
-    int64_t             bytes;     /* sent in one run, plain tensors excluded */
-    hpmlc_host_view     view;      /* linked: the device where tensors, residuals and messages are */
-    int                 bucket;    /* number for the timeline, from 1; 0: none */
-    int64_t             bad;       /* of the last run: 1 + a rank that had a NaN + the tensor * 2^20. 0: none */
+    int64_t             bytes;     /* bytes that this rank sends in one run, plain tensors excluded */
+    hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: device where tensors, residuals and messages are */
+    int                 bucket;    /* number of the bucket on the timeline, from 1; 0: none */
+    int64_t             bad;       /* last run: 2^20 * tensor + 1 + a rank with a NaN there; 0: none */
 };
 
-/* Allocates where the tensors are. */
+/* Allocates `bytes` where the exchange's tensors are, on a device or the host. NULL: an error on the context. */
 HPMLC_FN void *hpmlc_exchange_alloc(hpml_exchange *x, size_t bytes)
 {
     const hpml_backend *device = x->view.device;
@@ -5034,9 +5049,9 @@ HPMLC_FN void hpmlc_exchange_release(hpml_exchange *x, void *p)
     else if (p) x->view.device->free(x->view.device_user, p, 0);
 }
 
-#define HPMLC_HEADER 8 /* bytes before a message: hpml_exchange.bad */
+#define HPMLC_HEADER 8 /* bytes of a message before its rows: the sender's hpml_exchange.bad */
 
-/* Returns hpml_exchange.bad for a tensor of this rank. */
+/* Returns the value of hpml_exchange.bad for a NaN or infinity in tensor number `tensor` on this rank. */
 HPMLC_FN int64_t hpmlc_bad(const hpml_comm *c, int64_t tensor) { return c->origin[c->rank] + 1 + (tensor << 20); }
 
 HPMLC_FN int64_t hpmlc_stripe(const hpmlc_item *it, int p, int rank) { return hpml_block(it->g.rows, p, rank); }
@@ -5047,7 +5062,7 @@ HPMLC_FN size_t hpmlc_stripe_size(const hpmlc_item *it, int p, int rank)
     return (rows * it->packing.row_size + 7) / 8 * 8;
 }
 
-/* Returns the bytes of one contribution to the stripes of `rank`. */
+/* Returns the bytes of one contribution to the stripes that `rank` adds up, of all packed tensors, header excluded. */
 HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
 {
     size_t size = 0;
@@ -5056,9 +5071,9 @@ HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
     return size;
 }
 
-/* Sets span if the plain tensors fill a range of memory, which then needs no copy. They must follow one another in the
-   order given, as they would in a copy, because other ranks may need a copy; but the gradients of a trainer
-   lie alike on all ranks, and a node's shares do, too. */
+/* Sets x->span if the plain tensors fill a range of memory, because an allreduce then adds them up without a copy. They
+   must lie in the order given, as in a copy, because other ranks may need a copy; but the gradients of a trainer, and
+   the shares of a node, may lie in any order, because that order is the same on all ranks. */
 HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
 {
     float  *low = NULL, *high = NULL;
@@ -5113,7 +5128,7 @@ HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc
     return HPML_OK;
 }
 
-/* Computes the maximum over all ranks for the library's own needs: it does not appear on the timeline. */
+/* Replaces n elements of `data` by their maxima over all ranks, by an allreduce that the timeline does not show. */
 HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element)
 {
     hpml_ctx *trace = c->trace;
@@ -5123,7 +5138,7 @@ HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, 
     return status;
 }
 
-/* Sets *same to whether all ranks have the same hash. */
+/* Sets *same to whether all ranks pass the same `hash`. Collective. */
 HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
 {
     int64_t     both[2] = { (int64_t)(hash >> 2), -(int64_t)(hash >> 2) };
@@ -5132,7 +5147,7 @@ HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
     return status;
 }
 
-/* Fails on all ranks unless they have the same tensors: counts, shapes and row sizes, hashed and compared. */
+/* Fails on all ranks unless all of them have equal tensors: shapes and row sizes are hashed and compared. */
 HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
 {
     bool     same;
@@ -5162,11 +5177,11 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     if (it->packing.residual_count == 0) return true;
     size_t all = (size_t)(it->g.rows * it->g.cols * x->d.leaves), mine = (size_t)(it->my_rows * it->g.cols);
     it->residual = (float *)hpmlc_exchange_alloc(x, all * sizeof(float));
-    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* not NULL where there are no rows */
+    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* + 1: not NULL if there are no rows */
     return it->residual && it->stripe;
 }
 
-/* Computes where every message begins, and allocates them. */
+/* Computes where each rank's messages begin in `sent`, `received` and `sums`, and allocates these. False: no memory. */
 HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 {
     hpml_comm *c = x->c;
@@ -5186,7 +5201,7 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
     return x->sums && x->received && x->sent;
 }
 
-/* Computes the offsets of plain tensors, and allocates what hpml_exchange_ready needs. */
+/* Computes the offsets of the plain tensors, and allocates what hpml_exchange_ready needs. False: no memory. */
 HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 {
     int64_t at = 0, n = x->d.count;
@@ -5203,7 +5218,7 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
     return x->ready != NULL;
 }
 
-/* Allocates the arrays of a desc that has been checked. */
+/* Allocates an exchange and the arrays whose sizes follow from d alone, which has been checked. NULL: no memory. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
@@ -5224,7 +5239,7 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_des
     return x;
 }
 
-/* As hpml_exchange_create, for tensors that lie as `mode` says. */
+/* Creates an exchange as hpml_exchange_create does, of tensors that lie as `mode` says. Collective. NULL: an error. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
 {
     HPMLC_DESC(hpml_exchange_desc, d, desc);
@@ -5276,8 +5291,9 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 // >>stripes   the five steps of an exchange, on the host or on a device
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Mixes the seed of an exchange with a tensor and a contribution: every pair draws its own random numbers (the steps of
-   splitmix64). contribution: numbered over all ranks, so that it does not depend on which rank has it; -1: the sum. */
+/* Returns the exchange's seed mixed with the numbers of a tensor and a contribution (by the steps of splitmix64), so
+   that each such pair draws its own random numbers. contribution: numbered over all ranks, so that the seed does not
+   depend on which rank has it; -1: the sum. */
 HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it, int64_t contribution)
 {
     uint64_t h = x->seed;
@@ -5290,7 +5306,8 @@ HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it
     return h;
 }
 
-/* Packs rows [row, row + rows) of a tensor, which begin at g. */
+/* Packs rows [row, row + rows) of tensor `it`, which begin at g, into `packed` and updates their residuals e.
+   contribution: as in hpmlc_encode_seed. HPML_ERR_NONFINITE: g has a NaN or infinity. */
 HPMLC_FN hpml_status hpmlc_encode(const hpml_comm *c, const hpml_exchange *x, const hpmlc_item *it,
                                   int64_t contribution, void *packed, float *e, const float *g, int64_t row,
                                   int64_t rows)
@@ -5312,7 +5329,8 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
-/* Labels the next spans on the timeline with the plain tensors of x in [at, end), or with all packed tensors of x. */
+/* Labels the next spans of c on the timeline with the first and last name of x's packed tensors or, with `plain`, of
+   its plain tensors that overlap floats [at, end). */
 HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
 {
     memset(&c->about, 0, sizeof c->about);
@@ -5328,7 +5346,8 @@ HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, 
 
 HPMLC_FN void hpmlc_clear_label(hpml_comm *c) { memset(&c->about, 0, sizeof c->about); }
 
-/* Step 1: packs all rows, stripe by stripe, into the messages to their owners. Returns hpml_exchange.bad. */
+/* Makes step 1 of an exchange (see hpml_exchange_desc): packs all rows, stripe by stripe, into the messages to the
+   ranks that add them up. Returns hpml_exchange.bad. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size;
@@ -5350,7 +5369,7 @@ HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* End of step 5: unpacks the sums of all stripes into the tensors. */
+/* Makes the end of step 5 of an exchange (see hpml_exchange_desc): unpacks the sums of all stripes into the tensors. */
 HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
 {
     int p = c->size;
@@ -5365,13 +5384,13 @@ HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
     }
 }
 
-/* Returns the message from rank r for this rank's stripe; a rank sends none to itself. */
+/* Returns the message from rank r with rows of this rank's stripe; for r == me, which is not sent, its original. */
 HPMLC_FN const char *hpmlc_message_from(const hpml_exchange *x, int r, int me)
 {
     return r == me ? x->sent + x->sent_at[r] : x->received + x->received_at[r];
 }
 
-/* Reads the header of a message into *bad unless a message before it has set *bad. */
+/* Sets *bad to the header of a message, its sender's hpml_exchange.bad, unless *bad is already set. */
 HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
 {
     int64_t other;
@@ -5379,8 +5398,8 @@ HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
     if (*bad == 0) *bad = other;
 }
 
-/* Steps 3 and 4: adds the contributions to this rank's stripe, in the order of ranks and leaves, and packs the sum.
-   Returns hpml_exchange.bad. */
+/* Makes steps 3 and 4 of an exchange (see hpml_exchange_desc): adds the contributions of all ranks to this rank's
+   stripe, in the order of ranks and leaves, and packs the sum. Returns hpml_exchange.bad of the sum. */
 HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
@@ -5410,8 +5429,9 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* Steps 2 and 5: every rank with every other one, in round k with the ranks k after and k before it. same: all ranks
-   get this rank's own part of `sent`. */
+/* Sends the messages of step 2 or 5 of an exchange: bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r or,
+   with `same`, this rank's such range to all; receives into `received`. Round k: to the k-th rank after, from the k-th
+   before. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *sent, const size_t *sent_at,
                                          bool same, char *received, const size_t *received_at)
 {
@@ -5427,7 +5447,7 @@ HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const c
     return hpmlc_leave(c, status);
 }
 
-/* All five steps, for the packed tensors. */
+/* Runs all five steps of an exchange for the packed tensors. HPML_ERR_NONFINITE: a rank had a NaN or infinity. */
 HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
@@ -5451,8 +5471,8 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-/* Finds where elements [at, end) of the fused array and a tensor overlap. Returns how many do, and sets *mine to the
-   first of them in the tensor and *fused to the first of them in the fused array. */
+/* Finds the elements of plain tensor `it` that are in [at, end) of the fused array. Returns their number, and sets
+   *mine to the first of them in the tensor and *fused to the first in the fused array. */
 HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, int64_t at, int64_t end, float **mine,
                                   float **fused)
 {
@@ -5463,7 +5483,7 @@ HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, 
     return last - first;
 }
 
-/* Copies plain tensors to fused[at] to fused[end]. */
+/* Copies the plain tensors' elements of [at, end) to the fused array, if there is one. */
 HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
 {
     double start = hpml_comm_now(c);
@@ -5476,7 +5496,7 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
     hpmlc_span(c, "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Copies fused[at] to fused[end] back to the plain tensors. */
+/* Copies elements [at, end) of the fused array, if there is one, back to the plain tensors. */
 HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
 {
     double start = hpml_comm_now(c);
@@ -5489,7 +5509,7 @@ HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, 
     hpmlc_span(c, "unfuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Adds up one part of the plain tensors. */
+/* Adds up the plain tensors' floats from part * x->part on, x->part of them, over all ranks by one allreduce. */
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
@@ -5504,7 +5524,7 @@ HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t
 
 HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x);
 
-/* Exchanges all tensors that are not plain. */
+/* Exchanges all packed tensors, by stripes or by a codec of whole tensors. Sets x->bad. */
 HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
@@ -5515,7 +5535,7 @@ HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
     return status;
 }
 
-/* Runs an exchange on its communicator or, in the background, on the communicator's twin. */
+/* Runs exchange `user`, packed and plain tensors, on its communicator c or, in the background, on the twin of that. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
@@ -5528,8 +5548,8 @@ HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 }
 
 /* Waits until more than *ready tensors are ready on this rank, or all are, or a quarter of the deadline has passed:
-   then this rank takes part in the next agreement with what it has, because the other ranks' deadlines are for the
-   tensor and not for this rank. Updates *ready. False: the background is stopping. */
+   then this rank takes part in the next agreement with those that are ready, because the others wait for it there, and
+   errors are to blame the late tensor, not this rank. Updates *ready. False: the background thread is being stopped. */
 HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
 {
     hpmlc_background *b = x->by;
@@ -5543,7 +5563,8 @@ HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
     return true;
 }
 
-/* Adds `by` to the number of tensors for which the parts of tensor i wait, and runs the parts that wait for none. */
+/* Adds `by` to the number of tensors for which each part of the plain floats that contains tensor i waits, and adds up
+   over the ranks the parts that wait for none. */
 HPMLC_FN hpml_status hpmlc_exchange_count(hpml_comm *c, hpml_exchange *x, int i, int by)
 {
     const hpmlc_item *it = &x->item[i];
@@ -5556,9 +5577,9 @@ HPMLC_FN hpml_status hpmlc_exchange_count(hpml_comm *c, hpml_exchange *x, int i,
     return status;
 }
 
-/* Finds out which tensors are ready on all ranks, and runs their parts: after the maximum over all ranks, late[i] is 0
-   for those, else 1 + a rank where tensor i is not ready, with the same result on all ranks. Lowers *open, the number
-   of tensors that are not ready everywhere, and sets *late to one of them. */
+/* Finds out which tensors are ready on all ranks, and adds up their parts: after the maximum over all ranks, x->late[i]
+   is 0 for such a tensor, else 1 + a rank where tensor i is not ready, the same on all ranks. Lowers *open, the number
+   of tensors that are not ready everywhere, and sets *late to one of these tensors. */
 HPMLC_FN hpml_status hpmlc_exchange_negotiate(hpml_comm *c, hpml_exchange *x, int *open, int *late)
 {
     double start = hpml_comm_now(c);
@@ -5577,7 +5598,8 @@ HPMLC_FN hpml_status hpmlc_exchange_negotiate(hpml_comm *c, hpml_exchange *x, in
     return status;
 }
 
-/* The job of hpml_exchange_ready: agrees on tensors until all are ready everywhere, then exchanges the packed ones. */
+/* Agrees, as background job of hpml_exchange_ready for exchange `user`, with other ranks on tensors, and adds up plain
+   ones, until all are ready everywhere; then exchanges the packed ones. */
 HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
@@ -5598,10 +5620,10 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
             return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for tensor %d \"%s\" to get ready on rank %d, "
                               "step %lld", c->timeout, late, name ? name : "", x->late[late] - 1, (long long)c->step);
     }
-    if (status != HPML_OK) return status; /* hpml_job_wait returns it: the last tensor still gives the job */
+    if (status != HPML_OK) return status; /* hpml_job_wait of this job returns the error */
     status = hpmlc_exchange_others(c, x);
     __atomic_store_n(&x->announced, 0, __ATOMIC_RELEASE);
-    for (i = 0; i < n; i++) __atomic_store_n(&x->ready[i], 0, __ATOMIC_RELEASE); /* now tensors may be ready again */
+    for (i = 0; i < n; i++) __atomic_store_n(&x->ready[i], 0, __ATOMIC_RELEASE); /* for the next run */
     return status;
 }
 
@@ -5651,9 +5673,10 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 // >>linked   the same five steps on a device, moved by its link
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The same steps, hence the same bits, in the device's memory: the device packs and adds, the link moves in parallel.
-   hpmlc_linked_begin runs during the backward pass, hpmlc_linked_finish before the update, for all buckets together.
-   Messages have no header, because packing waits for one flag of the device that reports a NaN. */
+/* Here a device makes the five steps of an exchange (see hpml_exchange_desc), with the same bits: it packs and adds,
+   while its link (hpml_device_link) moves messages. hpmlc_linked_begin runs during the backward pass,
+   hpmlc_linked_finish before the update, for all buckets together. Messages have no header, because packing waits for
+   one flag of the device that reports a NaN. */
 
 HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
 {
@@ -5674,15 +5697,16 @@ HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
     return status == HPML_OK ? l->end(l->user) : status;
 }
 
-/* Makes the device wait for the link. check: the host waits first, because the link has a deadline and the device has
-   none, and the host will wait for the device anyway. */
+/* Makes later work of the device wait for the calls to its link. check: the host waits for these first, because the
+   link has a deadline and the device has none, and the host will wait for the device anyway. */
 HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
 {
     hpml_status status = check ? c->link.check(c->link.user) : HPML_OK;
     return status == HPML_OK ? c->link.wait(c->link.user) : status;
 }
 
-/* Steps 3 to 5 of `count` exchanges; exchanges without packed tensors have no such steps. */
+/* Makes steps 3 to 5 of `count` exchanges on a device: adds, packs, sends and unpacks; none for exchanges without
+   packed tensors. check: as in hpmlc_linked_wait. */
 HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
 {
     const hpml_device_link *l = &c->link;
@@ -5709,21 +5733,21 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
 // >>whole-codecs   top-k and low rank: codecs of whole tensors
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, and there
-   u = v = 0. Every rank gathers the pairs of all ranks and adds them in the order of the ranks.
-
-   Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): from the last Q one step of power
-   iteration,
+/* Top-k of gradient g with momentum correction and factor masking: velocity u <- m u + g, residual v <- v + u; the k
+   largest |v| are sent as pairs (place, value), and there u = v = 0. Every rank gathers the pairs of all ranks and adds
+   them in the order of the ranks.
+   Low rank: gradient and residual M = g + e (rows, cols) are sent as P Q^T with P (rows, r), Q (cols, r): from the Q of
+   the step before one step of power iteration,
        P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
-   P and Q are added up plain, by any allreduce. With SUM the result is multiplied by p. */
+   P and Q are added up as f32, by any allreduce. With HPML_SUM the result is multiplied by the p ranks. */
 
-struct hpmlc_whole { /* one row for each codec of whole tensors */
+struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
-    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* of its arrays, the residual excluded */
-    void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* places its arrays */
-    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: packing would save nothing: plain */
-    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* not finite: contributes zeros */
-    int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* that this rank sends in one run */
+    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* floats of the codec's arrays */
+    void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* points it->whole into `arrays` */
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: plain, as packing saves nothing */
+    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: adds zeros */
+    int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
 
 HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
@@ -5747,7 +5771,7 @@ HPMLC_FN void hpmlc_topk_create(const hpml_exchange *x HPMLC_UNUSED, hpmlc_item 
 
 HPMLC_FN bool hpmlc_topk_saves(const hpml_exchange *x HPMLC_UNUSED, const hpmlc_item *it HPMLC_UNUSED) { return true; }
 
-/* Returns the k-th largest of x, which is reordered (Hoare's selection). */
+/* Returns the k-th largest (k from 1) of n floats x, which are reordered (Hoare's selection). */
 HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
 {
     int64_t low = 0, high = n - 1;
@@ -5771,8 +5795,8 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
     return x[k - 1];
 }
 
-/* Writes this rank's k pairs (place, value) to their place among all ranks' pairs: first the numbers above the k-th
-   largest, then those equal to it, from the first one on. */
+/* Adds the gradient to velocity and residual, and writes this rank's k pairs (place in the tensor, value) to their
+   place among the pairs of all ranks: first the values larger in size than the k-th largest, then those equal to it. */
 HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_item *it)
 {
     int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, packed = 0;
@@ -5817,7 +5841,7 @@ HPMLC_FN int64_t hpmlc_topk_bytes(const hpml_exchange *x, const hpmlc_item *it)
     return 8 * hpmlc_topk_count(x, it) * (x->c->size - 1);
 }
 
-/* Returns r, the columns of P and Q. */
+/* Returns r, the number of columns of the factors P and Q that stand for a tensor (see >>whole-codecs). */
 HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
 {
     return hpmlc_min(x->d.codec.lowrank > 0 ? x->d.codec.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
@@ -5839,15 +5863,15 @@ HPMLC_FN void hpmlc_lowrank_create(const hpml_exchange *x, hpmlc_item *it, float
     it->whole.lowrank.m = arrays;
     it->whole.lowrank.p = arrays + it->g.rows * it->g.cols;
     it->whole.lowrank.q = it->whole.lowrank.p + it->g.rows * r;
-    hpml_rng rng; /* the same numbers on all ranks */
+    hpml_rng rng; /* a fixed seed: Q must begin the same on all ranks */
     rng.seed    = 1;
     rng.stream  = (uint64_t)(it - x->item);
     rng.counter = 0;
     hpml_rng_fill_normal(&rng, it->whole.lowrank.q, it->g.cols * r);
 }
 
-/* Makes the columns of (n, r) orthonormal one after another (Gram & Schmidt, twice is enough). A column of zeros gets a
-   direction as well, because a gradient of zeros would else leave Q at zero for ever. */
+/* Makes the r columns of matrix a, (n, r), orthonormal one after another (Gram & Schmidt, twice is enough). A column of
+   zeros gets a direction as well, because a gradient of zeros would else leave the factors at zero for ever. */
 HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 {
     for (int j = 0; j < r; j++)
@@ -5898,7 +5922,7 @@ static const hpmlc_whole hpmlc_whole_codecs[] = {
       hpmlc_lowrank_bytes }
 };
 
-/* Returns the row of a codec of whole tensors; NULL: the codec works row by row. */
+/* Returns the functions of a codec that packs whole tensors; NULL: the codec packs row by row. */
 HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
 {
     for (size_t i = 0; i < sizeof hpmlc_whole_codecs / sizeof hpmlc_whole_codecs[0]; i++)
@@ -5906,8 +5930,8 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
-/* What a checkpoint keeps besides the residual: TOPK's velocity (n), LOWRANK's Q (cols, r), which is the same on all
-   ranks; NULL: the exchange has another codec. */
+/* Return what a checkpoint keeps of a tensor besides its residual: TOPK's velocity (n), LOWRANK's factor Q (cols, r),
+   which is the same on all ranks; NULL: the exchange has another codec. */
 HPMLC_FN float *hpmlc_topk_velocity(const hpml_exchange *x, const hpmlc_item *it)
 {
     return x->whole && x->whole->kind == HPML_CODEC_TOPK ? it->whole.topk.velocity : NULL;
@@ -5918,7 +5942,8 @@ HPMLC_FN float *hpmlc_lowrank_q(const hpml_exchange *x, const hpmlc_item *it)
     return x->whole && x->whole->kind == HPML_CODEC_LOWRANK ? it->whole.lowrank.q : NULL;
 }
 
-/* Decides whether a tensor is plain; else allocates its residual and the codec's arrays behind it. */
+/* Decides if a codec of whole tensors packs `it`; if so, allocates residual and the codec's arrays. False: no
+   memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
 {
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
@@ -5932,7 +5957,7 @@ HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
     return true;
 }
 
-/* Runs tensor by tensor; at the end all ranks learn of a tensor that was not finite on any rank. */
+/* Exchanges the packed tensors one by one with a codec of whole tensors; all ranks learn of one that is not finite. */
 HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x)
 {
     hpml_status status = HPML_OK;
@@ -5940,7 +5965,7 @@ HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x)
         hpmlc_item *it = &x->item[t];
         float       bad = 0;
         if (it->plain) continue;
-        for (int64_t i = 0; i < it->g.rows * it->g.cols; i++) bad += it->g.data[i] - it->g.data[i]; /* 0, or NaN */
+        for (int64_t i = 0; i < it->g.rows * it->g.cols; i++) bad += it->g.data[i] - it->g.data[i]; /* adds 0 or NaN */
         if (bad != 0) x->bad = hpmlc_bad(c, t);
         status = x->whole->run(c, x, it, bad == 0);
     }
@@ -5955,7 +5980,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     for (int64_t at = 0; at < x->plain; at += x->part)
         bytes += hpmlc_allreduce_bytes(x->c, hpmlc_min(x->part, x->plain - at), sizeof(float), x->d.algorithm);
     if (!x->whole || x->packed == 0) return bytes;
-    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* hpml_exchange.bad */
+    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* of hpmlc_whole_run */
     for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++)
         if (!it->plain) bytes += x->whole->bytes(x, it);
     return bytes;
@@ -5974,8 +5999,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 
        g = sum of n_r g_r / sum of n_r        (.sum: g = sum of g_r)
 
-   The engine (this section and the next) knows where parameters and gradients lie, cuts the gradients into buckets that
-   are exchanged as one, adds up loss, samples and running statistics, and keeps the report. What is exchanged, when,
+   >>distribute and >>distribute-step know where parameters and gradients lie, cut the gradients into buckets that are
+   exchanged as one, add up loss, samples and running statistics, and keep the report. What is exchanged, when,
    and what the optimizer gets is a strategy: a row of hpmlc_strategies (>>strategies), with a section and a struct of
    its own and the functions of hpmlc_strategy, which the trainer's hooks call. Adding a strategy is a section, a row
    and a word of hpmlc_strategy_kind.
@@ -5983,22 +6008,22 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    Buckets hold gradients from the last layer to the first, because the backward pass makes them final in this order:
    the exchange of one bucket overlaps with the computation of the next (Li et al. 2020, "PyTorch Distributed"). */
 
-/* Work on a communicator: a job in the background, or (without a background thread) done when it was started. */
+/* Work on a communicator, for which a step waits: a background job or, without a thread, done when it was started. */
 typedef struct hpmlc_task {
-    hpml_job   *job;    /* NULL: it is done, with this status: */
+    hpml_job   *job;    /* NULL: the work is done, and `status` is its result */
     hpml_status status;
 } hpmlc_task;
 
 typedef struct hpmlc_bucket {
-    hpml_exchange *x, *warm;     /* warm: uncompressed, for the first .warm_steps steps; NULL: there are none */
-    hpml_exchange *now;          /* the one of the two that this step uses; NULL: before the first step */
-    hpmlc_task     task;         /* its exchange in this step */
-    int            count, ready; /* tensors; of these, tensors whose gradient is final in this step */
-    int64_t        at, floats;   /* its range of the trainer's array of gradients */
+    hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
+    hpml_exchange *now;          /* x or warm, as this step uses it; NULL: before the first step */
+    hpmlc_task     task;         /* the bucket's exchange in this step */
+    int            count, ready; /* number of tensors; how many gradients are final in this step */
+    int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
 
 typedef struct hpmlc_buckets {
-    hpmlc_bucket *item;          /* (count) */
+    hpmlc_bucket *item;          /* (count) the buckets */
     int           count, posted; /* posted: buckets whose exchange has been started in this step */
 } hpmlc_buckets;
 
@@ -6006,57 +6031,57 @@ typedef struct hpmlc_buckets {
    padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
 typedef struct hpmlc_layout {
     int         params;          /* parameters of the context, running statistics ("buffers") included */
-    int        *bucket_of;       /* (params) number of the bucket; -1: in none */
+    int        *bucket_of;       /* (params) number of each parameter's bucket; -1: it is in none */
     int        *by_name;         /* (params) indices of the parameters in the order of their names */
     float      *first;           /* the trainer's array of gradients, in the memory of the backend */
-    int64_t     span;            /* its floats, padding included */
-    float      *host;            /* (span) gradients as the host finds them: `first`, or a copy of a device's array;
-                                    NULL: this strategy exchanges them on the device */
-    int64_t     grad_total;      /* floats of gradients, and of running statistics, without padding */
+    int64_t     span;            /* floats of the trainer's array of gradients, padding included */
+    float      *host;            /* (span) gradients on the host: `first`, or a copy of a device's array; NULL: the
+                                    strategy exchanges them on the device */
+    int64_t     grad_total;      /* floats of all gradients, and of all running statistics, without padding */
     int64_t     buffer_total;
     int64_t     batch;           /* samples that the model's input holds */
-    int64_t     grain;           /* samples of the global batch that stay on one rank; 0: 1 */
+    int64_t     grain;           /* so many consecutive samples of the global batch stay on one rank; 0: 1 */
     hpmlc_host_view view;           /* host access to arrays of the trainer */
 } hpmlc_layout;
 
-/* Contributions to the sum: each rank has one, unless its strategy has cut the batch into more. */
+/* Contributions to the sum over ranks: one of each rank, unless a strategy cuts the batch into more (leaves). */
 typedef struct hpmlc_copies {
-    int64_t first, count, all;   /* this rank's are [first, first + count) of all */
+    int64_t first, count, all;   /* this rank's contributions are [first, first + count) of all */
 } hpmlc_copies;
 
 enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS };
 
 /* What is added up over all ranks in each step, in addition to gradients. */
 typedef struct hpmlc_stats {
-    double    *sum;              /* (HPMLC_STATS + buffer_total) samples, loss times samples, ranks with a loss that is
-                                    NaN or infinite, such a rank; running statistics times samples */
-    hpmlc_task task;             /* the summation of this step */
+    double    *sum;              /* (HPMLC_STATS + buffer_total) samples, loss times samples, number of ranks with a
+                                    loss that is NaN or infinite, such a rank; running statistics times samples */
+    hpmlc_task task;             /* the allreduce of `sum` in this step */
     float     *buffers;          /* (buffer_total) scratch: running statistics side by side, in the order of by_name */
-    double     samples, loss;    /* of this rank in this step: samples, loss times samples */
+    double     samples, loss;    /* this rank's samples in this step; loss times samples */
 } hpmlc_stats;
 
 typedef struct hpmlc_reporting {
-    hpml_distribute_report r;    /* sums since the last reset */
-    double                 began;    /* time of that reset, in seconds */
-    hpml_counters          at_reset; /* counters of the communicator at that time */
-    hpml_step_row         *row;      /* (history) ring of the last steps */
-    int64_t                rows;     /* steps noted */
-    hpml_distribute_report at_row;   /* r, when the last row was noted, */
-    double                 row_time; /* the time, */
-    hpml_counters          row_sent; /* and the counters */
+    hpml_distribute_report r;    /* sums over the steps since the last reset */
+    double                 began;    /* seconds at the last reset */
+    hpml_counters          at_reset; /* the communicator's counters at the last reset */
+    hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
+    int64_t                rows;     /* number of rows that were written to the ring */
+    hpml_distribute_report at_row;   /* value of r when the last row was written */
+    double                 row_time; /* seconds when the last row was written */
+    hpml_counters          row_sent; /* the communicator's counters when the last row was written */
 } hpmlc_reporting;
 
-/* A trial of the batch search (>>batch-search): divergence is no error then, and steps apply their own gradients. */
+/* A trial of the batch search (>>batch-search): divergence is no error, and steps apply their own gradients. */
 typedef struct hpmlc_trial {
     bool   on;
-    double loss, samples;        /* loss times samples, added up over the steps; samples */
+    double loss, samples;        /* sums over the steps: loss times samples; samples */
 } hpmlc_trial;
 
-typedef struct hpmlc_states   hpmlc_states; /* see >>state */
+typedef struct hpmlc_states   hpmlc_states; /* list of what checkpoints hold, see >>state */
 typedef struct hpmlc_strategy hpmlc_strategy;
 
-/* Starts the exchange of one bucket. An error of an exchange that is done at once is kept in the bucket's task, because
-   all ranks must go on with the next bucket; the status is of the start alone. */
+/* Starts the exchange of one bucket and returns the status of starting alone. An error of an exchange that is done at
+   once is kept in the bucket's task, because all ranks must go on with the next bucket. */
 typedef hpml_status hpmlc_start_fn(hpml_distributed *d, hpmlc_bucket *b);
 
 struct hpml_distributed {
@@ -6065,7 +6090,7 @@ struct hpml_distributed {
     hpml_ctx             *ctx;
     hpml_distribute_desc  d;
     const hpmlc_strategy *strategy;
-    void                 *own;        /* the strategy's struct */
+    void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
     bool                  background; /* tasks are jobs of the communicator's background thread */
     hpmlc_start_fn       *start;
     hpmlc_layout          layout;
@@ -6074,13 +6099,13 @@ struct hpml_distributed {
     hpmlc_stats           stats;
     hpmlc_reporting       report;
     hpmlc_trial           trial;
-    int32_t               accumulate, micro; /* micro-batches of an update; those of this update that are done */
+    int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
 };
 
 struct hpmlc_strategy {
-    const char *name;         /* the field of hpml_distribute_desc, if there is one; begins its names in checkpoints */
-    bool        is_asked_for; /* a field of the desc asks for it. Two such strategies exclude each other, and one goes
-                                 before those that are chosen because they fit */
+    const char *name;         /* as the desc's field, if there is one; own arrays in checkpoints begin with it */
+    bool        is_asked_for; /* a field of the desc asks for the strategy. Two such strategies exclude each other, and
+                                 one goes before those that are chosen because they fit */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
     const char *pending;      /* array of a checkpoint with gradients that only this strategy applies; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_distribute_desc *desc);
@@ -6089,7 +6114,7 @@ struct hpmlc_strategy {
     /* Computes the gradient of this rank's samples, by hpmlc_dist_pass or another way. Behind the last micro-batch of
        an update it may start what `update` waits for. */
     hpml_status (*begin)(hpml_distributed *d, int64_t samples, float *loss);
-    hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: this gradient is final in this update */
+    hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: `param`'s gradient is final */
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
     void (*close)(hpml_distributed *d); /* releases what `open` has taken; nothing is in flight */
@@ -6097,7 +6122,7 @@ struct hpmlc_strategy {
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
-/* The first float of parameter p in the trainer's array of gradients. */
+/* Returns where the gradient of parameter p begins in the trainer's array of gradients, in floats. */
 HPMLC_FN int64_t hpmlc_gradient_at(const hpml_distributed *d, const hpml_tensor *p)
 {
     return hpml_trainer_gradient_at(d->t, p->param->index);
@@ -6111,7 +6136,8 @@ HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
     g->cols = hpml_tensor_count(p) / g->rows;
 }
 
-/* Gives a strategy that exchanges on the host the gradients there. */
+/* Sets layout.host, for a strategy that exchanges gradients on the host: to the trainer's array or, where that is on a
+   device, to memory for a copy. False: no memory. */
 HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
 {
     hpmlc_layout *l = &d->layout;
@@ -6120,7 +6146,7 @@ HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
     return l->host != NULL;
 }
 
-/* Copies n gradients from the device to the host; hpmlc_host_return copies all of them back. */
+/* Copies floats [at, at + n) of a device's gradients to layout.host; hpmlc_host_return copies all of them back. */
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     const hpmlc_layout *l = &d->layout;
@@ -6141,7 +6167,7 @@ HPMLC_FN void hpmlc_host_close(hpml_distributed *d)
     d->layout.host = NULL;
 }
 
-/* The factor of gradients that were scaled for `full` samples, where there were fewer. */
+/* Returns the factor that makes gradients which were scaled for `full` samples the mean over `samples`; 1 with .sum. */
 HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double full)
 {
     return d->d.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
@@ -6154,7 +6180,7 @@ HPMLC_FN void hpmlc_host_rescale(hpml_distributed *d, double samples, double ful
     for (int64_t k = 0; k < d->layout.span; k++) d->layout.host[k] *= scale;
 }
 
-/* Starts a task; the status is of the start alone. */
+/* Starts fn(c, user) as a task, in the background or, without a thread, at once. Returns the status of this start. */
 HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *task, hpml_comm *c, hpml_rank_fn *fn,
                                       void *user)
 {
@@ -6163,7 +6189,7 @@ HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *tas
     return d->background && !task->job ? hpml_ctx_status(d->ctx) : HPML_OK;
 }
 
-/* Waits for a task and returns its status, once: a second call returns HPML_OK. */
+/* Waits for a task and returns the status of its work, once: a second call returns HPML_OK. */
 HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
 {
     hpml_status status = task->job ? hpml_job_wait(task->job) : task->status;
@@ -6172,9 +6198,9 @@ HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
     return status;
 }
 
-/* Sets d->background. A background thread pays off where there is a network to wait for or a core to spare; else it
-   takes from the computation what it gains, and waking it costs time. All ranks decide alike: one that gains decides
-   for all. */
+/* Sets d->background: whether exchanges run in a background thread. Such a thread pays off where there is a network to
+   wait for or a core to spare; else it takes from the computation what it gains, and waking it costs time. All ranks
+   decide alike: if the thread pays off on one rank, all ranks have one. */
 HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
 {
     hpml_comm *c = d->c;
@@ -6185,7 +6211,7 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     d->background = pays != 0;
 }
 
-/* Settings of an exchange as the desc has them; the caller sets tensors. */
+/* Fills in an exchange's desc by the settings of d; the caller sets the tensors. */
 HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e)
 {
     memset(e, 0, sizeof *e);
@@ -6194,7 +6220,7 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_d
     e->codec     = d->d.codec;
 }
 
-/* Makes the exchanges of a bucket on c: compressed as e says, and plain for the first steps if there are such. */
+/* Makes the exchanges of bucket b on c: compressed as e says and, for warm steps, uncompressed. False: an error. */
 HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b, hpml_comm *c, hpml_exchange_desc *e,
                                      hpmlc_exchange_mode mode)
 {
@@ -6208,7 +6234,7 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
     return b->warm != NULL;
 }
 
-/* Opens bucket b, whose tensors are g, for a strategy that exchanges on the host. */
+/* Makes the exchanges of bucket b, whose tensors are g, for a strategy that exchanges on the host. */
 HPMLC_FN bool hpmlc_host_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     hpml_exchange_desc e;
@@ -6224,7 +6250,7 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
 }
 
 /* Cuts the trained parameters, last first, into buckets of at least `bytes` (.bucket_bytes, where that is set), and
-   opens each. gradients: (layout.span) where exchanges find them. */
+   calls `open` for each. gradients: (layout.span) array in which exchanges find them. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
@@ -6267,7 +6293,7 @@ HPMLC_FN void hpmlc_buckets_close(hpml_distributed *d)
     memset(&d->buckets, 0, sizeof d->buckets);
 }
 
-/* Starts the exchange of every bucket that is ready and whose turn it is. */
+/* Starts the exchanges of buckets in their order, up to the first bucket with a gradient that is not yet final. */
 HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
 {
     hpmlc_buckets *all    = &d->buckets;
@@ -6283,7 +6309,7 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
     return status;
 }
 
-/* Counts a final gradient; true if it is in a bucket. */
+/* Counts the final gradient of parameter `param` in its bucket; false: the parameter is in no bucket. */
 HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 {
     int number = d->layout.bucket_of[param];
@@ -6291,7 +6317,7 @@ HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
     return number >= 0;
 }
 
-/* Waits for all tasks of the step, also behind an error, and returns the first one. */
+/* Waits for all tasks of the step, even after an error, and returns one of their errors, else HPML_OK. */
 HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 {
     hpml_status status = HPML_OK;
@@ -6308,9 +6334,9 @@ HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
-   the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r. */
+   the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
-/* Copies the running statistics to a row, side by side in the order of their names. */
+/* Copies the running statistics of the model to `row`, (buffer_total), side by side in the order of their names. */
 HPMLC_FN void hpmlc_buffers_get(const hpml_distributed *d, float *row)
 {
     const hpmlc_layout *l = &d->layout;
@@ -6322,7 +6348,7 @@ HPMLC_FN void hpmlc_buffers_get(const hpml_distributed *d, float *row)
     }
 }
 
-/* Copies a row back to the running statistics. */
+/* Copies `row`, as hpmlc_buffers_get fills it in, back to the running statistics of the model. */
 HPMLC_FN void hpmlc_buffers_set(const hpml_distributed *d, const float *row)
 {
     const hpmlc_layout *l = &d->layout;
@@ -6335,7 +6361,7 @@ HPMLC_FN void hpmlc_buffers_set(const hpml_distributed *d, const float *row)
     }
 }
 
-/* Reports the time from `start` to now as exposed: this rank had nothing left to compute. */
+/* Counts the seconds from `start` to now as exposed, because this rank had nothing left to compute. */
 HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
 {
     double end = hpml_comm_now(d->c);
@@ -6343,8 +6369,8 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Hook `sum`: statistics of the global batch. The other ranks compute as long as this one does, hence its time is the
-   network's. */
+/* Adds up n statistics of batchnorm over all ranks: the trainer's hook `sum`. The other ranks compute as long as this
+   one does, hence the time of the sum counts as the network's. */
 HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d      = (hpml_distributed *)user;
@@ -6356,7 +6382,7 @@ HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, do
     return status;
 }
 
-/* Fills in this rank's summands. buffers: (buffer_total) what is averaged over samples; NULL: nothing. */
+/* Fills in this rank's terms of the step's sums over ranks. buffers: (buffer_total) averaged over samples, or NULL. */
 HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d, const float *buffers)
 {
     double *s      = d->stats.sum;
@@ -6379,7 +6405,7 @@ HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
     return status;
 }
 
-/* Reads samples and mean loss of the step from the sums; an error if the loss of a rank is NaN or infinite. */
+/* Reads samples and mean loss of the step from the sums over ranks; an error if a rank's loss is NaN or infinite. */
 HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 {
     const double *s     = d->stats.sum;
@@ -6396,7 +6422,7 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
     return HPML_OK;
 }
 
-/* Sets the running statistics to the mean of all ranks. */
+/* Sets the running statistics of the model to their mean over all ranks, from the sums of the step. */
 HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
 {
     const double *s = d->stats.sum;
@@ -6405,7 +6431,8 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     hpmlc_buffers_set(d, d->stats.buffers);
 }
 
-/* Starts what remains of a step's exchange: buckets, and behind them the statistics with `buffers`. */
+/* Starts what remains of a step's exchange: buckets, then the sum over ranks of samples, loss and `buffers` (or
+   NULL). */
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 {
     double      start  = hpml_comm_now(d->c);
@@ -6413,14 +6440,14 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     if (status == HPML_OK) {
         hpmlc_stats_fill(d, buffers);
         status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
-        if (status == HPML_OK) status = d->stats.task.status; /* if it was done at once */
+        if (status == HPML_OK) status = d->stats.task.status; /* of the sum, if that was done at once */
     }
     if (!d->background) hpmlc_dist_waited(d, start);
     return status;
 }
 
-/* Forward and backward pass of a micro-batch, its gradient scaled such that the mean over ranks is the mean over the
-   global batch. Clears the step's counts before the first micro-batch of an update. */
+/* Runs forward and backward pass of a micro-batch, its gradient scaled such that the mean over ranks is the mean over
+   the global batch, and sets its mean *loss. Clears the step's counts before the first micro-batch of an update. */
 HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     double start = hpml_comm_now(d->c);
@@ -6436,14 +6463,14 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, d->micro > 0, loss);
     d->stats.samples += (double)samples;
     d->stats.loss += (double)*loss * (double)samples;
-    if (d->trial.on) *loss = 0; /* because the trainer would refuse a NaN */
+    if (d->trial.on) *loss = 0; /* because the trainer would stop at a NaN */
     d->report.r.compute_s += hpml_comm_now(d->c) - start;
     d->micro++;
     if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
     return status;
 }
 
-/* hpml_exchange.bad of the first bucket that has one, with the index of the parameter instead of the tensor's. */
+/* Returns the first bucket's hpml_exchange.bad that is not 0, with a parameter's index as the tensor's number; or 0. */
 HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
 {
     for (int b = 0; b < d->buckets.count; b++) {
@@ -6455,8 +6482,8 @@ HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
     return 0;
 }
 
-/* Names parameter and rank of a gradient that is NaN or infinite. bad: as hpmlc_dist_bad returns it, the same on all
-   ranks; with 0 in the rank's place the rank is not known. */
+/* Sets an error that names parameter and rank of a gradient with a NaN or infinity, if `status` is HPML_ERR_NONFINITE.
+   bad: as hpmlc_dist_bad returns it, the same on all ranks; 0 in the rank's place: rank unknown. Returns `status`. */
 HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, int64_t bad)
 {
     int  rank = (int)(bad % (1 << 20)) - 1;
@@ -6468,7 +6495,7 @@ HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, i
                          hpmlc_param(d, (int)(bad >> 20))->name, whose);
 }
 
-/* Waits for the tasks of a step and reads its statistics; names a gradient that is NaN or infinite. */
+/* Waits for the exchanges of a step and reads its loss and samples; an error names a gradient that is not finite. */
 HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 {
     double      start  = hpml_comm_now(d->c);
@@ -6479,10 +6506,10 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
     return stats == HPML_OK ? hpmlc_dist_blame(d, status, hpmlc_dist_bad(d)) : status;
 }
 
-/* Samples of a whole update on all ranks. */
+/* Returns the samples of a whole update, of all ranks and micro-batches. */
 HPMLC_FN double hpmlc_whole_samples(const hpml_distributed *d) { return (double)d->d.global_batch * d->accumulate; }
 
-/* Begins the next row of hpml_distribute_steps. */
+/* Begins the next row of hpml_distribute_steps: keeps the report, the time and the counters as they are now. */
 HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
 {
     hpmlc_reporting *r = &d->report;
@@ -6491,8 +6518,8 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpml_comm_counters(d->c, &r->row_sent);
 }
 
-/* Ends a row, when nothing is in flight, because hpml_comm_counters waits for jobs. bubble_s is computed when the rows
-   of all ranks are there. */
+/* Ends the step's row of hpml_distribute_steps. No job may be running, because hpml_comm_counters waits for jobs.
+   bubble_s is computed when the rows of all ranks are there. */
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
     hpmlc_reporting *r    = &d->report;
@@ -6515,7 +6542,7 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     hpml_trace_add(d->ctx, &e);
 }
 
-/* Hook `run`. */
+/* Runs forward and backward pass of a micro-batch by the strategy: the trainer's hook `run`. */
 HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
     hpml_distributed *d = (hpml_distributed *)user;
@@ -6523,14 +6550,14 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     return d->strategy->begin(d, samples, loss);
 }
 
-/* Hook `grad`. */
+/* Tells the strategy that the gradient of parameter `param` is final: the trainer's hook `grad`. */
 HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, int param)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     return d->strategy->gradient(d, param);
 }
 
-/* Hook `update`. */
+/* Lets the strategy complete the exchange and make the optimizer step: the trainer's hook `update`. */
 HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED)
 {
     hpml_distributed *d = (hpml_distributed *)user;
@@ -6538,9 +6565,9 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED)
     return d->strategy->update(d);
 }
 
-/* Hook `data`. Ranks take their shares of a batch by position, hence all must have the same data in the same order:
-   shares that the program made would be divided once more. Times and bytes of this check are kept out of the report,
-   which is of steps. */
+/* Fails, as the trainer's hook `data`, unless `mark`, a hash of the data and its order, is the same on all ranks,
+   because ranks take their shares of a batch by position: shares that the program made would be divided once more.
+   Times and bytes of this check are kept out of the report, which is of steps. */
 HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
 {
     hpml_distributed   *d = (hpml_distributed *)user;
@@ -6563,7 +6590,7 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
                       "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
 }
 
-/* In f16 without a fixed loss scale gradients overflow now and then. */
+/* Returns whether gradients may overflow now and then: in f16 without a fixed loss scale. */
 HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 {
     const hpml_backend *b = hpml_ctx_backend(ctx);
@@ -6571,7 +6598,7 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
     return f16 && hpml_trainer_settings(t)->loss_scale == 0;
 }
 
-/* Does the model's batch hold this rank's share of the global one? grain: samples that stay on one rank. */
+/* Checks that a model of `batch` samples holds a rank's share of the global batch, cut into `grain` samples each. */
 HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc *d, int64_t batch, int64_t grain)
 {
     int64_t grains = (d->global_batch + grain - 1) / grain;
@@ -6586,43 +6613,43 @@ HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc 
 // >>state   one list of what a training carries from step to step
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Beside parameters and the optimizer's state, which the trainer saves, a training carries residuals of codecs,
-   velocity of top-k, Q of low rank, gradients in flight. A strategy lists these arrays in its function `state`; saving,
-   loading and clearing walk the list (>>resume). In the file an array is called KIND.COPY.TENSOR, e.g.
+/* Besides parameters and the optimizer's state, which the trainer saves, a training carries residuals of codecs,
+   velocity of codec TOPK, factor Q of LOWRANK, gradients in flight. A strategy lists these arrays in its function
+   `state`; saving, loading and clearing walk the list (>>resume). In the file an array is called KIND.COPY.TENSOR, e.g.
    "residual.ranks.linear0.weight". */
 
 typedef enum hpmlc_scope {
-    HPMLC_RANK,  /* a copy of each rank (or leaf), which are summands: any number of ranks loads them, by adding */
-    HPMLC_NODE,  /* a copy of each node, of which each rank of the node has a part: loads on as many nodes */
-    HPMLC_SHARED /* one copy, of which each rank has a part, or which all ranks have */
+    HPMLC_RANK,  /* a copy for each rank (or leaf), which are added up: any number of ranks loads them */
+    HPMLC_NODE,  /* a copy for each node, of which each rank of the node has a range: loads on as many nodes */
+    HPMLC_SHARED /* one copy, of which each rank has a range, or which all ranks have whole */
 } hpmlc_scope;
 
 typedef struct hpmlc_state {
     char        *name;
     hpmlc_scope  scope;
-    float       *data;       /* (copies.count, floats) this rank's part; NULL: none */
-    const hpmlc_host_view *view; /* host access to data */
-    int64_t      count;      /* floats of a copy */
-    int64_t      at, floats; /* this rank's range of a copy */
-    hpmlc_copies copies;     /* in the file: `all` */
-    bool         is_mean;    /* the copies are shares of a mean: the fewer there are, the larger is each */
-    bool         is_same;    /* all ranks have all of it: rank 0 saves it */
-    bool        *present;    /* not NULL: it is not always there; this flag says if, for all arrays of the flag */
-    int64_t      offset;     /* where it begins in the floats that are saved */
+    float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
+    const hpmlc_host_view *view; /* host access to `data` */
+    int64_t      count;      /* floats of one whole copy */
+    int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
+    hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
+    bool         is_mean;    /* copies are shares of a mean: the fewer there are, the larger each is */
+    bool         is_same;    /* every rank has the whole array: rank 0 saves it */
+    bool        *present;    /* flag, shared by arrays: whether they exist now; NULL: the array always exists */
+    int64_t      offset;     /* where the array begins among the floats that are saved */
 } hpmlc_state;
 
 struct hpmlc_states {
     hpml_distributed *d;
-    hpmlc_state      *item;      /* (count) */
+    hpmlc_state      *item;      /* (count) the arrays */
     int               count, capacity;
     bool              is_saving; /* the list is for saving; else it is for loading */
-    const char       *copy;      /* what a copy of scope RANK is one of: "ranks" */
-    bool             *present;   /* of the arrays that are added next */
-    hpmlc_host_view       host;      /* of arrays on the host */
+    const char       *copy;      /* word for the copies of scope RANK in names of arrays: "ranks" or "leaves" */
+    bool             *present;   /* hpmlc_state.present of the arrays that are added next */
+    hpmlc_host_view       host;      /* host access to arrays on the host */
 };
 
-/* Adds an array of `count` floats a copy, of which this rank has no part yet; NULL: an error on the context. The item
-   stays where it is until the next is added. tensor: NULL: the array belongs to none. */
+/* Adds an array KIND.COPY.TENSOR of `count` floats a copy to the list, of which this rank has no part yet; copy,
+   tensor: may be NULL. Returns the item, which stays where it is until the next is added; NULL: an error. */
 HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, const char *kind, const char *copy,
                                       const char *tensor, int64_t count)
 {
@@ -6657,7 +6684,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     return it;
 }
 
-/* Sets this rank's part of a copy: floats [at, at + floats), in the memory of an exchange. */
+/* Sets what this rank has of a copy: floats [at, at + floats), which are at `data` in the memory of exchange x. */
 HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *data, int64_t at, int64_t floats)
 {
     it->view   = &x->view;
@@ -6666,7 +6693,7 @@ HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *d
     it->floats = floats;
 }
 
-/* Adds an array that all ranks have all of. */
+/* Adds an array of `count` floats that every rank has whole, at `data` on the host. NULL: an error on the context. */
 HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, const char *tensor, float *data,
                                        int64_t count)
 {
@@ -6678,7 +6705,8 @@ HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, con
     return it;
 }
 
-/* Adds an array of which each contribution to the sum has a copy. */
+/* Adds an array of which each contribution to the sum (of a rank, or a leaf) has a copy of `count` floats; those of
+   this rank are at `data`, in the memory of exchange x. */
 HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, const char *kind, const char *tensor,
                                  float *data, int64_t count)
 {
@@ -6689,7 +6717,7 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state_part(it, x, data, 0, count);
 }
 
-/* Adds what an exchange of the whole communicator carries for one tensor. */
+/* Adds what exchange x, of the whole communicator, carries from step to step for tensor `it`, such as residuals. */
 HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const hpmlc_item *it)
 {
     const char *name = it->g.name;
@@ -6706,7 +6734,7 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
-/* Adds what the exchanges of all buckets carry, tensors in the order of their names. */
+/* Adds to the list what the exchanges of all buckets carry, tensors in the order of their names. False: an error. */
 HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -6723,14 +6751,15 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 // >>strategy-sync   synchronous steps, gradients exchanged on the host
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* In step t all ranks apply the mean of the gradients of step t: w_(t+1) = w_t - lr f(sum_r n_r g_r(w_t) / n). The
-   exchange of a bucket starts when its last gradient is final, behind the backward pass with .no_overlap or where no
-   background thread pays off. (Synchronous SGD: Das et al. 2016, "Distributed Deep Learning Using Synchronous SGD";
-   Goyal et al. 2017 for its learning rates.) A trainer on a device has its gradients copied to the host and back. */
+/* Strategy sync: in step t all ranks apply the mean of the gradients of step t: w_(t+1) = w_t - lr f(sum_r n_r g_r(w_t)
+   / n), for n_r of n samples on rank r and optimizer f. The exchange of a bucket starts when its last gradient is
+   final, but behind the backward pass with .no_overlap or where no background thread pays off. (Synchronous SGD: Das et
+   al. 2016, "Distributed Deep Learning Using Synchronous SGD"; Goyal et al. 2017 for its learning rates.) A trainer on
+   a device has its gradients copied to the host and back. */
 
 HPMLC_FN bool hpmlc_sync_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc HPMLC_UNUSED)
 {
-    return true; /* the last row */
+    return true; /* the last row of hpmlc_strategies: for all that others leave */
 }
 
 HPMLC_FN hpml_status hpmlc_sync_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_distribute_desc *desc,
@@ -6794,24 +6823,23 @@ HPMLC_FN void hpmlc_sync_close(hpml_distributed *d)
 // >>strategy-delayed   double buffering: steps apply the gradients of the step before
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* .delayed: w_(t+1) = w_t - lr f(g(w_(t-1))), so that the exchange of a step's gradients has the whole next step to
-   hide behind (double buffering of Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; a staleness of one step).
-   Two sets of gradients: the trainer's own, which the backward pass writes, and those in flight; an update swaps them.
-   The running statistics of batchnorm are treated alike: what travels is their change in the step, and it is added one
-   step late. A trial of the batch search applies each step's own gradients instead, because the delay would favour
-   small batches. */
+/* Strategy delayed: w_(t+1) = w_t - lr f(g(w_(t-1))), so that the exchange of a step's gradients g has the whole next
+   step to hide behind (double buffering of Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; a staleness of one
+   step). Two sets of gradients: the trainer's own, which the backward pass writes, and those in flight; an update swaps
+   them. Running statistics of batchnorm are treated alike: their change in the step is sent, and added one step late. A
+   trial of the batch search applies each step's own gradients instead, because the delay would favour small batches. */
 
 enum { HPMLC_DELAYED_SAMPLES, HPMLC_DELAYED_LOSS, HPMLC_DELAYED_WHOLE, HPMLC_DELAYED_HEAD };
 
 typedef struct hpmlc_delayed {
     float *in_flight;    /* (span) gradients of the step before, laid out as the trainer's */
     float *before;       /* (buffer_total) running statistics when the step began; then their change in the step */
-    float *change;       /* (buffer_total) mean change of the running statistics of the step before, by name */
+    float *change;       /* (buffer_total) mean change of the running statistics in the step before, by name */
     float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of a whole step then */
-    double whole;        /* samples of a whole step, when what is in flight was computed */
-    bool   is_in_flight; /* false before the first step */
-    bool   is_complete;  /* its exchange is over: in_flight, change and head are set */
-    bool   is_loaded;    /* they are those of a checkpoint */
+    double whole;        /* samples of a whole step, when the gradients in flight were computed */
+    bool   is_in_flight; /* gradients are in flight; false before the first step */
+    bool   is_complete;  /* the exchange of in_flight is over: in_flight, change and head are set */
+    bool   is_loaded;    /* in_flight, change and head come from a checkpoint */
 } hpmlc_delayed;
 
 HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc)
@@ -6852,10 +6880,10 @@ HPMLC_FN hpml_status hpmlc_delayed_begin(hpml_distributed *d, int64_t samples, f
 HPMLC_FN hpml_status hpmlc_delayed_gradient(hpml_distributed *d, int param)
 {
     hpmlc_buckets_count(d, param);
-    return HPML_OK; /* it is sent when the update has swapped the gradients */
+    return HPML_OK; /* its exchange starts when the update has swapped the gradients */
 }
 
-/* Completes the exchange in flight: its mean loss and mean change of the running statistics. */
+/* Completes the exchange in flight: reads, or has from a checkpoint, its step's mean loss and change of statistics. */
 HPMLC_FN hpml_status hpmlc_delayed_complete(hpml_distributed *d)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
@@ -6879,7 +6907,7 @@ HPMLC_FN hpml_status hpmlc_delayed_complete(hpml_distributed *d)
     return HPML_OK;
 }
 
-/* Takes the change of the running statistics back, and keeps it in own->before. */
+/* Sets the running statistics back to those before the step, and keeps their change in own->before. */
 HPMLC_FN void hpmlc_delayed_undo(hpml_distributed *d)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
@@ -6889,7 +6917,7 @@ HPMLC_FN void hpmlc_delayed_undo(hpml_distributed *d)
     for (int64_t k = 0; k < d->layout.buffer_total; k++) own->before[k] = now[k] - own->before[k];
 }
 
-/* Adds the mean change of the step before to the running statistics. */
+/* Adds the mean change of the running statistics in the step before to the running statistics of the model. */
 HPMLC_FN void hpmlc_delayed_redo(hpml_distributed *d)
 {
     const hpmlc_delayed *own = (const hpmlc_delayed *)d->own;
@@ -6899,7 +6927,7 @@ HPMLC_FN void hpmlc_delayed_redo(hpml_distributed *d)
     hpmlc_buffers_set(d, now);
 }
 
-/* Exchanges the trainer's gradients for those in flight. */
+/* Swaps the trainer's gradients with those in flight, both on the host. */
 HPMLC_FN void hpmlc_delayed_swap(hpml_distributed *d)
 {
     hpmlc_delayed *own  = (hpmlc_delayed *)d->own;
@@ -6948,7 +6976,8 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
     return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
-/* Beside what exchanges carry: gradients and changes of running statistics in flight, the same on all ranks. */
+/* Lists what checkpoints hold: what exchanges carry (residuals), and the gradients and changes of running statistics in
+   flight, which are the same on all ranks. False: an error on the context. */
 HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_delayed *own   = (hpmlc_delayed *)d->own;
@@ -6988,20 +7017,20 @@ HPMLC_FN void hpmlc_delayed_close(hpml_distributed *d)
 // >>strategy-exact   the same bits for every number of ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* .exact: floats do not add up to the same bits in every order, integers do. Leaf l of the global batch is samples
-   [l L, (l + 1) L). A rank computes its leaves one after another, each from the same running statistics, and keeps
-   their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all leaves and ranks is m <
-   2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62. Rounding a leaf to a 64-bit integer
-   loses less than 2^(e + k - 62), far below a float's last bit, and integers are added in any order (as in Demmel and
-   Nguyen 2013, "Fast Reproducible Floating-Point Summation"). Tensors that a codec packs go through an exchange with
-   one residual a leaf, whose sums are made in the order of the leaves. */
+/* Strategy exact: floats do not add up to the same bits in every order, integers do. Leaf l of the global batch is
+   samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the same running statistics, and
+   keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all leaves and ranks is m
+   < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62. Rounding a leaf to a 64-bit
+   integer loses less than 2^(e + k - 62), far below a float's last bit, and integers are added in any order (as in
+   Demmel and Nguyen 2013, "Fast Reproducible Floating-Point Summation"). Tensors that a codec packs go through an
+   exchange with one residual a leaf, whose sums are made in the order of the leaves. */
 
 typedef struct hpmlc_exact {
     float   *leaf;    /* (copies.count, total) gradients, and changes of running statistics, of this rank's leaves */
-    int64_t *sum;     /* (total) of the rounded leaves */
-    float   *largest; /* (params) largest |g| of each tensor */
+    int64_t *sum;     /* (total) sum of this rank's rounded leaves, then of all ranks' */
+    float   *largest; /* (params) largest |g| of each tensor in all leaves */
     float   *before;  /* (buffer_total) running statistics that the step began with */
-    int64_t  total;   /* floats of a leaf */
+    int64_t  total;   /* floats of one leaf: gradients, running statistics */
 } hpmlc_exact;
 
 HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc) { return desc->exact; }
@@ -7026,14 +7055,14 @@ HPMLC_FN hpml_status hpmlc_exact_legal(hpml_trainer *t, hpml_comm *c, hpml_distr
     return HPML_OK;
 }
 
-/* Floats of a leaf that parameter i has. */
+/* Returns how many floats of a leaf belong to parameter i, as gradient or running statistics; 0: none. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
 {
     const hpml_tensor *p = hpmlc_param(d, i);
     return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
 }
 
-/* Makes one exchange for the tensors that the codec packs, on the leaves. */
+/* Makes one exchange of the leaves' gradients of all tensors that the codec packs. False: an error on the context. */
 HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
 {
     const hpmlc_exact *own = (const hpmlc_exact *)d->own;
@@ -7090,8 +7119,8 @@ HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
     return hpml_ctx_status(d->ctx) == HPML_OK && hpmlc_exact_exchange(d);
 }
 
-/* Copies the tensors to a leaf's row of floats and notes each one's largest. Running statistics: how far the leaf moved
-   them, times samples. */
+/* Copies gradients, and the change of running statistics times `samples`, to `row`, the floats of a leaf; updates the
+   largest |value| of each tensor; sets the running statistics back for the next leaf. */
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 {
     const hpmlc_exact *own    = (const hpmlc_exact *)d->own;
@@ -7104,12 +7133,12 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
         if (p->grad) memcpy(row, x, (size_t)n * sizeof(float));
         else {
             for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)x[k] - (double)before[k]));
-            memcpy(x, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
+            memcpy(x, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same statistics */
             hpmlc_host_view_end(view, p->data, n);
             before += n;
         }
         for (const float *end = row + n; row < end; row++) {
-            bool is_nan = *row != *row; /* which no later value replaces */
+            bool is_nan = *row != *row; /* a NaN, which no later value replaces */
             if (fabsf(*row) > own->largest[i] || is_nan) own->largest[i] = fabsf(*row);
         }
     }
@@ -7143,7 +7172,8 @@ HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
     return ldexp(1, 62 - e - k);
 }
 
-/* Rounds this rank's leaves to integers and adds up those of all ranks. */
+/* Rounds the tensors that no codec packs, in this rank's leaves, to integers and adds up those of all ranks. An error
+   names a tensor with a NaN or infinity. */
 HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 {
     const hpmlc_exact   *own = (const hpmlc_exact *)d->own;
@@ -7173,8 +7203,8 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
     return status;
 }
 
-/* Converts the integers back to gradients and running statistics. The sums of packed tensors are in leaf 0, where the
-   exchange has left them. */
+/* Converts the sums of integers to mean gradients and running statistics over `samples`. The sums of tensors that a
+   codec packs are in leaf 0, where the exchange has left them. */
 HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
 {
     const hpmlc_exact *own = (const hpmlc_exact *)d->own;
@@ -7227,7 +7257,7 @@ HPMLC_FN hpml_status hpmlc_exact_update(hpml_distributed *d)
     return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
-/* Residuals belong to leaves, not to ranks. */
+/* Lists what checkpoints hold: residuals, which belong to leaves of the batch, not to ranks. */
 HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
 {
     list->copy = "leaves";
@@ -7249,16 +7279,16 @@ HPMLC_FN void hpmlc_exact_close(hpml_distributed *d)
 // >>strategy-link   synchronous steps, gradients exchanged on devices
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* As strategy sync, but the gradients stay on the device: the communicator's link (hpml_device_link: NCCL) adds them up
-   on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin, _finish in >>linked).
-   The host starts collectives and does not wait for them. It waits for the collectives of a step at the start of the
-   next one, because the link's wait has a deadline and the host's own wait for the loss has none. */
+/* Strategy link: as >>strategy-sync, but the gradients stay on the device: the communicator's link (hpml_device_link:
+   NCCL) adds them up on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin,
+   _finish in >>linked). The host starts collectives and does not wait for them. It waits for those of a step at the
+   start of the next one, because the link's wait has a deadline and the host's own wait for the loss has none. */
 
 typedef struct hpmlc_link {
     const hpml_device_link *l;
-    hpml_exchange         **ended;      /* (buckets) the exchanges of this step */
+    hpml_exchange         **ended;      /* (buckets) each bucket's exchange of this step */
     bool                    is_checked; /* the trainer checks the gradients' norm before it uses them */
-    bool                    is_clipped; /* the trainer clips them */
+    bool                    is_clipped; /* the trainer clips the gradients' norm */
 } hpmlc_link;
 
 HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
@@ -7297,11 +7327,11 @@ HPMLC_FN bool hpmlc_link_attach(hpml_distributed *d, hpmlc_link *own)
     own->is_clipped = t->clip_norm > 0;
     own->is_checked = (own->is_clipped && !t->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
     own->ended = (hpml_exchange **)hpml_ctx_alloc(d->ctx, sizeof *own->ended * (size_t)d->layout.params, NULL);
-    hpmlc_background_choose(d); /* for the statistics */
+    hpmlc_background_choose(d); /* for the sum of loss and running statistics */
     return own->ended != NULL;
 }
 
-#define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes; smaller collectives do not reach a link's rate */
+#define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller collectives do not reach a link's rate */
 
 HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
 {
@@ -7312,7 +7342,7 @@ HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
     return hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_link_bucket);
 }
 
-/* Waits for the link's collectives until its deadline. */
+/* Lets the host wait, at most until a deadline, for the device link's collectives; an error is sent to other ranks. */
 HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 {
     const hpml_device_link *l = ((const hpmlc_link *)d->own)->l;
@@ -7323,13 +7353,13 @@ HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
-    hpml_status status = hpmlc_link_check(d); /* of the previous step; the device makes its update meanwhile */
+    hpml_status status = hpmlc_link_check(d); /* waits for the previous step, whose update the device makes now */
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
 }
 
 HPMLC_FN hpml_status hpmlc_link_gradient(hpml_distributed *d, int param) { return hpmlc_sync_gradient(d, param); }
 
-/* Steps 3 to 5 of the packed exchanges, of all buckets together. */
+/* Makes steps 3 to 5 (see hpml_exchange_desc) of the packed exchanges, of all buckets together. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
 {
     const hpmlc_link *own = (const hpmlc_link *)d->own;
@@ -7337,7 +7367,7 @@ HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
     return hpmlc_linked_finish(d->c, own->ended, d->buckets.count, own->is_checked);
 }
 
-/* The update of strategies by the link. finish: completes the exchange on the devices. */
+/* Makes the update of a strategy that uses a device link. finish: completes the exchange on the devices. */
 HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(hpml_distributed *d))
 {
     const hpmlc_link *own    = (const hpmlc_link *)d->own;
@@ -7379,27 +7409,27 @@ HPMLC_FN void hpmlc_link_close(hpml_distributed *d)
 // >>strategy-nodes   synchronous steps, a device link inside nodes, messages between them
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* As strategy link, where the link ends at the node. The p ranks of a node have a shard of each bucket each: devices
-   add up the node's gradients such that rank i has the sum of shard i (reduce-scatter), the host exchanges it with the
-   ranks that have shard i on the other nodes, and the devices share the result (all-gather). Only 1 / p of the
-   gradients leaves the node by each rank, and only these are packed by a codec (two-level all-reduce: Mikami et al.
-   2018, "Massively Distributed SGD"). Where a codec packs, shards end at ends of rows. */
+/* Strategy nodes: as >>strategy-link, where the link ends at the node. The p ranks of a node have a shard of each
+   bucket each: devices add up the node's gradients such that rank i has the sum of shard i (reduce-scatter), the host
+   exchanges it with the ranks that have shard i on the other nodes, and the devices share the result (all-gather). Only
+   1 / p of the gradients leaves the node by each rank, and only these are packed by a codec (two-level all-reduce:
+   Mikami et al. 2018, "Massively Distributed SGD"). Where a codec packs, shards end at ends of rows. */
 
 typedef struct hpmlc_shard {
     hpmlc_bucket           *bucket;
     const hpml_device_link *l;
     int64_t                *cut;    /* (ranks of the node + 1) where the ranks' shards begin in the bucket, in floats */
     float                  *data;   /* (floats) this rank's shard on the host */
-    int64_t                 at, floats; /* its range of the bucket */
-    int                     divide; /* by this number: ranks of the node for a mean, else 1 */
+    int64_t                 at, floats; /* the shard's range of the bucket, in floats */
+    int                     divide; /* divisor of the node's sum: ranks of the node for a mean, else 1 */
 } hpmlc_shard;
 
 typedef struct hpmlc_nodes {
     hpmlc_link   link;
-    hpmlc_shard *shard;     /* (buckets) */
-    int          ranks;     /* of this node */
-    int          place;     /* this rank's, from 0 */
-    char         copy[32];  /* name of residuals in checkpoints */
+    hpmlc_shard *shard;     /* (buckets) this rank's shard of each */
+    int          ranks;     /* number of ranks on this node */
+    int          place;     /* number of this rank on its node, from 0 */
+    char         copy[32];  /* word for nodes in the names of residuals in checkpoints */
 } hpmlc_nodes;
 
 HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
@@ -7412,7 +7442,7 @@ HPMLC_FN hpml_status hpmlc_nodes_legal(hpml_trainer *t, hpml_comm *c, hpml_distr
     return hpmlc_link_legal(t, c, desc, batch);
 }
 
-/* Exchanges a shard with the other nodes, when the node's sum of it is on the host. */
+/* Exchanges shard `user` with the other nodes over c, when the node's sum of the shard has come to the host. */
 HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
 {
     hpmlc_shard *s      = (hpmlc_shard *)user;
@@ -7420,11 +7450,11 @@ HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
     if (status != HPML_OK) return hpmlc_fail(c, status, "the sum of this node's devices has not come to the host");
     hpmlc_divide_f32(s->data, s->floats, (float)s->divide);
     status = hpmlc_exchange_on(c, s->bucket->now);
-    return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* hpml_exchange.bad is sent to all ranks later */
+    return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* hpmlc_link_step sends hpml_exchange.bad to all ranks */
 }
 
-/* Adds up a bucket inside the node, and has the shard exchanged in the background. Without a background thread
-   hpmlc_nodes_finish does it, because it waits for the device. */
+/* Adds up bucket b inside the node, and has this rank's shard of it exchanged with other nodes in the background.
+   Without a background thread hpmlc_nodes_finish exchanges the shard, because that waits for the device. */
 HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -7436,7 +7466,7 @@ HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Cuts a bucket into the shards of the node's ranks. */
+/* Cuts bucket b of tensors g into a shard for each rank of the node, and takes host memory for this rank's shard. */
 HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g, hpmlc_shard *s)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -7449,17 +7479,18 @@ HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_g
     for (int r = 1; r <= p; r++) {
         s->cut[r] = hpml_block(b->floats, p, r);
         for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
-            int64_t into = s->cut[r] - (g[i].data - d->layout.first - b->at); /* the tensor, in floats */
+            int64_t into = s->cut[r] - (g[i].data - d->layout.first - b->at); /* floats of the tensor before the cut */
             if (into > 0 && into < g[i].rows * g[i].cols) s->cut[r] -= into % g[i].cols;
         }
     }
     s->at     = s->cut[own->place];
     s->floats = s->cut[own->place + 1] - s->at;
-    s->data   = s->l->stage(s->l->user, s->floats + 1); /* + 1, because it may have none */
+    s->data   = s->l->stage(s->l->user, s->floats + 1); /* + 1, because a shard may be empty */
     return s->data != NULL;
 }
 
-/* Makes the exchange of a shard: its parts of the tensors g for a codec, else all of it as one tensor. */
+/* Makes the exchange of this rank's shard of bucket b, whose tensors are g: with a codec, of the rows of tensors that
+   are in the shard; else of the whole shard as one tensor. False: an error on the context. */
 HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -7471,7 +7502,7 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
     hpmlc_exchange_settings(d, &e);
     e.tensors = part;
     for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
-        int64_t first = g[i].data - d->layout.first - b->at - s->at; /* where the tensor begins in the shard */
+        int64_t first = g[i].data - d->layout.first - b->at - s->at; /* where tensor i begins in the shard */
         int64_t at = hpmlc_max(first, 0), end = hpmlc_min(first + g[i].rows * g[i].cols, s->floats);
         if (at >= end) continue;
         part[e.count]      = g[i];
@@ -7511,7 +7542,7 @@ HPMLC_FN hpml_status hpmlc_nodes_begin(hpml_distributed *d, int64_t samples, flo
 
 HPMLC_FN hpml_status hpmlc_nodes_gradient(hpml_distributed *d, int param) { return hpmlc_link_gradient(d, param); }
 
-/* Completes the exchange of the shards and gives each rank's result to all ranks of the node. */
+/* Completes the exchange of all buckets' shards and gives each rank's result to all ranks of the node. */
 HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
 {
     const hpmlc_nodes      *own = (const hpmlc_nodes *)d->own;
@@ -7531,12 +7562,12 @@ HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_nodes_update(hpml_distributed *d)
 {
-    hpml_status status = hpmlc_link_check(d); /* now, because a job that waits for the link has no deadline */
+    hpml_status status = hpmlc_link_check(d); /* here, because a job that waits for the link has no deadline */
     return status == HPML_OK ? hpmlc_link_step(d, hpmlc_nodes_finish) : status;
 }
 
-/* Lists residuals of parameter p, which this rank has for the rows of its shard: a copy for each node, and the sum's,
-   which all ranks have together. */
+/* Lists the residuals of parameter p, of which this rank has the rows of its shard: a copy for each node (errors of
+   packing gradients) and one for all ranks (errors of packing sums). */
 HPMLC_FN void hpmlc_nodes_param_state(hpml_distributed *d, hpmlc_states *list, const hpml_tensor *p)
 {
     const hpmlc_nodes  *own = (const hpmlc_nodes *)d->own;
@@ -7590,11 +7621,11 @@ typedef enum hpmlc_strategy_kind {
     HPMLC_DELAYED,
     HPMLC_NODES,
     HPMLC_LINK,
-    HPMLC_SYNC, /* fits always, hence the last */
+    HPMLC_SYNC, /* always fits, hence the last strategy */
     HPMLC_STRATEGIES
 } hpmlc_strategy_kind;
 
-/* In the order of the enum: a strategy that is asked for, else the first that fits. */
+/* The strategies, indexed by hpmlc_strategy_kind: one that the desc asks for is chosen, else the first that fits. */
 static const hpmlc_strategy hpmlc_strategies[HPMLC_STRATEGIES] = {
     { "exact", true, "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen, hpmlc_exact_legal,
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, hpmlc_exact_state, hpmlc_exact_close },
@@ -7608,7 +7639,7 @@ static const hpmlc_strategy hpmlc_strategies[HPMLC_STRATEGIES] = {
       hpmlc_sync_gradient, hpmlc_sync_update, hpmlc_sync_state, hpmlc_sync_close },
 };
 
-/* Returns the row that the desc asks for, else the first that fits; NULL: an error, because two are asked for. */
+/* Returns the strategy that the desc asks for, else the first that fits; NULL: an error, as the desc asks for two. */
 HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_distribute_desc *desc)
 {
     const hpmlc_strategy *chosen = NULL;
@@ -7622,7 +7653,8 @@ HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_di
     return chosen;
 }
 
-/* Checks what holds for all strategies, fills in defaults, and returns the strategy; NULL: an error on the context. */
+/* Checks what all strategies require of the desc d, fills in its defaults, and returns the strategy; NULL: an error on
+   the context. batch: samples that the model holds. */
 HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
 {
     hpml_status status = HPML_OK;
@@ -7646,7 +7678,7 @@ HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, h
     return strategy && strategy->legal(t, c, d, batch) == HPML_OK ? strategy : NULL;
 }
 
-/* Checks that all ranks have the same model, and gives them the parameters of rank 0. */
+/* Checks that all ranks have the same model, and broadcasts the parameters of rank 0 to all ranks. */
 HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
     const hpmlc_layout *l = &d->layout;
@@ -7674,7 +7706,7 @@ HPMLC_FN int hpmlc_name_order(const void *a, const void *b)
     return strcmp((*(hpml_tensor *const *)a)->name, (*(hpml_tensor *const *)b)->name);
 }
 
-/* Fills layout.by_name. */
+/* Fills in layout.by_name: indices of the parameters, sorted by name. False: no memory. */
 HPMLC_FN bool hpmlc_layout_names(hpml_distributed *d)
 {
     const int     params = d->layout.params;
@@ -7735,7 +7767,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     if (hpmlc_failed(c) || !t) return NULL;
     const hpmlc_strategy *s = hpmlc_dist_check(t, c, &settings, hpml_trainer_settings(t)->input->shape[0]);
     if (!s) return NULL;
-    hpml_trainer_set_hooks(t, NULL); /* and the gradients of the parameters are this trainer's */
+    hpml_trainer_set_hooks(t, NULL); /* removes hooks; the parameters' gradients are now this trainer's */
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
     d->t            = t;
@@ -7760,7 +7792,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hpml_trainer_set_hooks(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, d->d.global_batch, d->layout.grain);
     hpml_distribute_get(d, NULL, true);
-    d->report.r.loss = NAN; /* before the first step */
+    d->report.r.loss = NAN; /* no step yet */
     return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
 }
 
@@ -7791,8 +7823,8 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A step's time is compute_s, exposed_s (waiting for the exchange) and the rest: data and update. Of the exchange's
-   time comm_s the part behind computation is hidden; efficiency is 1 - exposed_s / step_s. */
+/* The report: a step's time is compute_s, exposed_s (waiting for the exchange) and the rest: data and update. Of the
+   exchange's time comm_s the part behind computation is hidden; efficiency is 1 - exposed_s / step_s. */
 
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
@@ -7824,7 +7856,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     r->at_reset = now;
 }
 
-/* Gathers the rows of all ranks, and sorts them by step, then rank. */
+/* Gathers the rows of all ranks' last steps, sorts them by step, then rank, and sets bubble_s. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
@@ -7872,8 +7904,8 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
     return (int)at;
 }
 
-/* Text that warns of an efficiency below one half, else "". The time of waiting does not grow with the batch, hence
-   batches 1 / efficiency - 1 times as large bring the efficiency to one half. */
+/* Writes to `text` a warning of an efficiency below one half, else "", and returns it. The time of waiting does not
+   grow with the batch, hence batches 1 / efficiency - 1 times as large bring the efficiency to one half. */
 HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
 {
     text[0] = 0;
@@ -7901,10 +7933,10 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 // >>resume   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Rank 0 writes the checkpoint. Each rank has its parts of the arrays of >>state in an array of all of them, zeros
-   where other ranks have theirs: the sum over ranks is exact. */
+/* Rank 0 writes the checkpoint. Before, each rank copies what it has of the arrays of >>state to memory for all of
+   them, with zeros where other ranks have theirs, so that the sum over ranks is exact. */
 
-/* Makes the list of the strategy; false: an error on the context. */
+/* Makes the list of the arrays that the strategy carries, to save or to load them; false: an error on the context. */
 HPMLC_FN bool hpmlc_states_open(hpml_distributed *d, hpmlc_states *list, bool is_saving)
 {
     memset(list, 0, sizeof *list);
@@ -7922,7 +7954,7 @@ HPMLC_FN void hpmlc_states_close(hpmlc_states *list)
 
 HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present && !*it->present; }
 
-/* Copies this rank's part to rows: (copies.all, count). */
+/* Copies what this rank has of an array to its place in `rows`: (copies.all, count). */
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
     for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
@@ -7932,7 +7964,7 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
     }
 }
 
-/* Sets this rank's part. row: (count) of the file, not aligned. */
+/* Sets what this rank has of an array from `row`: (count) floats in the file, perhaps not aligned. */
 HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
 {
     if (it->floats == 0) return;
@@ -7941,7 +7973,7 @@ HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
     hpmlc_host_view_end(it->view, it->data, it->floats);
 }
 
-/* Adds factor times the row to this rank's part of its copy l. */
+/* Adds factor times `row`, (count) floats in the file, perhaps not aligned, to what this rank has of its copy l. */
 HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
 {
     if (it->floats == 0) return;
@@ -7966,8 +7998,8 @@ HPMLC_FN void hpmlc_state_clear(const hpmlc_state *it)
     }
 }
 
-/* Sets the offsets: first the arrays that are added up over ranks, then those that all ranks have. Returns the floats
-   of both, and of the first. */
+/* Sets where each array begins among the floats that are saved: first the arrays that are added up over ranks, then
+   those that every rank has whole. Returns the number of all floats, and in *summed that of the first ones. */
 HPMLC_FN int64_t hpmlc_states_place(hpmlc_states *list, int64_t *summed)
 {
     int64_t at = 0;
@@ -7990,7 +8022,8 @@ typedef struct hpmlc_writing {
     hpml_progress progress; /* the program's own callback */
 } hpmlc_writing;
 
-/* Progress callback of a checkpoint: announces that this rank is busy, because the other ranks wait for it. */
+/* Announces, when bytes of a checkpoint have been written, that this rank is busy, because other ranks wait for it;
+   then calls the program's own callback. */
 HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 {
     const hpmlc_writing *w = (const hpmlc_writing *)user;
@@ -7998,8 +8031,8 @@ HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
     if (w->progress.fn) w->progress.fn(w->progress.user, bytes);
 }
 
-/* Writes the checkpoint with the arrays of the list, which stand in rows: (floats). On a device a copy of the rows is
-   written, because the trainer's arrays of state are in the backend's memory. */
+/* Writes the checkpoint with the arrays of the list, which are in `rows`: (floats) on the host. For a trainer on a
+   device a copy of the rows there is written, because a checkpoint takes arrays of state from the backend's memory. */
 HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *rows, int64_t floats)
 {
     hpml_distributed  *d     = list->d;
@@ -8048,10 +8081,10 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     }
     hpmlc_states_close(&list);
     if (!rows) return hpml_ctx_status(d->ctx);
-    return hpml_barrier(d->c); /* all ranks go on when the file is there, or get the error of rank 0 */
+    return hpml_barrier(d->c); /* all ranks wait until the file is there, or get the error of rank 0 */
 }
 
-/* Refuses gradients that only another strategy applies, and those of an older format. */
+/* Fails if file f has gradients that only another strategy applies, or that are in an older format. */
 HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safetensors *f, const char *path)
 {
     hpml_safetensor e;
@@ -8069,8 +8102,8 @@ HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safeten
     return HPML_OK;
 }
 
-/* Loads one array. saved: what the file has, or NULL. Copy w of the file is added to copy w modulo the number of copies
-   that there are now. */
+/* Loads one array of the list. saved: the array in the file, or NULL. Copy w of the file is added to copy w modulo the
+   number of copies that there are now. */
 HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it, const hpml_safetensor *saved,
                                       const char *path)
 {
@@ -8118,7 +8151,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
     hpmlc_states list;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    hpmlc_tasks_wait(d); /* gradients in flight are forgotten */
+    hpmlc_tasks_wait(d); /* gradients in flight are not applied */
     d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
@@ -8136,19 +8169,19 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 // >>batch-search   the largest batch that does not hurt
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm later in
-   training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
+/* Batch search of Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm
+   later in training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
 
 HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (d->micro != 0) return 0; /* a micro-batch: no update yet */
+    if (d->micro != 0) return 0; /* a micro-batch without an update */
     d->trial.loss += d->report.r.loss * (double)d->report.r.samples;
     d->trial.samples += (double)d->report.r.samples;
     return 0;
 }
 
-/* Trains with one batch size and returns the mean loss, infinite if training diverged. */
+/* Trains on `samples` samples with `batch` a step, and sets *loss to the mean loss, infinite if training diverged. */
 HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples,
                                      double *loss)
 {
@@ -8167,7 +8200,7 @@ HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, in
     if (status == HPML_OK && d->trial.samples > 0) *loss = d->trial.loss / d->trial.samples;
     if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
     if (status != HPML_ERR_NONFINITE) return status;
-    hpml_ctx_clear_error(d->ctx); /* because the checkpoint is loaded next */
+    hpml_ctx_clear_error(d->ctx); /* no error, because the caller loads a checkpoint next */
     return HPML_OK;
 }
 
@@ -8191,7 +8224,7 @@ HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset 
     return HPML_OK;
 }
 
-/* An error if the checkpoint was made within a pass over the data, because a trial would then go on in that pass. */
+/* Fails if the checkpoint was made within a pass over the data, because a trial would then go on in that pass. */
 HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
 {
     hpml_safetensors *f      = hpml_safetensors_open(d->ctx, path);
@@ -8203,12 +8236,13 @@ HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
     return status;
 }
 
-/* Tries the sizes. Returns the largest whose loss is within s->slack of the first one's, -1 if there is none. */
+/* Tries ever larger batches from s->min up. Returns the last whose loss is within s->slack of the first's; -1: none
+   is. */
 HPMLC_FN int64_t hpmlc_search_sizes(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *s,
                                     hpml_batch_trial *trials, int capacity, hpml_status *status)
 {
     double  first = 0, loss = 0;
-    double  size = (double)s->min; /* before rounding, because errors of rounding would add up */
+    double  size = (double)s->min; /* the size before rounding, whose errors would add up */
     int64_t next = 0, best = -1;
     int     n = 0;
     for (int64_t batch = s->min; batch <= s->max && *status == HPML_OK; batch = next, n++) {
@@ -8257,13 +8291,13 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // >>mix   averaging with neighbours
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those of
-   Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - the others: symmetric, rows add up to 1, hence
-   repeated mixing brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for Distributed
-   Averaging"). */
+/* Mixing: rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those
+   of Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - sum of W_ij: symmetric, rows add up to 1, hence
+   mixing again and again brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for
+   Distributed Averaging"). */
 
-/* The rank's partner of this step in a random pairing: ranks in a random order, the first with the second, and so on;
-   with an odd number the last is its own partner. */
+/* Returns the partner of `rank` in a random pairing, another in each step: ranks in a random order, the first with the
+   second, and so on; with an odd number of ranks the last is its own partner. */
 HPMLC_FN int hpmlc_partner(int p, uint64_t seed, int64_t step, int rank)
 {
     int64_t place = 0;
@@ -8287,7 +8321,7 @@ HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, uint64_t seed, int
 
 HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
 {
-    for (int i = 0; i < p; i++) { /* at first 1 for neighbours, and each rank's degree in the diagonal */
+    for (int i = 0; i < p; i++) { /* w first: 1 for neighbours, a rank's degree in the diagonal */
         double degree = 0;
         for (int j = 0; j < p; j++) {
             w[i * p + j] = hpmlc_neighbours(topology, p, seed, step, i, j);
@@ -8313,7 +8347,7 @@ HPMLC_FN double hpmlc_degree(hpml_topology topology, int p, uint64_t seed, int64
     return degree;
 }
 
-/* Row `rank` of the mixing matrix: (p). */
+/* Computes row `rank` of the mixing matrix (see hpml_mixing_matrix): w (p). */
 HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank, double *w)
 {
     double mine = hpmlc_degree(topology, p, seed, step, rank), rest = 1;
@@ -8326,7 +8360,7 @@ HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int
     w[rank] = rest;
 }
 
-/* All ranks send the array as it was before; neighbours' arrays are added in the order of their distance. */
+/* Sends this rank's array, as it was before, to its neighbours, and adds up theirs in the order of their distance. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step)
 {
     if (c && ((unsigned)topology > HPML_TOPOLOGY_ALL || (n > 0 && !data)))
@@ -8344,7 +8378,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me];
     for (int k = 1; k < p && status == HPML_OK; k++) {
         int to = (me + k) % p, from = (me - k + p) % p;
-        int dest = w[to] > 0 ? to : -1, source = w[from] > 0 ? from : -1; /* the matrix is symmetric */
+        int dest = w[to] > 0 ? to : -1, source = w[from] > 0 ? from : -1; /* W is symmetric: rank `to` expects this */
         c->round = k;
         status = hpmlc_round(c, tag, dest, (const char *)mine, bytes, source, (char *)theirs, bytes, NULL);
         for (int64_t i = 0; source >= 0 && status == HPML_OK && i < n; i++) data[i] += (float)w[from] * theirs[i];
