@@ -819,7 +819,8 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #include <mpi.h>
 #endif
 
-/* The private prefix is hpmlc_, c for communication. These macros and the atomics below are GNU C. */
+/* Private names begin with hpmlc_, c for communication. These macros and the __atomic functions used below are GNU
+   C. */
 #define HPMLC_FN       static __attribute__((unused))
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
@@ -829,80 +830,84 @@ HPMLI_COMPILE_FAST_BEGIN
 extern "C" {
 #endif
 
-typedef struct hpmlc_background hpmlc_background; /* see >>async */
-typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where a thread sleeps: see >>world */
+typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
+typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
-typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>moves */
+typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the maximum: >>reduce */
 
-typedef struct hpmlc_text { /* buffer for the text of an error that no context keeps; may be NULL */
+typedef struct hpmlc_text { /* where to write the text of an error that no context keeps; .text may be NULL */
     char  *text;
     size_t size;
 } hpmlc_text;
 
 struct hpml_comm {
     hpml_ctx             *ctx;
-    hpml_ctx             *trace;    /* context that records spans: for a twin, its parent's */
-    const hpml_transport *t;        /* NULL: nothing to close */
-    void                 *state;    /* the transport's */
+    hpml_ctx             *trace;    /* context that records spans; a twin records in its parent's */
+    const hpml_transport *t;        /* the transport's functions; NULL: not connected, so nothing has to be closed */
+    void                 *state;    /* private to the transport */
     int                   rank, size;
     int32_t              *origin;   /* (size) each rank's number in the first communicator, which error texts use */
     int32_t              *node;     /* (size) */
-    int                   per_node; /* ranks of each node when all nodes are alike, else 0 */
-    bool                  spread;   /* rank r is on node r % nodes */
+    int                   per_node; /* ranks of each node, 0: the nodes differ; see hpmlc_comm_layout */
+    bool                  spread;   /* true: rank r is on node r % (number of nodes) */
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
-    bool                  is_virtual; /* time is virtual: no deadlines, and only links take time */
+    bool                  is_virtual; /* CLOCK: time is virtual: waits have no deadline */
     bool                  check;
     double                timeout;  /* seconds */
-    int                   spin_limit; /* tests before a wait yields the core, and as many before it sleeps */
-    double                no_yield; /* hpml_now() before which waits do not yield, because yielding was slow */
-    double                busy;     /* hpml_now() until which this rank has announced that it is busy */
-    uint32_t              sequence; /* number of collectives begun: each has its own tag */
-    int64_t               step;     /* of the trainer, for error texts; 0: no trainer */
-    const char           *operation; /* for error texts: "allreduce", ... */
-    int                   round;    /* of the operation */
+    int                   spin_limit; /* tests before a wait yields the core; after as many more it sleeps */
+    double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
+    double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
+    uint32_t              sequence; /* number of collectives begun, which selects the tag of the next one */
+    int64_t               step;     /* the trainer's current step, for error texts; 0: no trainer */
+    const char           *operation; /* name of the operation in progress, for error texts: "allreduce", ... */
+    int                   round;    /* number of the operation's current round, for error texts */
     double                since;    /* hpml_comm_now() when the collective began */
-    int64_t               bytes;    /* of the collective's array */
-    bool                  in_collective; /* then messages are arrows on the timeline */
-    hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
-    uint64_t              key;      /* of this communicator, the same on all its ranks */
+    int64_t               bytes;    /* size of the collective's array */
+    bool                  in_collective; /* true: messages are drawn as arrows on the timeline */
+    hpml_trace_event      about;    /* event that names the tensors and the bucket in exchange, for the timeline */
+    uint64_t              key;      /* number of this communicator on all its ranks, for arrows */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
-    hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks on one node */
-    double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: seconds for 2^k bytes; 0: not simulated */
+    hpml_link             inside, between; /* links by which AUTO compares algorithms, see hpmlc_comm_links */
+    double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: simulated seconds for 2^k bytes; 0: not yet */
     hpml_counters         counters;
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
-    hpml_message         *pending;  /* receives in flight, newest first */
-    hpmlc_text            close_error; /* buffer for an error of closing, because the context is freed with it */
+    hpml_message         *pending;  /* list of the receives that are not done, newest first */
+    hpmlc_text            close_error; /* where to write an error of closing, because the context is freed then */
     hpmlc_background     *background;
-    hpml_device_link      link;     /* begin NULL: none */
+    hpml_device_link      link;     /* moves arrays between devices; .begin NULL: there is none */
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
     size_t                scratch_size; /* bytes */
 };
 
 /* How the threads of one process take turns. THREADS counts the threads that are awake, which reveals a deadlock; CLOCK
-   lets one thread run at a time. Other transports leave both to the operating system. */
+   lets one thread run at a time. Other transports have no schedule, which leaves both to the operating system. */
 typedef struct hpmlc_schedule {
-    /* Virtual time; NULL: time is real. compute: seconds of work pass; advance: the clock is `time` at least. */
+    /* Virtual time, NULL where time is real. now: this thread's clock in seconds; compute: moves the clock on by
+       `seconds`; advance: moves the clock on to `time`, unless it is later. */
     double (*now)(const hpml_comm *c);
     void   (*compute)(hpml_comm *c, double seconds);
     void   (*advance)(hpml_comm *c, double time);
-    /* The background thread of c: open is called before the thread starts (false: it must not start), enter first in
-       that thread, close last in it, or by the thread of c where it could not start. */
+    /* The background thread of c, which works with `twin`: thread_open is called before the thread starts (false: the
+       thread must not start), thread_enter at its start, thread_close at its end, or by the thread of c where it could
+       not start. */
     bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
     void   (*thread_enter)(hpml_comm *twin);
     void   (*thread_close)(hpml_comm *c, hpml_comm *twin);
-    /* Sleeps at a waitpoint, see hpmlc_waitpoint_sleep; wakes the thread that works with communicator `sleeper`. */
+    /* sleep: the thread of c sleeps at waitpoint g, see hpmlc_waitpoint_sleep. wake: wakes the thread that works with
+       the communicator `sleeper` and sleeps at g. */
     void   (*sleep)(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until);
     void   (*wake)(hpml_comm *sleeper, hpmlc_waitpoint *g);
 } hpmlc_schedule;
 
-/* Define a variable that is all zero; define a copy of a desc that the caller has given, all zero where it is NULL. */
+/* HPMLC_ZERO defines a variable that is all zero; HPMLC_DESC a copy of the desc at `given`, all zero where that is
+   NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Writes the text of an error that no context keeps and returns its status. */
+/* Writes the text of an error that no context keeps to `to`, which may be NULL, and returns `status`. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_refuse(const hpmlc_text *to, hpml_status status, const char *format, ...)
 {
@@ -918,8 +923,8 @@ HPMLC_FN void hpmlc_announce_failure(hpml_comm *c, const char *text)
     if (c->t && c->t->announce_failure) c->t->announce_failure(c, text);
 }
 
-/* Puts an error on the context of c, which keeps its first one, and announces it to the other ranks, unless it is
-   theirs. */
+/* Puts an error on the context of c, which keeps its first error, and announces the error to the other ranks, unless it
+   reports another rank's failure (HPML_ERR_PEER). Returns `status`. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *format, ...)
 {
@@ -932,7 +937,8 @@ HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *fo
     return hpml_ctx_fail(c->ctx, status, "rank %d: %s", c->origin[c->rank], text);
 }
 
-/* True: c is NULL or its context has an error, which is then announced to the ranks that wait for this one. */
+/* Returns true if c is NULL or its context has an error, which is then announced to the ranks that wait for this
+   rank. */
 HPMLC_FN bool hpmlc_failed(hpml_comm *c)
 {
     if (!c) return true;
@@ -947,7 +953,8 @@ HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NUL
 HPML_API const char *hpml_comm_transport(const hpml_comm *c) { return c ? c->t->name : "none"; }
 HPML_API int hpml_comm_node(const hpml_comm *c, int r) { return c && r >= 0 && r < c->size ? c->node[r] : -1; }
 
-/* Sleeps. By select, because -std=c99 declares it, but not nanosleep. */
+/* Sleeps for `seconds`, by select, because -std=c99 declares select but not nanosleep; spins where there is no
+   select. */
 HPMLC_FN void hpmlc_nap(double seconds)
 {
 #if defined(__unix__) || defined(__APPLE__)
@@ -960,7 +967,8 @@ HPMLC_FN void hpmlc_nap(double seconds)
 #endif
 }
 
-/* Allocates a communicator that has no transport yet, so that nothing is closed if creating it fails. */
+/* Allocates a communicator on ctx with the defaults of transport t. c->t stays NULL until the transport is connected,
+   so that nothing is closed if that fails. */
 HPMLC_FN void       hpmlc_comm_destroy(void *object);
 HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int rank, int size)
 {
@@ -1006,13 +1014,15 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
 }
 
-/* In virtual time: moves the clock of this thread on to `time`, after all threads whose clocks are behind it. */
+/* Moves this thread's virtual clock on to `time`, after all threads whose clocks are behind; in real time does
+   nothing. */
 HPMLC_FN void hpmlc_advance(hpml_comm *c, double time)
 {
     if (c->is_virtual) c->t->schedule->advance(c, time);
 }
 
-/* True where messages take time that a computation can hide: between nodes, over links, in virtual time. */
+/* Returns true where messages take time that a computation can hide: between nodes, over links that take time, in
+   virtual time. */
 HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
 {
     if (c->is_virtual) return true;
@@ -1022,7 +1032,7 @@ HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
     return false;
 }
 
-/* Returns the number of nodes of p ranks; 0: the node of a rank is out of range. */
+/* Returns how many nodes network n has for p ranks; 0: n->node of a rank is out of range. */
 HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 {
     int per_node = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
@@ -1034,9 +1044,10 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
     return nodes;
 }
 
-#define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* false for NaN */
+#define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* true for 0 to 1e12, false for NaN */
 
-/* Checks the links, nodes and (clock) slow ranks of a network of p ranks; `who` begins the text of an error. */
+/* Checks the links and nodes of a network of p ranks, and if `clock` its jitter and slow ranks. The text of an error,
+   in `to`, begins with `who`. */
 HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, bool clock,
                                          const hpmlc_text *to)
 {
@@ -1054,7 +1065,7 @@ HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *ne
     return HPML_OK;
 }
 
-/* Returns the node of rank r. */
+/* Returns the number of the node of rank r in network n, which has `nodes` nodes. */
 HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
 {
     if (n->node) return n->node[r];
@@ -1062,8 +1073,8 @@ HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
     return n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
 }
 
-/* Gives AUTO the links of a network in virtual time. Where the link between nodes takes no time, AUTO counts 2 us a
-   message and 4 GB/s. */
+/* Sets the links by which AUTO compares algorithms on c to those of network n. Where messages between its nodes (with
+   one node, inside it) take no time, AUTO counts 2 us a message and 4 GB/s. */
 HPMLC_FN void hpmlc_comm_links(hpml_comm *c, const hpml_network *n, int nodes)
 {
     const hpml_link *between = nodes > 1 ? &n->between : &n->inside;
@@ -1074,8 +1085,8 @@ HPMLC_FN void hpmlc_comm_links(hpml_comm *c, const hpml_network *n, int nodes)
     if (between->bandwidth > 0) c->between.bandwidth = between->bandwidth;
 }
 
-/* Sets per_node and spread: a node has consecutive ranks (the last node may have fewer), or every k-th rank (spread).
-   per_node 0: neither. */
+/* Sets per_node and spread of c from c->node: each node has per_node consecutive ranks (the last node may have fewer),
+   or rank r is on node r % nodes (spread). per_node 0: neither is the case. */
 HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 {
     int p = c->size, k = 1, nodes = 0;
@@ -1097,14 +1108,14 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // >>messages   sending, receiving, waiting
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The transport begins a message; hpml_wait tests it until it is done. A wait spins for some microseconds, then yields
-   the core, then sleeps; it sleeps at once if the peer needs this core, because on a busy machine the rank that has
-   work must get it. (MPICH spins for ever: with more ranks than cores its own waiting was measured 40 times slower than
-   this.) */
+/* The transport begins a message; hpml_wait tests the message until it is done. Between tests a wait spins for some
+   microseconds, then yields the core, then sleeps; it sleeps at once if the peer's thread needs this core, because on a
+   busy machine the rank that has work must get the core. (MPICH spins for ever: with more ranks than cores a wait of
+   MPICH was measured 40 times slower than this one.) */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
-#define HPMLC_TAGS           1023 /* of collectives, used in rotation, so that messages of one tag stay in order */
-#define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* MPI: of control messages; THREADS: of splits */
+#define HPMLC_TAGS           1023 /* tags that collectives use in rotation; messages of one tag stay in order */
+#define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* tag of MPI's control messages; THREADS: of splits */
 #define HPMLC_TAG_SPAN       (HPMLC_TAG_EXTRA + 1)
 
 HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
@@ -1116,7 +1127,8 @@ HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
     if (c->node[peer] != c->node[c->rank]) c->counters.between_bytes += (int64_t)bytes;
 }
 
-/* Begins a send or a receive. After an error m is done and has the status. */
+/* Begins a receive from, or a send to, rank `peer` and fills in m. data: the array of `bytes` bytes; reduce: adds what
+   arrives to the array, NULL: copies. After an error m is done, and m->status is the error. */
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
                                  hpmlc_reduce_fn *reduce, hpml_message *m)
 {
@@ -1143,7 +1155,7 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     return HPML_OK;
 }
 
-/* Removes m from the list of receives in flight. */
+/* Removes m from c->pending, the list of receives that are not done. */
 HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
 {
     hpml_message **at = &c->pending;
@@ -1151,9 +1163,10 @@ HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
     if (*at) *at = m->next;
 }
 
-#define HPMLC_SPIN_OWN_CORE 2000 /* c->spin_limit of ranks that have a core each */
+#define HPMLC_SPIN_OWN_CORE 2000 /* value of c->spin_limit where each rank has a core of its own */
 
-/* Atomic, because the rank's thread changes the limit of a twin while the twin waits. */
+/* Returns c->spin_limit, read atomically, because the rank's thread changes the limit of a twin while the twin
+   waits. */
 HPMLC_FN int hpmlc_spin_limit(const hpml_comm *c) { return __atomic_load_n(&c->spin_limit, __ATOMIC_RELAXED); }
 
 HPMLC_FN void hpmlc_pause(bool yield)
@@ -1172,9 +1185,9 @@ HPMLC_FN void hpmlc_pause(bool yield)
 #define HPMLC_SLOW_YIELD 100e-6 /* seconds: a yield that takes longer has given the core to another program */
 #define HPMLC_EARLY      60e-6  /* seconds before a message arrives at which a sleep ends, because Linux wakes late */
 
-/* One turn of a wait for m without sleeping: spins in early turns, yields the core in later ones. False: the caller
-   sleeps instead, because the turns are used up, or the message is in flight and known to take longer, or a yield has
-   cost another program's time slice; after such a yield none is tried for 100 times as long as the yield took. */
+/* Spends one turn of a wait for m without sleeping: spins in early turns, yields the core in later ones. Returns false
+   where the caller must sleep: the turns are used up, or m is in flight and known to arrive later, or a yield has cost
+   another program's time slice; after such a yield none is tried for 100 times as long as that yield took. */
 HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
 {
     const int spin = hpmlc_spin_limit(c);
@@ -1198,11 +1211,11 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
 
 HPMLC_FN int hpmlc_cores(int ranks);
 
-/* Atomic, because with THREADS the receiver's thread completes a send. */
+/* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, the last in the
-   list. */
+/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, which is the last
+   in the list c->pending. Where m is a send, returns m. */
 HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
 {
     const hpml_message *oldest = m;
@@ -1216,7 +1229,7 @@ HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
     if (hpmlc_oldest(m) == m) c->t->test(c, m);
 }
 
-/* Completes the receive m with an error: a message of another length has come. */
+/* Completes the receive m with an error, because the message that has come has `sent` bytes, not m->bytes. */
 HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 {
     m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
@@ -1233,15 +1246,16 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     m->done = true;
 }
 
-/* Gives up the message m after an error of this rank. */
+/* Gives up the message m after an error of this rank, which becomes the status of m. */
 HPMLC_FN void hpmlc_abandon(hpml_comm *c, hpml_message *m)
 {
     c->t->abandon(c, m);
     m->status = hpml_ctx_status(c->ctx);
 }
 
-/* Handles the deadline of m: extends the deadline where the rank at the end of the chain of waits is busy, else ends
-   the wait with an error that names that rank. Returns the hpml_now() until which to wait. */
+/* Handles the deadline of m. The rank for which m waits may wait for another rank, and so on: where the last rank of
+   this chain is busy, extends the deadline, else ends the wait with an error that names that rank. Returns the
+   hpml_now() until which to wait on. */
 HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
 {
     const int peer = c->origin[m->peer];
@@ -1249,7 +1263,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
     char      chain[48] = "";
     int       stuck = c->t->stuck_at ? c->t->stuck_at(c, m, &busy) : peer;
     if (stuck < 0) return hpml_now();
-    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* the rank may finish earlier */
+    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again, as it may be done */
     if (stuck != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", stuck);
     hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
                "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->operation, c->round,
@@ -1260,13 +1274,15 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that most calls announce nothing */
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that most calls announce nothing
+                                                               new */
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
 }
 
-/* Tests m, then the other receives in flight, because m's peer may wait for one of them. True: another one is done. */
+/* Tests m, then the other receives in flight, because m's peer may first wait until one of these is done. Returns true
+   where such another receive is done. */
 HPMLC_FN bool hpmlc_test_all(hpml_comm *c, hpml_message *m)
 {
     bool moved = false;
@@ -1287,7 +1303,7 @@ HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *m, double until)
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
-    double limit = 0; /* hpml_now() until which to wait; 0: this wait has not slept yet */
+    double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
     bool   shares_core = false;
     if (!c || !m) return HPML_ERR_ARGUMENT;
     for (int turn = 0; !hpmlc_done(m); turn++) {
@@ -1295,7 +1311,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         if (hpmlc_done(m)) break;
         if (turn == 0 && c->t->shares_core) shares_core = c->t->shares_core(c, m->peer);
         if (moved || (!shares_core && hpmlc_wait_awake(c, m, turn))) continue;
-        if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
+        if (limit == 0 && hpmlc_failed(c)) { /* m began before this rank failed: it is given up */
             hpmlc_abandon(c, m);
             break;
         }
@@ -1308,7 +1324,8 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
     return m->status;
 }
 
-/* Adds a span to the timeline; it names the tensors and the bucket in c->about. */
+/* Adds a span from `start` to `end`, of `bytes` bytes, to the timeline; the span names the tensors and bucket in
+   c->about. */
 HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
 {
     if (!hpml_trace_on(c->trace)) return;
@@ -1321,8 +1338,8 @@ HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, dou
     hpml_trace_add(c->trace, &e);
 }
 
-/* Adds one end of a message's arrow to the timeline. Both ends get the same number, because both ranks count the
-   messages between them. */
+/* Adds one end of a message's arrow to the timeline, at the receiver or at the sender. Both ranks compute the same
+   number for the arrow, because both count the messages between them. */
 HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
 {
     uint32_t count = c->arrows[peer][receives]++;
@@ -1339,7 +1356,9 @@ HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
     hpml_trace_add(c->trace, &e);
 }
 
-/* Runs one round of a collective: sends to one rank and receives from one at the same time; -1: none. */
+/* Runs one round of a collective: sends out_bytes bytes at `out` to rank `to` and at the same time receives in_bytes
+   from rank `from` into `in`, where reduce adds them up (NULL: copies). A rank of -1: sends or receives nothing.
+   Returns the error of the receive, else that of the send. */
 HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
                                  size_t in_bytes, hpmlc_reduce_fn *reduce)
 {
@@ -1352,14 +1371,14 @@ HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out,
     if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &send);
     if (from >= 0) received = hpml_wait(c, &receive);
     if (from >= 0) hpmlc_arrow(c, true, from);
-    if (to >= 0) sent = hpml_wait(c, &send); /* after an error, too, because both structs are on this stack */
+    if (to >= 0) sent = hpml_wait(c, &send); /* even after an error, because `send` is on this stack */
     return received != HPML_OK ? received : sent;
 }
 
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m)
 {
     if (c) c->operation = "send";
-    if (tag > HPML_TAG_MAX) tag = -1; /* an error: higher tags belong to collectives */
+    if (tag > HPML_TAG_MAX) tag = -1; /* refused as out of range, because higher tags belong to collectives */
     return hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)data, bytes, NULL, m);
 }
 
@@ -1398,17 +1417,17 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
 // >>world   ranks as threads: inboxes, links, deadlock
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A group is what the ranks of one communicator share: an inbox for each. A send is posted in the receiver's inbox as a
-   pointer; the receiver copies, or reduces, straight from the sender's array and marks the send done: one pass over the
-   data and no buffer in between.
+/* A group is what the ranks of one communicator share: one inbox for each rank. A send is posted in the receiver's
+   inbox as a pointer; the receiver copies, or adds up, straight from the sender's array and marks the send done: one
+   pass over the data and no buffer in between.
 
-   The world counts the threads that are awake. A thread that falls asleep subtracts itself; the thread that wakes it
-   adds it again before it continues. So when the count is zero no thread can ever wake another: a deadlock, known
-   at once and exactly. */
+   The world counts the threads that are awake. A thread that falls asleep subtracts 1; the thread that wakes it adds 1
+   before the sleeper continues. So when the count is zero no thread can ever wake another: a deadlock, known at once
+   and exactly. */
 
 #ifndef HPML_NO_THREADS
 
-struct hpmlc_waitpoint { /* where one thread sleeps */
+struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
     pthread_mutex_t mutex;
     pthread_cond_t  changed;
     unsigned        changes;
@@ -1417,11 +1436,11 @@ struct hpmlc_waitpoint { /* where one thread sleeps */
 
 typedef struct hpmlc_inbox {
     hpmlc_waitpoint wait;
-    hpml_message   *posted, **last; /* sends, in order of arrival */
-    hpml_comm      *owner;          /* NULL: closed */
+    hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; end of the list */
+    hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
-    const char     *operation;      /* of that wait */
-    int             core;           /* 1 + the core on which the owner last waited */
+    const char     *operation;      /* name of the operation in which the owner waits */
+    int             core;           /* 1 + the core on which the owner's thread last waited; 0: none */
     char            pad[64];
 } hpmlc_inbox;
 
@@ -1429,7 +1448,7 @@ typedef struct hpmlc_group hpmlc_group;
 struct hpmlc_group {
     hpml_world  *world;
     hpmlc_group *next;
-    int          size, open; /* open: ranks that have not closed it */
+    int          size, open; /* ranks; those that have not closed their communicator */
     hpmlc_inbox *inbox;      /* (size) */
 };
 
@@ -1442,28 +1461,28 @@ struct hpml_world {
     pthread_mutex_t     mutex;
     int                 running;  /* threads that are awake */
     hpmlc_group        *groups;
-    bool               *left;     /* (ranks) have closed their first communicator */
-    int                 failed;   /* 1 + the rank that failed first; 0: none. Written once, under the mutex */
+    bool               *left;     /* (ranks) true: has closed the communicator of hpml_comm_create */
+    int                 failed;   /* 1 + the rank that failed first; ranks + 1: deadlock; 0: none. Set once */
     char                text[512];
-    bool                buffered; /* sends are copied, and done at once: CLOCK, or some link takes time */
+    bool                buffered; /* true: sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_vthread      *vthreads, *turn; /* CLOCK: all threads, and the one that runs */
     int                 vthread_count;
-    double             *card;     /* (2 (ranks + nodes)) when each sender's and receiver's card is free again */
+    double             *card;     /* time at which the card of each rank, each node gets free: to send, to receive */
     double             *busy;     /* (ranks) hpml_now() until which each rank is busy */
 };
 
 /* hpml_comm.state of THREADS and CLOCK. */
 typedef struct hpmlc_thread_state {
     hpmlc_group   *group;
-    hpmlc_vthread *vthread;    /* CLOCK; a part has its communicator's, a twin its own thread's */
-    unsigned       seen;       /* changes of the inbox before the last sleep */
+    hpmlc_vthread *vthread;    /* CLOCK: this thread's clock; a part has its communicator's, a twin its own thread's */
+    unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
 /* hpml_message.state of THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
-    hpml_message *next;   /* a send: the next one in the inbox */
-    int           from;   /* a send: the sender's rank */
-    size_t        tested; /* a receive: 1 + the changes of the inbox at the last test, 0: not tested yet */
+    hpml_message *next;   /* of a send: the next send in the receiver's inbox */
+    int           from;   /* of a send: the sender's rank */
+    size_t        tested; /* of a receive: 1 + the inbox's `changes` at the last test; 0: not tested yet */
 } hpmlc_post;
 typedef char hpmlc_post_fits[sizeof(hpmlc_post) <= sizeof(hpml_message_state) ? 1 : -1];
 
@@ -1473,7 +1492,7 @@ HPMLC_FN hpml_world  *hpmlc_world_of(const hpml_comm *c) { return hpmlc_thread(c
 HPMLC_FN hpmlc_inbox *hpmlc_inbox_of(const hpml_comm *c) { return &hpmlc_thread(c)->group->inbox[c->rank]; }
 HPMLC_FN hpmlc_post  *hpmlc_post_of(hpml_message *m) { return (hpmlc_post *)(void *)&m->state; }
 
-/* Deadlines use a clock that is never set, where condition variables can have one (not under -std=c99). */
+/* Makes deadlines use a clock that is never set, where condition variables can use one (not under -std=c99). */
 #if defined(CLOCK_MONOTONIC) && !defined(__APPLE__)
 #define HPMLC_MONOTONIC
 #endif
@@ -1496,8 +1515,8 @@ HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
     pthread_cond_destroy(&g->changed);
 }
 
-/* Wakes the thread that sleeps at g, which the world counts again (w NULL: it is not counted). The caller holds
-   g->mutex. */
+/* Wakes the thread that sleeps at waitpoint g, which world w counts as awake again (w NULL: no world counts it). The
+   caller holds g->mutex. */
 HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
 {
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
@@ -1514,7 +1533,7 @@ HPMLC_FN void hpmlc_waitpoint_wake(hpml_world *w, hpmlc_waitpoint *g)
     pthread_mutex_unlock(&g->mutex);
 }
 
-/* Wakes all threads of the world. The caller holds w->mutex. */
+/* Wakes all threads of world w, wherever they sleep. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
 HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
@@ -1523,8 +1542,8 @@ HPMLC_FN void hpmlc_world_wake(hpml_world *w)
         for (int i = 0; i < r->size; i++) hpmlc_waitpoint_wake(w, &r->inbox[i].wait);
 }
 
-/* If no thread is awake: fails the world with a text that names each wait, and wakes all threads, so that they report
-   it. The caller holds w->mutex. */
+/* If no thread of world w is awake: fails the world with a text that names each wait, and wakes all threads, so that
+   they report the deadlock. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
     bool any = false;
@@ -1540,7 +1559,7 @@ HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
             any = true;
         }
     if (!any) return;
-    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* not one rank: all of them */
+    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* ranks + 1: all ranks, not a single one */
     hpmlc_world_wake(w);
 }
 
@@ -1551,8 +1570,8 @@ HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Converts `until`, a time of hpml_now, to the clock of the waitpoints. At most 1e6 s from now: then the sleeper checks
-   the time again. */
+/* Converts `until`, a time of hpml_now, to *limit, a time of the waitpoints' clock, at most 1e6 s from now: a sleeper
+   with a later deadline wakes then, checks the time and sleeps again. */
 HPMLC_FN void hpmlc_waitpoint_limit(double until, struct timespec *limit)
 {
     double left = fmin(fmax(until - hpml_now(), 0), 1e6);
@@ -1569,8 +1588,8 @@ HPMLC_FN void hpmlc_waitpoint_limit(double until, struct timespec *limit)
     limit->tv_nsec = (long)((left - floor(left)) * 1e9);
 }
 
-/* Sleeps until g->changes differs from *seen, which is then updated, or until the time. counted: the sleeper is not
-   counted as awake meanwhile. */
+/* Sleeps at waitpoint g until g->changes differs from *seen, at most until hpml_now() is `until`; *seen becomes
+   g->changes. counted: while the thread sleeps, world w does not count it as awake. */
 HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned *seen, double until, bool counted)
 {
     struct timespec limit;
@@ -1592,7 +1611,8 @@ HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned 
     pthread_mutex_unlock(&g->mutex);
 }
 
-/* Sleeps at a waitpoint for something other than a message, such as a job: as the transport of c schedules threads. */
+/* Lets the thread of c sleep at waitpoint g for something other than a message, such as a job, as hpmlc_waitpoint_sleep
+   does, or as the transport of c schedules its threads. */
 HPMLC_FN void hpmlc_sleep_at(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until)
 {
     if (c->t->schedule) c->t->schedule->sleep(c, g, seen, until);
@@ -1633,7 +1653,7 @@ HPMLC_FN void hpmlc_group_free(hpmlc_group *r)
     for (int i = 0; i < r->size; i++) {
         for (hpml_message *m = r->world->buffered ? r->inbox[i].posted : NULL, *next; m; m = next) {
             next = hpmlc_post_of(m)->next;
-            free(m); /* a copy that was never received */
+            free(m); /* m is a copy of a send, and was never received */
         }
         hpmlc_waitpoint_close(&r->inbox[i].wait);
     }
@@ -1678,7 +1698,7 @@ HPML_API void hpml_world_free(hpml_world *w)
     free(w);
 }
 
-/* Fails the world, unless it has failed before: all waits end with the text of `rank`'s error. */
+/* Fails the world, unless it has failed before: all waits end with `text`, the error of rank `rank`. */
 HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
 {
     pthread_mutex_lock(&w->mutex);
@@ -1690,9 +1710,9 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Returns the rank that world rank `rank` waits for; -1: none, because that rank computes or hangs. The thread of
-   `rank` that serves *group is checked before its other threads, because a thread may wait for its own background
-   thread. *group: where the wait was found. The caller holds w->mutex. */
+/* Returns the rank that world rank `rank` waits for; -1: none, because `rank` computes or hangs. The inbox of `rank` in
+   *group is checked before those in other groups, because a thread may wait for its own background thread. Sets *group
+   to the group where the wait was found. The caller holds w->mutex. */
 HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
 {
     hpmlc_group *first = *group;
@@ -1706,8 +1726,9 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
     return -1;
 }
 
-/* A chain of waits ends at a rank that is busy, even if the background thread of that rank waits, and even if the chain
-   began there. */
+/* Returns the rank at the end of the chain of waits that begins with m's peer; -1: some rank has failed. The chain ends
+   at a rank that is busy, until *busy, even if the background thread of that rank waits, and even if the chain began
+   there. */
 HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
 {
     hpml_world  *w     = hpmlc_world_of(c);
@@ -1717,9 +1738,9 @@ HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double 
     for (int hops = 0, next; hops < w->ranks; hops++, rank = next)
         if (hpml_now() < w->busy[rank] || (next = hpmlc_world_awaited(w, &group, rank)) < 0) break;
     *busy = w->busy[rank];
-    if (w->failed) rank = -1; /* a rank that reports an error stops waiting, so the chain may be broken */
+    if (w->failed) rank = -1; /* a rank that reports the error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
-    return rank == c->origin[c->rank] ? peer : rank; /* a cycle of waits has no last rank */
+    return rank == c->origin[c->rank] ? peer : rank; /* back at this rank: a cycle has no last rank */
 }
 
 HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
@@ -1730,7 +1751,7 @@ HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Records the world rank that this rank waits for; -1: none. */
+/* Records in this rank's inbox the world rank `peer` that this rank waits for; -1: none. */
 HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
 {
     __atomic_store_n(&hpmlc_inbox_of(c)->peer, peer, __ATOMIC_RELEASE);
@@ -1740,8 +1761,8 @@ HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
 // >>threads-transport   messages between threads
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the time at which a message of `bytes` that is sent at time `now` arrives; 0: its link takes no time. Cards
-   serve one message after another. */
+/* Returns the time at which a message of `bytes` that is sent to rank `to` at time `now` arrives; 0: its link takes no
+   time. Occupies the network cards of sender and receiver, because a card serves one message after another. */
 HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
 {
     hpml_world      *w    = hpmlc_world_of(c);
@@ -1754,13 +1775,14 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     pthread_mutex_lock(&w->mutex);
     double start = now > *out ? now : *out;
     *out = start + busy;
-    if (*in > start) start = *in; /* it waits in the network, not in the sender's card */
+    if (*in > start) start = *in; /* the message waits in the network, not in the sender's card */
     *in = start + busy;
     pthread_mutex_unlock(&w->mutex);
     return start + busy + link->latency;
 }
 
-/* Posts the send m in the receiver's inbox. wake: the receiver may sleep at the inbox (not in virtual time). */
+/* Posts the send m in the inbox of rank m->peer. wake: wakes the receiver, which may sleep at the inbox; false in
+   virtual time. */
 HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpmlc_inbox *in   = &hpmlc_group_of(c)->inbox[m->peer];
@@ -1774,8 +1796,8 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     pthread_mutex_unlock(&in->wait.mutex);
 }
 
-/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not
-   wait. */
+/* Posts a copy of the send m and its array and completes m at once, as a network card with a buffer does: the sender
+   does not wait. wake: wakes the receiver. */
 HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
@@ -1790,8 +1812,8 @@ HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
     hpmlc_inbox_post(c, copy, wake);
 }
 
-/* Removes from the inbox the send that matches the receive m, or the send m itself. NULL: it is not there, or it is
-   still in flight until m->arrival. */
+/* Removes from the inbox `in`, and returns, the send that matches the receive m, or m itself where m is a send. NULL:
+   that send is not there, or is still in flight until m->arrival. */
 HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 {
     hpml_message **link, *sent;
@@ -1827,8 +1849,8 @@ int sched_getcpu(void);
 long syscall(long number, ...);
 #endif
 
-/* Moves this thread to another core: excludes `core` from its set of cores, then allows all of them again, because the
-   thread stays where it is. */
+/* Moves this thread off the core `core`: excludes that core from the cores that the thread may use, then allows all of
+   them again, because the thread stays where it is. */
 HPMLC_FN void hpmlc_move_off_core(int core)
 {
     enum { BITS = 8 * (int)sizeof(long) };
@@ -1841,9 +1863,10 @@ HPMLC_FN void hpmlc_move_off_core(int core)
         (void)syscall(SYS_sched_setaffinity, 0L, sizeof all, all);
 }
 
-/* True: the peer last waited on this thread's core, and there is not a core for each. Two threads that spin on one core
-   starve each other, because Linux is slow to separate two threads that never run at the same time. With a core for
-   each rank this thread moves to another core instead; if it slept here, both would stay together. */
+/* Returns true if `peer` last waited on this thread's core, and the ranks have no core each. Two threads that spin on
+   one core starve each other, because Linux is slow to separate two threads that never run at the same time. With a
+   core for each rank this thread moves to another core instead; if it slept here, both threads would stay on one
+   core. */
 HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 {
     hpmlc_inbox *in = hpmlc_group_of(c)->inbox;
@@ -1860,7 +1883,8 @@ HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
 #endif
 
-/* Completes the receive m with the send `sent`, which is then done, too: its sender is woken. */
+/* Completes the receive m with the data of the send `sent`, marks that send done and wakes its sender; frees `sent`
+   where it is a copy. */
 HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
     hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
@@ -1870,12 +1894,12 @@ HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message 
         return;
     }
     pthread_mutex_lock(&sender->mutex);
-    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* from here on the sender's struct may not exist any more */
+    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* the sender may now reuse the struct at `sent` */
     hpmlc_waitpoint_wake_held(hpmlc_world_of(c), sender);
     pthread_mutex_unlock(&sender->mutex);
 }
 
-/* Completes the message m with the error of the world. */
+/* Completes the message m with the error that the world has recorded: a deadlock, or another rank's failure. */
 HPMLC_FN void hpmlc_threads_fail(hpml_comm *c, hpml_message *m)
 {
     hpml_world *w = hpmlc_world_of(c);
@@ -1895,7 +1919,7 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
     }
     if (sent) hpmlc_threads_deliver(c, m, sent);
     if (hpmlc_done(m) || !__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) return;
-    if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else a receiver is reading the send m */
+    if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else the receiver is reading m's array */
 }
 
 HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
@@ -1903,7 +1927,7 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
     bool         counted = true;
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
-    for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight: no deadlock */
+    for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight will end the sleep */
         if (p->arrival > 0) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
@@ -1915,7 +1939,8 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 
 HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, -1); }
 
-/* Under the mutex, because other threads read the groups to find the chain of waits. */
+/* Sets the owner of the inbox of `rank` in `group`, NULL: none. Takes the world's mutex, because other threads read the
+   groups to find the chain of waits. */
 HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
 {
     pthread_mutex_lock(&group->world->mutex);
@@ -1923,7 +1948,7 @@ HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
     pthread_mutex_unlock(&group->world->mutex);
 }
 
-/* Closes this rank's inbox; the last rank of a group frees the group. */
+/* Closes the inbox of c's rank; the last rank that does so frees the group of c. */
 HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
 {
     hpmlc_group *group = hpmlc_group_of(c), **link;
@@ -1940,7 +1965,8 @@ HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
     if (last) hpmlc_group_free(group);
 }
 
-/* A thread of the world stops running for good: one that the others wait for is a deadlock. */
+/* Counts a thread of world w that ends as asleep for good: if no thread is awake then, the waits of the others are a
+   deadlock. */
 HPMLC_FN void hpmlc_world_thread_ends(hpml_world *w)
 {
     if (__atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
@@ -1959,7 +1985,8 @@ HPMLC_FN hpmlc_thread_state *hpmlc_thread_state_new(hpml_comm *c)
     return hpmlc_thread(c);
 }
 
-/* The lowest rank creates the group and sends its address to the other ranks. */
+/* Makes `part` of ranks[0] to ranks[count - 1] of c: the first of these creates the group and sends its address to the
+   others. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
 {
@@ -1976,7 +2003,7 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
     if (!group || !hpmlc_thread_state_new(part))
         return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     hpmlc_thread(part)->group   = group;
-    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: until a background thread has its own */
+    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: a background thread replaces it */
     hpmlc_group_enter(group, part->rank, part);
     return HPML_OK;
 }
@@ -1986,7 +2013,8 @@ HPMLC_FN void hpmlc_threads_announce_failure(hpml_comm *c, const char *text)
     hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
 }
 
-/* The world has failed, so a test completes m; a receiver that is reading the send m does so in a moment. */
+/* Waits until m is done. The world has failed, so a test completes m, unless a receiver is reading the send m, which
+   that receiver completes in a moment. */
 HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
 {
     while (!hpmlc_done(m)) {
@@ -2058,7 +2086,7 @@ HPMLC_FN hpml_status hpmlc_threads_open(hpml_comm *c, const hpml_comm_desc *d)
         return HPML_ERR_MEMORY;
     }
     pthread_mutex_lock(&w->mutex);
-    for (s->group = w->groups; s->group->next;) s->group = s->group->next; /* the first one made */
+    for (s->group = w->groups; s->group->next;) s->group = s->group->next; /* last in the list: all ranks */
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
     c->spin_limit = w->ranks <= hpmlc_cores(1) ? HPMLC_SPIN_OWN_CORE : 20;
@@ -2070,7 +2098,7 @@ static const hpml_transport hpmlc_threads = {
     "threads", hpmlc_threads_locate, hpmlc_threads_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_threads_close,
     hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block, hpmlc_threads_unblock, hpmlc_threads_abandon,
     hpmlc_threads_announce_failure, hpmlc_threads_announce_busy, hpmlc_threads_stuck_at,
-    NULL, hpmlc_threads_shares_core, hpmlc_threads_has_delay, NULL, /* no allreduce of its own; always concurrent */
+    NULL, hpmlc_threads_shares_core, hpmlc_threads_has_delay, NULL, /* no .allreduce; is always concurrent */
     true, (size_t)512 << 10, 2e-6, 0.25e-9, &hpmlc_threads_schedule
 };
 
@@ -2082,7 +2110,7 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSE
 }
 
 HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
-struct hpmlc_waitpoint { unsigned changes; }; /* jobs are done at once, so that no thread ever sleeps here */
+struct hpmlc_waitpoint { unsigned changes; }; /* no thread sleeps: jobs run when they are started */
 HPMLC_FN void hpmlc_sleep_at(hpml_comm *c HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
                              double until HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED) {}
@@ -2099,38 +2127,39 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
    communicators of a process, which lets a background thread run under MPI_THREAD_SERIALIZED.
 
    Control messages go from each rank to every other: "I have failed, because ...", "I have left", "I wait for rank 3,
-   and have done so for half the deadline", "I am busy". A waiting rank polls for them, so a wait for a rank that has
-   failed or left ends at once. A rank that was killed sends none: the deadline ends the waits for that rank, and the
-   chain of waits names it. */
+   and have done so for half the deadline", "I am busy". A waiting rank polls for control messages, so a wait for a rank
+   that has failed or left ends at once. A rank that was killed sends none: a wait for that rank ends at its deadline,
+   with an error that follows the chain of waits and names that rank. */
 
 #ifdef HPML_USE_MPI
 
 #define HPMLC_PIECE ((size_t)4 << 20)
-#define HPMLC_CONTROL 256 /* bytes of the last control message, 'L' (left) or 'F' (failed) with a text; others: less */
-#define HPMLC_BUSY  40   /* control messages "I am busy", one for each of the durations 2^k / 256 s, up to 68 years */
-#define HPMLC_PARTS 128  /* communicators at most that share an MPI communicator, the first one included */
+#define HPMLC_CONTROL 256 /* bytes of a rank's final control message: 'L' (left) or 'F' (failed) and a text */
+#define HPMLC_BUSY  40   /* number of control messages "I am busy", one for each duration of 2^k / 256 s, up to 68
+                            years */
+#define HPMLC_PARTS 128  /* communicators at most, the first one and its parts, that share an MPI communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
 
 /* hpml_comm.state of MPI. */
 typedef struct hpmlc_mpi {
     hpmlc_shared *shared;
-    MPI_Comm      comm;    /* the first communicator's, on which all its parts send, too */
-    MPI_Comm      native;  /* for MPI_Iallreduce; MPI_COMM_NULL: none */
-    int           part;    /* number of this part, whose HPMLC_TAG_SPAN tags begin at part * HPMLC_TAG_SPAN */
-    hpml_message *sending; /* sends of many pieces, and those that were begun after them; oldest first */
+    MPI_Comm      comm;    /* of the communicator of hpml_comm_create, over which its parts send, too */
+    MPI_Comm      native;  /* for MPI_Iallreduce alone; MPI_COMM_NULL: none */
+    int           part;    /* number of this part (0: not a part); its tags begin at part * HPMLC_TAG_SPAN */
+    hpml_message *sending; /* list of sends of over two pieces, and of sends begun after one; oldest first */
     unsigned      turns;   /* calls of hpmlc_mpi_block since the last message was begun */
-    char         *staging; /* two pieces, for receives that reduce */
+    char         *staging; /* buffer of two pieces, in which receives that reduce arrive; NULL: not needed yet */
 } hpmlc_mpi;
 
 /* hpml_message.state of MPI. */
 typedef struct __attribute__((may_alias)) hpmlc_transfer {
-    hpml_message *next;       /* in hpmlc_mpi.sending */
-    size_t        posted;     /* pieces given to MPI */
+    hpml_message *next;       /* next message in hpmlc_mpi.sending */
+    size_t        posted;     /* number of pieces given to MPI */
     size_t        moved;      /* bytes sent, or received and reduced */
-    MPI_Request   request[2]; /* of pieces with an even, an odd number */
-    char         *staging;    /* NULL: pieces are received in place */
-    double        announced;  /* hpml_now() when this wait was last announced; 0: never */
+    MPI_Request   request[2]; /* of the piece in flight with an even, an odd number */
+    char         *staging;    /* buffer in which pieces arrive; NULL: in the message's array */
+    double        announced;  /* hpml_now() when the wait for this message was last announced; 0: never */
 } hpmlc_transfer;
 typedef char hpmlc_transfer_fits[sizeof(hpmlc_transfer) <= sizeof(hpml_message_state) ? 1 : -1];
 
@@ -2145,27 +2174,28 @@ struct hpmlc_shared {
     int            rank, size;
     double         timeout; /* seconds */
     hpml_comm     *owner;   /* the first communicator */
-    hpmlc_shared  *next;    /* see hpmlc_mpi_living */
-    MPI_Errhandler before;  /* of MPI_COMM_WORLD, restored in the end */
+    hpmlc_shared  *next;    /* next in the list hpmlc_mpi_living */
+    MPI_Errhandler before;  /* error handler that MPI_COMM_WORLD had, restored in the end */
     /* Control messages. */
-    MPI_Comm       comm;    /* on which they are sent, ... */
+    MPI_Comm       comm;    /* over which control messages are sent, ... */
     int            tag;     /* ... with this tag */
     int            from;    /* rank whose control message is being received, -1: none */
-    MPI_Request    receive; /* of that message */
-    char           control[HPMLC_CONTROL]; /* its text */
-    char          *letter;  /* (size) first letter of the last control message with a letter from each rank; 0: none */
-    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., send buffers: r means "I wait for rank r", size "I
-                               wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", this rank's own number
-                               "I do not wait any more" */
-    double        *awaits;  /* (size, 2) the last number from each rank, and hpml_now() until which it is valid */
+    MPI_Request    receive; /* MPI's request of that receive */
+    char           control[HPMLC_CONTROL]; /* buffer into which a control message is received */
+    char          *letter;  /* (size) the letter of the last control message from each rank that began with one; 0:
+                               none */
+    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., buffers of sends. Number r means "I wait for rank
+                               r", `size` "I wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", the
+                               sender's own number "I do not wait any more" */
+    double        *awaits;  /* (size, 2) the last number from each rank, and the hpml_now() until which it is valid */
     double         busy;    /* hpml_now() until which this rank has announced that it is busy; 0: it is not */
     int            failed;  /* 1 + the first rank that announced a failure; 0: none */
-    char           text[HPMLC_CONTROL]; /* of that failure */
-    char           final[HPMLC_CONTROL]; /* this rank's last control message, 'L' or 'F' */
-    MPI_Request   *sends;   /* (size) of the final message */
+    char           text[HPMLC_CONTROL]; /* text of that failure */
+    char           final[HPMLC_CONTROL]; /* buffer of this rank's final control message, 'L' or 'F' */
+    MPI_Request   *sends;   /* (size) MPI's requests of the sends of `final` */
     bool           said_final;
     bool           own_core; /* this machine has a core for each rank of this node */
-    int            level;   /* of thread support */
+    int            level;   /* MPI's level of thread support */
     int            parts;   /* number of communicators that MPI's tags suffice for */
     int64_t        newest;  /* number of the newest part, before the modulo by `parts` */
     bool           taken[HPMLC_PARTS]; /* numbers in use by parts of this rank */
@@ -2185,7 +2215,8 @@ HPMLC_FN void hpmlc_mpi_lock(hpmlc_shared *x HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_mpi_unlock(hpmlc_shared *x HPMLC_UNUSED) {}
 #endif
 
-/* Reports an error of MPI; m NULL: of a collective call. */
+/* Fails c, and m, with MPI's text of the error `code` and returns the status. m NULL: a collective call of MPI
+   failed. */
 HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
     char text[MPI_MAX_ERROR_STRING];
@@ -2204,7 +2235,8 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
                                   c->origin[c->rank]);
 }
 
-/* Returns where the piece that begins at byte `at` is sent from or received to. */
+/* Returns the buffer from which the piece of m that begins at byte `at` is sent, or into which that piece is
+   received. */
 HPMLC_FN char *hpmlc_mpi_buffer(hpml_message *m, size_t at)
 {
     char *staging = hpmlc_transfer_of(m)->staging;
@@ -2216,7 +2248,7 @@ HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
     return m->bytes > HPMLC_PIECE ? (m->bytes + HPMLC_PIECE - 1) / HPMLC_PIECE : 1;
 }
 
-/* True: an older message with the same tag and peer has pieces that have not been given to MPI yet. */
+/* Returns true if an older message with the tag and peer of m has pieces that have not been given to MPI yet. */
 HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
 {
     hpml_message *older = m->receiving ? m->next : hpmlc_mpi_of(c)->sending;
@@ -2228,8 +2260,8 @@ HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
     return false;
 }
 
-/* Gives MPI the pieces that may be in flight: two at a time, and none before all pieces of older messages of the same
-   tag and rank. */
+/* Gives MPI the pieces of m that may be in flight: two at a time, and none before all pieces of older messages with the
+   same tag and peer. */
 HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x   = hpmlc_mpi_of(c);
@@ -2272,7 +2304,7 @@ HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
             return;
         }
     }
-    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* sends that must be tested, oldest first */
+    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* appends m to the sends to test */
         while (*last) last = &hpmlc_transfer_of(*last)->next;
         *last = m;
     }
@@ -2287,7 +2319,7 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     int             complete = 0, count = (int)n, code;
     MPI_Status      status;
     hpmlc_mpi_feed(c, m);
-    if (m->done || t->posted <= t->moved / HPMLC_PIECE) return; /* nothing in flight */
+    if (m->done || t->posted <= t->moved / HPMLC_PIECE) return; /* no piece in flight */
     hpmlc_mpi_lock(x);
     code = MPI_Test(&t->request[t->moved / HPMLC_PIECE % 2], &complete, &status);
     if (code == MPI_SUCCESS && complete && m->receiving) MPI_Get_count(&status, MPI_BYTE, &count);
@@ -2307,8 +2339,8 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     else hpmlc_mpi_feed(c, m);
 }
 
-/* Advances m, and the long sends, because two ranks that send to each other would both wait for the other's next
-   piece. */
+/* Advances m, and the sends in hpmlc_mpi.sending, because two ranks that send to each other would both wait for the
+   other's next piece. */
 HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 {
     bool listed = false;
@@ -2333,9 +2365,9 @@ HPMLC_FN bool hpmlc_mpi_finalized(void)
     return over;
 }
 
-/* Sends a control message to all other ranks; its buffer must stay unchanged until the sends are complete. requests
-   NULL: the sends are never tested, because the buffer lives at least as long as they do. The caller holds the lock of
-   x. */
+/* Sends the control message of `bytes` bytes at `data`, which must stay unchanged until the sends are complete, to all
+   other ranks. requests: (size) gets MPI's requests; NULL: completion is never tested, because `data` lives long
+   enough. The caller holds the lock of x. */
 HPMLC_FN void hpmlc_mpi_send_control(hpmlc_shared *x, const void *data, int bytes, MPI_Request *requests)
 {
     for (int i = 0; i < x->size && !hpmlc_mpi_finalized(); i++) {
@@ -2353,7 +2385,8 @@ HPMLC_FN void hpmlc_mpi_send_number(hpmlc_shared *x, int number)
     hpmlc_mpi_unlock(x);
 }
 
-/* Sends the final control message of this rank, once: 'L' (left) or 'F' (failed) and a text. */
+/* Sends the final control message of this rank, unless it has been sent: `kind`, 'L' (left) or 'F' (failed), and a
+   text. */
 HPMLC_FN void hpmlc_mpi_send_final(hpmlc_shared *x, char kind, const char *text)
 {
     hpmlc_mpi_lock(x);
@@ -2370,8 +2403,8 @@ HPMLC_FN void hpmlc_mpi_announce_failure(hpml_comm *c, const char *text)
     hpmlc_mpi_send_final(hpmlc_mpi_of(c)->shared, 'F', text);
 }
 
-/* Receives the next control message that has arrived into x->control. Returns its sender, or -1 where none has
-   arrived. */
+/* Receives the next control message that has arrived into x->control, its length into *bytes. Returns its sender; -1:
+   none has arrived. */
 HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
 {
     MPI_Status status;
@@ -2391,7 +2424,7 @@ HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
     return from;
 }
 
-/* Receives all control messages that have arrived and records them in x. */
+/* Receives all control messages that have arrived and records in x their numbers, letters and the first failure. */
 HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
 {
     int bytes = 0;
@@ -2414,16 +2447,16 @@ HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
     hpmlc_mpi_unlock(x);
 }
 
-/* Returns the last number that a rank has sent, while it is valid (for one deadline, or as long as the rank is busy);
-   -1: none. */
+/* Returns the last number that `rank` has sent as a control message (see hpmlc_shared.number), while it is valid: for
+   one deadline, or as long as the rank is busy; -1: none. */
 HPMLC_FN int hpmlc_mpi_valid_number(const hpmlc_shared *x, int rank)
 {
     const int number = (int)x->awaits[2 * rank];
     return number != rank && hpml_now() < x->awaits[2 * rank + 1] ? number : -1;
 }
 
-/* Returns the hpml_now() until which this rank has announced that it is busy. Under the lock, because the background
-   thread reads it, too. */
+/* Returns x->busy, the hpml_now() until which this rank is busy. Takes the lock, because the background thread reads
+   x->busy, too. */
 HPMLC_FN double hpmlc_mpi_busy_until(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
@@ -2432,9 +2465,9 @@ HPMLC_FN double hpmlc_mpi_busy_until(hpmlc_shared *x)
     return busy;
 }
 
-/* Announces that this rank waits for rank `number` (size: for all ranks): first when half the deadline has passed, then
-   every half deadline. *announced: time of the last announcement, 0: none. A busy rank announces nothing, because the
-   others must know that it is busy and not for whom its background thread waits. */
+/* Announces that this rank waits, until the deadline `until`, for rank `number` (x->size: for all ranks): first when
+   half the timeout has passed, then every half timeout. *announced: hpml_now() of the last announcement, 0: none. A
+   busy rank announces nothing: the others must know that it is busy, not for which rank its background thread waits. */
 HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until, double *announced)
 {
     double now = hpml_now();
@@ -2444,7 +2477,8 @@ HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until,
     hpmlc_mpi_send_number(x, number);
 }
 
-/* Announces that an announced wait is over, because the other ranks would otherwise blame the rank that was awaited. */
+/* Announces that a wait is over which was announced (announced above 0), because the other ranks would otherwise blame
+   the rank that was awaited. */
 HPMLC_FN void hpmlc_mpi_announce_no_wait(hpmlc_shared *x, double announced)
 {
     if (announced > 0 && hpml_now() >= hpmlc_mpi_busy_until(x)) hpmlc_mpi_send_number(x, x->rank);
@@ -2455,8 +2489,8 @@ HPMLC_FN void hpmlc_mpi_unblock(hpml_comm *c, hpml_message *m)
     if (m->status == HPML_OK) hpmlc_mpi_announce_no_wait(hpmlc_mpi_of(c)->shared, hpmlc_transfer_of(m)->announced);
 }
 
-/* Returns the rank that delays a wait for all ranks: the first that has sent no number, else the first that is busy;
-   -1: none. */
+/* Returns the rank that delays a wait for all ranks: the lowest other rank that has announced no wait, else the lowest
+   that is busy; -1: none. */
 HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
 {
     int absent = -1;
@@ -2467,8 +2501,8 @@ HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
     return absent;
 }
 
-/* Returns the last rank of the chain of waits that begins at rank `at`, or, where `at` is -1, at a wait for all ranks;
-   -1: every rank waits for all. *busy: hpml_now() until which that last rank is busy, 0: it is not. */
+/* Returns the last rank of the chain of announced waits that begins at rank `at`, or, where `at` is -1, at a wait for
+   all ranks; -1: every rank waits for all. *busy: hpml_now() until which that last rank is busy, 0: it is not. */
 HPMLC_FN int hpmlc_mpi_chain_end(const hpmlc_shared *x, int at, double *busy)
 {
     if (at < 0) at = hpmlc_mpi_delaying_rank(x);
@@ -2502,7 +2536,7 @@ HPMLC_FN void hpmlc_mpi_announce_busy(hpml_comm *c, double seconds)
     hpmlc_mpi_send_number(x, x->size + 1 + k);
 }
 
-/* Removes the send m from the list of sends that must be tested. */
+/* Removes the send m from x->sending, the list of sends that must be tested. */
 HPMLC_FN void hpmlc_mpi_unlist(hpmlc_mpi *x, const hpml_message *m)
 {
     hpml_message **at = &x->sending;
@@ -2510,8 +2544,8 @@ HPMLC_FN void hpmlc_mpi_unlist(hpmlc_mpi *x, const hpml_message *m)
     if (*at) *at = hpmlc_transfer_of(m)->next;
 }
 
-/* Cancels a receive. A receive that is partly complete, and a send, cannot be cancelled: their buffers must live as
-   long as the process, which ends soon. */
+/* Gives m up: cancels a receive. A receive that is partly complete, and a send, cannot be cancelled: their arrays must
+   live as long as the process, which ends soon. */
 HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x = hpmlc_mpi_of(c);
@@ -2520,7 +2554,7 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     for (size_t k = t->moved / HPMLC_PIECE; m->receiving && k < t->posted; k++) {
         int over = 0;
         if (MPI_Cancel(&t->request[k % 2]) != MPI_SUCCESS) continue;
-        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait would wait for a half that may never come */
+        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait would wait for ever if only a half comes */
             if (MPI_Test(&t->request[k % 2], &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
     hpmlc_mpi_unlock(x->shared);
@@ -2534,9 +2568,9 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Gives up the core for a moment: yields it in 16 of 64 turns, sleeps in the others. With a core for each rank it only
-   yields during the first 5000 turns, because a sleep delays a large message more than it helps other threads. A peer
-   that has failed or left ends the wait. */
+/* Gives up the core for a moment in a wait for m: yields it in 16 of 64 turns, sleeps 30 us in the others. With a core
+   for each rank it only yields during the first 5000 turns, because a sleep delays a large message more than it helps
+   other threads. Ends the wait if any rank has failed or m's peer has left. until: the deadline. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
@@ -2557,8 +2591,8 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
     else hpmlc_nap(30e-6);
 }
 
-/* Handles the deadline of hpmlc_mpi_wait_all. Returns a later deadline where the rank that delays the others is
-   busy. */
+/* Handles the deadline of hpmlc_mpi_wait_all: returns a later one where the rank that delays the others is busy, else
+   fails c with an error that names that rank. code: what MPI returned. */
 HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
 {
     hpmlc_shared *x       = hpmlc_mpi_of(c)->shared;
@@ -2574,8 +2608,9 @@ HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
     return hpml_now();
 }
 
-/* Waits for the request of a collective MPI call: as fast as the blocking call, but with a deadline, and a failed rank
-   ends the wait. After an error of MPI the wait lasts until the deadline, which shows the rank that is silent. */
+/* Waits until the request of a collective MPI call, which returned `code`, is complete: as fast as the blocking call,
+   but with a deadline, and a failed rank ends the wait. After an error of MPI the wait lasts until the deadline, which
+   shows the rank that is silent. */
 HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *request)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
@@ -2601,7 +2636,8 @@ HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *req
     return hpml_ctx_status(c->ctx);
 }
 
-/* In parts of 2^30 elements, because MPI counts with int. */
+/* Sums n elements at `data` over all ranks of c, or takes the maximum, by MPI_Iallreduce: in parts of 2^30 elements,
+   because MPI counts with int. element: an hpml_element; op: an hpml_reduce. */
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
 {
     const MPI_Datatype none    = MPI_DATATYPE_NULL;
@@ -2633,8 +2669,8 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
 // >>mpi-close   splitting, closing over MPI; exit
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Duplicates `from`, collectively. After an error the memory of the new handle leaks, because MPI may still write to
-   it. */
+/* Duplicates the MPI communicator `from` to *out, collectively. After an error the memory of the new handle leaks,
+   because MPI may still write to that memory. */
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
@@ -2659,14 +2695,14 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
     hpmlc_mpi_unlock(x);
 }
 
-/* Chooses the number of a new part, which selects its tags: above all numbers that its ranks have used, until MPI's
-   tags run out; then the next number that is free on every rank. All ranks of c agree. 0: no number is free, or an
-   error. */
+/* Chooses the number of a new part of c, which selects the part's tags: above all numbers that the ranks of c have
+   used, until MPI's tags run out; then the next number that is free on every rank. Returns the same number on all ranks
+   of c; 0: none is free, or an error. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
 HPMLC_FN int         hpmlc_mpi_new_part(hpml_comm *c)
 {
     hpmlc_shared *x      = hpmlc_mpi_of(c)->shared;
-    int64_t       ask[2] = { 0, 0 }; /* a candidate number; parts that exist on this rank */
+    int64_t       ask[2] = { 0, 0 }; /* a candidate number; how many parts exist on this rank */
     hpmlc_mpi_lock(x);
     ask[0] = x->newest + 1;
     for (int i = 0; i < x->parts; i++) ask[1] += x->taken[i];
@@ -2717,13 +2753,14 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     return HPML_OK;
 }
 
-/* The one mutable static of this header, because exit passes no argument to its handlers: the list of the shared
-   structs of all communicators in this process. The lock is held only to change the list. */
+/* The list of the shared structs of all communicators in this process, for hpmlc_mpi_exit. It is the one mutable static
+   variable of this header, because exit passes no argument to its handlers. The lock is held only to change the
+   list. */
 static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
-/* Waits until all ranks have sent a final control message and have received this rank's, so that no rank calls
-   MPI_Finalize while one is in flight. Returns -1, or, when `patience` seconds have passed, the rank that delays the
-   others. */
+/* Waits until all other ranks have sent a final control message and have received this rank's, so that no rank calls
+   MPI_Finalize while one is in flight. Returns -1, or, when `patience` seconds have passed and no rank is busy, the
+   rank that delays the others. */
 HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
 {
     double limit = hpml_now() + patience, busy = 0;
@@ -2744,7 +2781,7 @@ HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
     }
 }
 
-/* Handler of exit: notifies the other ranks, then waits up to 5 s for their final control messages and 0.3 s more,
+/* Is called by exit: sends a final control message to the other ranks, then waits up to 5 s for theirs and 0.3 s more,
    because a launcher may kill the other ranks when this process ends. */
 HPMLC_FN void hpmlc_mpi_exit(void)
 {
@@ -2768,7 +2805,7 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
     while (*at && *at != x) at = &(*at)->next;
     if (living) *at = x;
     else if (*at) *at = x->next;
-    hpmlc_mpi_living.process = (long)getpid(); /* a child of fork has no other ranks */
+    hpmlc_mpi_living.process = (long)getpid(); /* so that a child of fork notifies no ranks */
     if (!hpmlc_mpi_living.handled) hpmlc_mpi_living.handled = atexit(hpmlc_mpi_exit) == 0;
     __atomic_clear(&hpmlc_mpi_living.locked, __ATOMIC_RELEASE);
 }
@@ -2792,7 +2829,7 @@ HPMLC_FN void hpmlc_shared_release(hpmlc_shared *x)
 HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
 {
     hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
-    if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else it keeps its tags, because messages with them may be in flight */
+    if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else messages with the part's tags may be in flight */
         hpmlc_mpi_lock(x);
         if (hpmlc_mpi_of(c)->native != MPI_COMM_NULL && !hpmlc_mpi_finalized()) MPI_Comm_free(&hpmlc_mpi_of(c)->native);
         hpmlc_mpi_unlock(x);
@@ -2812,7 +2849,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     hpmlc_mpi_list(x, false);
     x->closed = true;
     x->kept   = hpmlc_mpi_finalized();
-    if (x->kept) { /* because sends of MPI may read x */
+    if (x->kept) { /* x is not freed, because MPI may still send from x */
         hpmlc_shared_release(x);
         return;
     }
@@ -2826,7 +2863,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
-    x->kept = absent >= 0; /* because sends in flight read x */
+    x->kept = absent >= 0; /* then MPI may still send from x */
     hpmlc_shared_release(x);
 }
 
@@ -2834,7 +2871,8 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 // >>mpi-create   connecting the ranks over MPI
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Numbers the nodes by first appearance: ranks whose hosts have the same name share a node. */
+/* Sets c->node: rank i is on node i / ranks_per_node; where that is 0, ranks whose hosts have the same name share a
+   node, and nodes are numbered by first appearance. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
 {
     char     name[MPI_MAX_PROCESSOR_NAME + 1] = { 0 };
@@ -2849,7 +2887,7 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
     host[c->rank] = (int64_t)(hash >> 1);
     if (hpmlc_agree(c, "hpml_comm_create", host, c->size) == HPML_OK)
         for (int i = 0; i < c->size; i++) {
-            int same = i - 1; /* searched backwards, because a rank is mostly on the host of the rank before */
+            int same = i - 1; /* an earlier rank on this host, mostly the one just before */
             while (same >= 0 && host[same] != host[i]) same--;
             c->node[i] = same >= 0 ? c->node[same] : count++;
         }
@@ -2862,7 +2900,8 @@ HPMLC_FN MPI_Comm hpmlc_mpi_given(const hpml_comm_desc *d)
     return d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
 }
 
-/* Allocates all arrays in one block, so that the buffers of sends that are never tested live as long as the struct. */
+/* Allocates what the communicators over `given` share: one block with all arrays, so that the buffers of sends that are
+   never tested live as long as the struct. */
 HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
 {
     int rank, size, found = 0, *most = NULL;
@@ -2897,7 +2936,8 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     return x;
 }
 
-/* Handles the deadline of hpmlc_mpi_meet: the error names the ranks that have not even announced that they wait. */
+/* Handles the deadline of hpmlc_mpi_meet and returns false: the error on ctx, which is sent to all ranks, names the
+   ranks that have sent neither `letter` nor that they wait. */
 HPMLC_FN bool hpmlc_mpi_meet_late(hpml_ctx *ctx, hpmlc_shared *x, char letter)
 {
     char text[160], names[64] = "";
@@ -2912,8 +2952,8 @@ HPMLC_FN bool hpmlc_mpi_meet_late(hpml_ctx *ctx, hpmlc_shared *x, char letter)
     return false;
 }
 
-/* Sends a letter to all ranks and waits until each has sent the same letter, or 'N', could not start, which fails all
-   ranks. */
+/* Sends a letter to all ranks and waits until each rank has sent the same letter, or 'N': it could not start, which
+   fails all ranks. Returns false after an error, which is on ctx. */
 HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
 {
     char   expected = *letter == 'N' ? 'Y' : *letter;
@@ -2940,8 +2980,9 @@ HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
     }
 }
 
-/* All ranks meet ('Y'), duplicate the caller's communicator and meet again ('D'), because the letter that is missing
-   then shows which rank was lost. A rank that is out of memory meets the others, too, with 'N'. c NULL: this one is. */
+/* Connects all ranks of `given`: all meet ('Y', hpmlc_mpi_meet), duplicate `given` for c and meet again ('D'), because
+   the letter that is missing then shows which rank was lost. c NULL: this rank is out of memory, and meets with 'N'.
+   Returns false after an error, which is on ctx. */
 HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
 {
     static const char letters[] = { 'N', 'Y', 'D' };
@@ -2955,7 +2996,8 @@ HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MP
     return good;
 }
 
-/* Sets rank and ranks; an error where MPI is not running, or where the launcher and libmpi do not belong together. */
+/* Sets d->rank and d->ranks from MPI; an error where MPI is not running, or where the launcher and libmpi do not belong
+   together. */
 HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
 {
     int on = 0, launched = hpml_launched(NULL), rank, size;
@@ -2976,8 +3018,8 @@ HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Connects this rank with the others; c NULL: notifies them that this rank cannot start. Returns NULL after an
-   error. */
+/* Connects this rank with the others and returns the struct that c and its parts share, or NULL after an error, which
+   is on ctx. c NULL: notifies the others that this rank cannot start. */
 HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
 {
     hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
@@ -2991,11 +3033,11 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
         c->state  = m;
     }
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
-    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* where MPICH raises errors of MPI_Test */
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* MPICH raises errors of MPI_Test there */
     if (hpmlc_mpi_connect(ctx, c, x, hpmlc_mpi_given(d))) return x;
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
-    if (!x->said_final) hpmlc_shared_free(x); /* else x leaks, because sends in flight read it */
+    if (!x->said_final) hpmlc_shared_free(x); /* else x leaks, because MPI may still send from x */
     return NULL;
 }
 
@@ -3013,13 +3055,14 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     memset(x->letter, 0, (size_t)x->size);
     memset(x->awaits, 0, 2 * sizeof(double) * (size_t)x->size);
     hpmlc_mpi_list(x, true);
-    hpmlc_mpi_nodes(c, d->ranks_per_node); /* an error of it leaves the communicator open, for close */
+    hpmlc_mpi_nodes(c, d->ranks_per_node); /* after its error c stays open, and is closed later */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
     x->own_core = near <= hpmlc_cores(1);
     return HPML_OK;
 }
 
-/* MPI_THREAD_SERIALIZED is enough, because one lock serves all communicators. */
+/* Returns whether two threads may use c and its parts at the same time. MPI_THREAD_SERIALIZED is enough, because one
+   lock serves all communicators. */
 HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
 {
     return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED;
@@ -3029,11 +3072,11 @@ static const hpml_transport hpmlc_mpi_transport = {
     "mpi", hpmlc_mpi_locate, hpmlc_mpi_open, hpmlc_mpi_no_memory, hpmlc_mpi_split, hpmlc_mpi_close,
     hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_unblock, hpmlc_mpi_abandon,
     hpmlc_mpi_announce_failure, hpmlc_mpi_announce_busy, hpmlc_mpi_stuck_at,
-    hpmlc_mpi_allreduce, NULL, NULL, hpmlc_mpi_is_concurrent, /* messages between nodes take time */
+    hpmlc_mpi_allreduce, NULL, NULL, hpmlc_mpi_is_concurrent, /* .has_delay NULL: messages between nodes take time */
     false, 0, 5e-6, 0.3e-9, NULL
 };
 
-/* Starts MPI for hpml_launch, unless the program has started it: then false. *rank: of this process. */
+/* Starts MPI for hpml_launch and returns true, or false where the program has started MPI. *rank: of this process. */
 HPMLC_FN bool hpmlc_mpi_init(int *rank)
 {
     int on = 0, level;
