@@ -2135,8 +2135,7 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
 
 #define HPMLC_PIECE ((size_t)4 << 20)
 #define HPMLC_CONTROL 256 /* bytes of a rank's final control message: 'L' (left) or 'F' (failed) and a text */
-#define HPMLC_BUSY  40   /* number of control messages "I am busy", one for each duration of 2^k / 256 s, up to 68
-                            years */
+#define HPMLC_BUSY  40   /* messages "I am busy", one for each duration of 2^k / 256 s, up to 68 years */
 #define HPMLC_PARTS 128  /* communicators at most, the first one and its parts, that share an MPI communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
@@ -2182,8 +2181,7 @@ struct hpmlc_shared {
     int            from;    /* rank whose control message is being received, -1: none */
     MPI_Request    receive; /* MPI's request of that receive */
     char           control[HPMLC_CONTROL]; /* buffer into which a control message is received */
-    char          *letter;  /* (size) the letter of the last control message from each rank that began with one; 0:
-                               none */
+    char          *letter;  /* (size) letter of each rank's last control message that has a letter; 0: none */
     int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., buffers of sends. Number r means "I wait for rank
                                r", `size` "I wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", the
                                sender's own number "I do not wait any more" */
@@ -3095,16 +3093,16 @@ HPMLC_FN bool hpmlc_mpi_init(int *rank)
 /* Every thread has a clock of its own, which hpml_comm_compute and the arrival of messages advance; real time does not
    count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
    of their virtual time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at
-   once. A receive is complete when its message has arrived: the receiving thread advances its clock to that time, and
-   lets threads whose clocks are behind run before it reads the message. */
+   once. A receive is done when its message has arrived: the receiving thread advances its clock to that time, and lets
+   threads whose clocks are behind run before it reads the message. */
 
 #ifndef HPML_NO_THREADS
 
 struct hpmlc_vthread {
-    double         clock;    /* seconds; the timeline of the rank's context reads it, see hpml_trace_clock */
-    const double  *replaced; /* the clock that the timeline read before; NULL: real time */
-    hpml_rng       rng;      /* of its jitter */
-    int            rank;     /* of the world: the lower one runs first where clocks are equal */
+    double         clock;    /* seconds of virtual time; the timeline of the rank's context reads this member */
+    const double  *replaced; /* the clock that the timeline read before this one; NULL: real time */
+    hpml_rng       rng;      /* random numbers of the thread's jitter */
+    int            rank;     /* rank in the world; where clocks are equal the thread with the lower rank runs first */
     bool           runnable;
     pthread_cond_t turn;
     hpmlc_vthread *next;
@@ -3112,7 +3110,7 @@ struct hpmlc_vthread {
 
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_of(const hpml_comm *c) { return hpmlc_thread(c)->vthread; }
 
-/* The caller holds w->mutex. */
+/* Makes thread a of world w runnable, unless it is, and counts it as awake. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 {
     if (a->runnable) return;
@@ -3125,7 +3123,7 @@ HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
     for (hpmlc_vthread *a = w->vthreads; a; a = a->next) hpmlc_vthread_wake_held(w, a);
 }
 
-/* Gives the turn to the runnable thread whose clock is behind all others. The caller holds w->mutex. */
+/* Gives the turn to the runnable thread of world w whose clock is behind all others. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
 {
     hpmlc_vthread *best = NULL;
@@ -3135,22 +3133,23 @@ HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
             bool before = !best || a->clock < best->clock || (a->clock <= best->clock && a->rank < best->rank);
             if (a->runnable && before) best = a;
         }
-        if (!best) hpmlc_world_stuck(w); /* a deadlock: makes all threads runnable, if there are any */
+        if (!best) hpmlc_world_stuck(w); /* a deadlock: this call makes all threads runnable */
     }
     w->turn = best;
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets the threads run whose clocks are behind this one's. sleep: this thread runs again only after a wake. */
+/* Lets the threads run whose clocks are behind that of c's thread, which waits for its next turn. sleep: that turn
+   comes only after a wake. */
 HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
 {
     hpml_world    *w    = hpmlc_world_of(c);
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     hpmlc_inbox   *in   = hpmlc_inbox_of(c);
     pthread_mutex_lock(&w->mutex);
-    if (sleep && (!w->failed || in->peer < 0)) { /* after a failure no message is waited for */
+    if (sleep && (!w->failed || in->peer < 0)) { /* no message comes after a failure */
         self->runnable    = false;
-        in->wait.sleeping = true; /* for the report of a deadlock */
+        in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
     hpmlc_vthread_next_turn(w);
@@ -3159,7 +3158,7 @@ HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Waits for the first turn of a new thread. The thread that enters last gives the first turn of all. */
+/* Waits for the first turn of c's thread, which is new. The thread that enters last gives the first turn of all. */
 HPMLC_FN void hpmlc_vthread_enter(hpml_comm *c)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -3177,8 +3176,8 @@ HPMLC_FN void hpmlc_vthread_wake(hpml_world *w, hpmlc_vthread *a)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Advances the clock of this thread to `time`. The threads behind it run first, because what they send comes before
-   anything that this thread does next. */
+/* Advances the clock of c's thread to `time`, in seconds, unless it is later. Threads whose clocks are behind run
+   first, because what they send comes before anything that this thread does next. */
 HPMLC_FN void hpmlc_clock_advance(hpml_comm *c, double time)
 {
     hpmlc_vthread *self = hpmlc_vthread_of(c);
@@ -3205,7 +3204,7 @@ HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
     return a;
 }
 
-/* Removes this thread, `self`, from the world for good, and gives the turn to another. */
+/* Removes this thread, `self`, from world w for good, frees it and gives the turn to another thread. */
 HPMLC_FN void hpmlc_vthread_free(hpml_world *w, hpmlc_vthread *self)
 {
     hpmlc_vthread **link;
@@ -3238,8 +3237,9 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
     else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
 }
 
-/* Sleeps until m's message arrives (an older receive of the same rank and tag gets the next one), or until a message is
-   sent to this rank; never until another receive's arrival, because m may be complete before. */
+/* Sleeps until the message of the receive m arrives (an older receive with the same peer and tag gets the next message:
+   until that one's arrival), or until a message is sent to this rank. Never sleeps until the arrival of other receives,
+   because m may be done before. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
     double arrival = hpmlc_oldest(m)->arrival;
@@ -3252,15 +3252,15 @@ HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPML
     hpmlc_vthread_yield(c, true);
 }
 
-/* Returns the thread that `clock` is a member of. A timeline stores only the address of the clock that it reads, and
-   each clock that a timeline reads is that member: hpmlc_clock_open is the only caller that sets one. */
+/* Returns the thread whose member .clock is at `clock`. The timeline stores only the address of the clock that it
+   reads, and that is always such a member: hpmlc_clock_open is the only caller that sets one. */
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_of_clock(const double *clock)
 {
     return (hpmlc_vthread *)((uintptr_t)clock - offsetof(hpmlc_vthread, clock));
 }
 
-/* Makes the timeline read the clock that it read before `self`'s. Where it reads the clock of a communicator that was
-   created later on the same context, that one's thread gets the clock to return to. */
+/* Makes the timeline of ctx read the clock that it read before `self`'s. Where it reads the clock of a communicator
+   that was created later on ctx, it keeps doing so, and that communicator's thread gets the clock to return to. */
 HPMLC_FN void hpmlc_clock_restore(hpml_ctx *ctx, hpmlc_vthread *self)
 {
     const double *top = hpml_trace_clock(ctx, self->replaced);
@@ -3283,7 +3283,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     if (!c->is_part) hpmlc_vthread_free(w, self);
 }
 
-/* Nothing refers to m, because sends are copies. */
+/* Gives m up. Nothing else refers to m, because sends are copies. */
 HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; }
 
 HPMLC_FN double hpmlc_clock_now(const hpml_comm *c) { return hpmlc_vthread_of(c)->clock; }
@@ -3309,7 +3309,7 @@ HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
     return true;
 }
 
-/* From here on the twin runs in the time of its communicator's thread again. */
+/* Ends the virtual thread that `twin` has; from here on the twin uses the clock of c's thread again. */
 HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
 {
     hpmlc_vthread *own = hpmlc_vthread_of(twin);
@@ -3317,7 +3317,8 @@ HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
     hpmlc_vthread_free(hpmlc_world_of(c), own);
 }
 
-/* Virtual time passes for the other threads; `until`, a real time, does not count. */
+/* Sleeps until a wake, unless g->changes differs from *seen already, and sets *seen. Virtual time passes for the other
+   threads; `until`, a real time, does not count. */
 HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
 {
     hpmlc_set_awaited(c, -1);
@@ -3349,8 +3350,8 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
         return HPML_ERR_MEMORY;
     }
     hpmlc_thread(c)->vthread = self;
-    c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this thread spins */
-    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* spans of layers take no time, but are in order */
+    c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this one spins */
+    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* spans of layers take no virtual time */
     hpmlc_vthread_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return HPML_OK;
@@ -3359,12 +3360,12 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
 static const hpml_transport hpmlc_clock = {
     "clock", hpmlc_threads_locate, hpmlc_clock_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_clock_close,
     hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_threads_unblock, hpmlc_clock_abandon,
-    hpmlc_threads_announce_failure, NULL, NULL, /* no deadlines */
+    hpmlc_threads_announce_failure, NULL, NULL, /* no .announce_busy and .stuck_at: there are no deadlines */
     NULL, NULL, NULL, NULL,
     true, 0, 2e-6, 0.25e-9, &hpmlc_clock_schedule
 };
 
-/* Notes that a rank could not start, so that no other rank waits for it. */
+/* Records that rank `rank` could not start and fails world w with `text`, so that no other rank waits for that rank. */
 HPMLC_FN void hpmlc_world_absent(hpml_world *w, int rank, const char *text)
 {
     if (rank < 0 || rank >= w->ranks) return;
@@ -3385,7 +3386,7 @@ HPMLC_FN void hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUS
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifdef HPML_NO_THREADS
-/* One rank alone, for which nothing is ever sent. */
+/* Sets rank 0 of 1: without threads THREADS and CLOCK have one rank, which sends nothing. */
 HPMLC_FN hpml_status hpmlc_self_locate(hpml_ctx *ctx HPMLC_UNUSED, hpml_comm_desc *d)
 {
     d->rank  = 0;
@@ -3399,7 +3400,7 @@ static const hpml_transport hpmlc_self = {
 };
 #endif
 
-/* Returns the built-in table of d->transport; NULL after an error. */
+/* Returns the built-in transport that d->transport names; NULL after an error, which is on ctx. */
 HPMLC_FN const hpml_transport *hpmlc_transport_find(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     switch (d->transport) {
@@ -3422,7 +3423,7 @@ HPMLC_FN const hpml_transport *hpmlc_transport_find(hpml_ctx *ctx, const hpml_co
     return NULL;
 }
 
-/* Returns whether a user's transport has all required functions. */
+/* Returns whether t, a transport of the caller's own, has all required functions; if not, the error is on ctx. */
 HPMLC_FN bool hpmlc_custom_good(hpml_ctx *ctx, const hpml_transport *t)
 {
     const char *missing = NULL;
@@ -3440,7 +3441,7 @@ HPMLC_FN bool hpmlc_custom_good(hpml_ctx *ctx, const hpml_transport *t)
     return !missing && !t->schedule;
 }
 
-/* Allocates a communicator and connects it by the transport t. */
+/* Allocates a communicator on ctx and connects it by transport t, which may set rank and ranks of d; NULL: an error. */
 HPMLC_FN hpml_comm *hpmlc_comm_open(hpml_ctx *ctx, const hpml_transport *t, hpml_comm_desc *d)
 {
     if (t->locate && t->locate(ctx, d) != HPML_OK) return NULL;
@@ -3490,7 +3491,7 @@ HPMLC_FN void hpmlc_comm_destroy(void *object)
 {
     hpml_comm *c = (hpml_comm *)object;
     if (!c->t) return;
-    hpml_comm_set_link(c, NULL); /* announces a failure, too */
+    hpml_comm_set_link(c, NULL); /* also announces this rank's failure, if any */
     hpmlc_background_stop(c);
     bool good = hpml_ctx_status(c->ctx) == HPML_OK;
     if (c->t->close) c->t->close(c);
@@ -3503,7 +3504,7 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 {
     if (!c) return HPML_ERR_ARGUMENT;
     hpml_device_link old = c->link;
-    hpmlc_failed(c); /* announces a failure, so that the other ranks do not wait and no job waits for them */
+    hpmlc_failed(c); /* announces this rank's failure, if any, so that no rank or job waits for this one */
     if (old.across) hpmlc_background_drain(old.across);
     memset(&c->link, 0, sizeof c->link);
     if (link) c->link = *link;
@@ -3513,14 +3514,15 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 HPML_API void hpml_comm_free(hpml_comm *c) { hpml_ctx_release(hpml_comm_ctx(c), c); }
 
-/* Creates the communicator of `count` ranks of c, in the order of `ranks`, on ctx. */
+/* Creates on ctx the communicator of `count` ranks of c, in the order of `ranks`, which include this rank; NULL: an
+   error. */
 HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
 {
     int me = 0;
     while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
     if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or all give up */
+    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* an error on all ranks if any lacks memory */
     for (int i = 0; i < count; i++) {
         part->origin[i] = c->origin[ranks[i]];
         part->node[i]   = c->node[ranks[i]];
@@ -3545,11 +3547,11 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
     int32_t   *all  = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)(3 * p), NULL);
     hpml_comm *part = NULL;
     if (!all) return NULL;
-    int32_t *ranks = all + 2 * p; /* after color and key of each rank */
+    int32_t *ranks = all + 2 * p; /* `all` begins with color and key of each rank */
     all[2 * c->rank]     = color;
     all[2 * c->rank + 1] = key;
     if (hpml_allgather(c, all, 2 * p, HPML_ELEMENT_I32) == HPML_OK) {
-        for (int i = 0; i < p; i++) { /* sorted by insertion, because communicators are split rarely */
+        for (int i = 0; i < p; i++) { /* insertion sort by key: splits are rare */
             int at = count;
             if (all[2 * i] != color) continue;
             for (; at > 0 && all[2 * ranks[at - 1] + 1] > all[2 * i + 1]; at--) ranks[at] = ranks[at - 1];
@@ -3568,7 +3570,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
     return c ? hpml_comm_split(c, c->node[c->rank], c->rank) : NULL;
 }
 
-typedef struct hpmlc_start { /* of one rank */
+typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
     hpml_ctx_desc           ctx;
@@ -3578,8 +3580,8 @@ typedef struct hpmlc_start { /* of one rank */
     char                    error[768];
 } hpmlc_start;
 
-/* Stores the text of a rank's error, which begins with the rank: errors of layers and files do not name it. rank -1:
-   the only rank. */
+/* Stores the text of a rank's error in s, after "rank N: " unless it begins so, because errors of layers and files do
+   not name their rank. rank -1: the only rank, which needs no name. */
 HPMLC_FN void hpmlc_start_error(hpmlc_start *s, int rank, const char *text)
 {
     int n = rank < 0 || strncmp(text, "rank ", 5) == 0 ? 0 : snprintf(s->error, sizeof s->error, "rank %d: ", rank);
@@ -3600,7 +3602,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
         comm->close_error.size = sizeof s->error;
     }
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
-    if (s->status != HPML_OK && ctx) { /* on the context, too, which announces the error to the other ranks */
+    if (s->status != HPML_OK && ctx) { /* on the context, which announces the error to the other ranks */
         if (hpml_ctx_status(ctx) == HPML_OK)
             hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
         hpmlc_start_error(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
@@ -3626,7 +3628,7 @@ HPML_API int hpml_launched(int *rank)
     return 0;
 }
 
-/* Returns the number of cores of this machine for each of `ranks` ranks, at least 1. */
+/* Returns how many cores of this machine each of `ranks` ranks may use, at least 1. */
 HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 {
 #ifndef HPML_NO_THREADS
@@ -3637,11 +3639,13 @@ HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 #endif
 }
 
-/* Sets transport and ranks from HPML_RUN or .run. False: it cannot be read. */
+/* Sets transport and ranks of d from the environment variable HPML_RUN or from d->run (see hpml_launch_desc). Returns
+   false if these words cannot be read. */
 HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 {
-    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind */
-    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: the same as not set */
+    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* the first three as
+                                                                                           hpml_transport_kind */
+    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty HPML_RUN: as not set */
     if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
     if (!d->run) return true;
     enum { MPI = 1, SERIAL = 3, AUTO = 4, KINDS = 5 };
@@ -3658,7 +3662,8 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
     return true;
 }
 
-/* Refuses threads in each of several processes of mpiexec, unless allowed, because these are separate runs. */
+/* Refuses to run threads in each of several processes of mpiexec, unless .alone or HPML_RUN allows that, because these
+   would be separate runs. The text of the error goes to `to`. */
 HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_text *to)
 {
     const char *run       = getenv("HPML_RUN"), *kind = d->transport == HPML_TRANSPORT_CLOCK ? "clock" : "threads";
@@ -3671,8 +3676,8 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
                         kind, ranks, processes, processes, kind, ranks);
 }
 
-/* Returns the status of the rank that failed first, with its text: a rank that only reports another rank's failure
-   (HPML_ERR_PEER) did not. */
+/* Returns the status of the rank, of n in s, that failed first, and its text in `to`: a rank that only reports another
+   rank's failure (HPML_ERR_PEER) did not. */
 HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
@@ -3691,14 +3696,15 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
-    if (started && s->status == HPML_OK) MPI_Finalize(); /* else other ranks may never call it; exit ends the job */
+    if (started && s->status == HPML_OK) MPI_Finalize(); /* else others may never call it; exit ends the job */
 #else
-    hpmlc_start_main(s); /* fails; the text gives the command that builds with MPI */
+    hpmlc_start_main(s); /* fails: the error's text shows how to build with MPI */
 #endif
     return hpmlc_first_cause(s, 1, to);
 }
 
-/* Runs the ranks of THREADS and CLOCK, each in a thread. */
+/* Runs `ranks` ranks of THREADS or CLOCK, each in a thread, and returns the first cause of a failure, its text in
+   `to`. */
 HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
 #ifndef HPML_NO_THREADS
@@ -3711,7 +3717,7 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
     for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
     hpml_status status = w && threads ? hpmlc_first_cause(s, ranks, to) : HPML_ERR_MEMORY;
-    if (status == HPML_OK && w->failed) /* background work failed, and its job has not been waited for */
+    if (status == HPML_OK && w->failed) /* background work failed whose job was not waited for */
         status = hpmlc_refuse(to, HPML_ERR_COMM, "%s", w->text);
     hpml_world_free(w);
     free(threads);
@@ -3724,7 +3730,8 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 #endif
 }
 
-/* Parses desc.run. An error where ranks or transport are out of range or not allowed (.alone). */
+/* Sets transport and ranks of d from .run. Returns an error, its text in `to`, where these or the network are out of
+   range, or where they are not allowed (.alone). */
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
@@ -3747,7 +3754,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
     hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
     hpmlc_refuse(&to, refused, "%s", refused == HPML_OK ? "" : text);
-    bool cleared = !d._begin && !d._end; /* in a desc that is not cleared .log may be any address */
+    bool cleared = !d._begin && !d._end; /* else .log may be any address */
     if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
     if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
@@ -3765,7 +3772,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         c->timeout        = d.timeout;
         c->check          = d.check;
         c->ranks_per_node = d.network.ranks_per_node;
-        if (mpi) continue; /* the rank is not known yet */
+        if (mpi) continue; /* this process's rank is not known yet */
         if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
         if (d.place) d.place(&s[i].ctx, i, user);
     }
@@ -3778,9 +3785,9 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 // >>timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the seconds by which this rank's clock is ahead of rank 0's. Rank 0 answers each question with its time;
-   the answer of the quickest of 8 exchanges is taken as given in the middle of it, so the error is at most half its
-   time. */
+/* Returns the seconds by which this rank's clock is ahead of rank 0's. The rank asks rank 0 eight times for its time
+   and takes the answer of the quickest exchange as given in the middle of that exchange, so the error is at most half
+   of its duration. Rank 0 answers all ranks and returns 0. */
 HPMLC_FN double hpmlc_clock_offset(hpml_comm *c)
 {
     double best = 1e300, ahead = 0, theirs = 0;
@@ -3809,11 +3816,12 @@ HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *
     if (hpml_broadcast(c, &origin, sizeof origin, 0) != HPML_OK) return hpml_ctx_status(c->ctx);
     d.rank   = c->rank;
     d.origin = origin + ahead;
-    if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which the desc takes for "now" */
+    if (d.origin == 0) d.origin = 1e-12; /* a desc's origin of 0 means "now", but virtual time begins at 0 */
     return hpml_trace_start(c->ctx, &d);
 }
 
-/* Returns a whole file with a zero after it; NULL when it cannot be read. */
+/* Returns the content of the file `path`, on ctx, with a zero after it, its length in *size; NULL: it cannot be
+   read. */
 HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 {
     FILE *f    = fopen(path, "rb");
@@ -3839,7 +3847,8 @@ HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
     return status;
 }
 
-/* Each rank writes a file of its own, PATH.rankN, and sends it to rank 0, which joins the lists of events in `path`. */
+/* Writes each rank's events to a file of its own, PATH.rankN, then sends that to rank 0, which joins the lists in
+   `path`. */
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 {
     char    own[1024];
@@ -3863,7 +3872,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
         return status;
     }
     f = fopen(path, "wb");
-    bool good = f && fwrite(text, 1, (size_t)size - 3, f) == (size_t)size - 3; /* without the last bracket */
+    bool good = f && fwrite(text, 1, (size_t)size - 3, f) == (size_t)size - 3; /* without "\n]\n" */
     hpml_ctx_release(c->ctx, text);
     for (int r = 1; r < c->size; r++) {
         if (hpml_recv(c, r, 1, &size, sizeof size) != HPML_OK) break;
@@ -8401,60 +8410,63 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
 // >>simulate   moves in virtual time, by a queue of ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Every rank has a clock. Ranks that are about to send wait in a queue by (clock, rank), as threads do in >>clock, so
-   that messages enter the cards in the same order and the times are the same. That costs some 50 to 100 ns a message.
-   Two shapes have p^2 messages and need less, because the order of turns does not matter in them:
-     ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
-                  in the same state, the ranks of one node represent those of all nodes
+/* Every simulated rank has a clock. Ranks that are about to send wait in a queue by (clock, rank), as threads do in
+   >>clock, so that messages enter the cards in the same order as there and arrive at the same times. A message costs
+   some 50 to 100 ns of computation. Two shapes of collectives have p^2 messages and need less, because the order of
+   turns does not matter in them:
+     ring         each card serves one pair of ranks: played round by round, without a queue (some ns a message). Where
+                  all nodes are in the same state, the ranks of one node represent those of all nodes
      all to all   the ranks of one node represent those of all nodes likewise
-   Tests compare both with the queue. */
+   Tests compare both shapes with the queue. */
 
 typedef struct hpmlc_sim_event {
     double time;
     int    rank;
-    int    run;  /* in the heap: the run whose first event this is */
+    int    run;  /* in hpmlc_sim.heap: index of the run (hpmlc_sim_push) that begins with this event */
 } hpmlc_sim_event;
 
-typedef struct hpmlc_sim_letter { /* a message to a rank that does not wait for it yet */
-    int    from, next; /* the sender; the next letter of the receiver, -1: none */
+typedef struct hpmlc_sim_letter { /* a message that has been sent to a rank which does not wait for it yet */
+    int    from, next; /* the sender's rank; index of the receiver's next letter, -1: none */
     double arrival;
 } hpmlc_sim_letter;
 
-typedef struct hpmlc_sim_rank { /* a rank in the queue. One struct: turns come in any order, so members share a line */
+typedef struct hpmlc_sim_rank { /* a simulated rank. One struct, not arrays: turns come in any order, and members share
+                                   a line */
     int     phase, round;
-    int     to, from;    /* of its move, -1: none */
-    int64_t bytes;       /* sent by the move */
-    int     want;        /* the rank whose message is awaited, or -1 */
-    int     first, last; /* letters, -1: none */
-    int     next;        /* the next rank of its run, -1: none */
+    int     to, from;    /* ranks of the current move, -1: none */
+    int64_t bytes;       /* bytes sent by the current move */
+    int     want;        /* the rank whose message is awaited; -1: none */
+    int     first, last; /* indices of the letters to this rank, -1: none */
+    int     next;        /* the rank after this one in the same run (hpmlc_sim_push), -1: none */
 } hpmlc_sim_rank;
 
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
 typedef struct hpmlc_sim {
     hpml_comm         layout;             /* a communicator without a transport: nodes and links of the ranks */
-    int               p, nodes, per_node; /* per_node: 0 where nodes are not all alike */
-    bool              mixed;              /* neighbours in a ring are on different nodes, several on each */
-    bool              plain;              /* for tests: always play the queue */
-    double            latency[2], rate[2]; /* inside, between: seconds, seconds a byte */
+    int               p, nodes, per_node; /* ranks, nodes, ranks of each node; per_node 0: nodes differ */
+    bool              mixed;              /* nodes have several ranks, but not consecutive ones */
+    bool              plain;              /* for tests: plays every collective by the queue */
+    double            latency[2], rate[2]; /* [0] inside a node, [1] between nodes: seconds, seconds a byte */
     int32_t          *node;               /* (p) */
     double           *clock;              /* (p) */
-    double           *out, *in;           /* (p + nodes) seconds when cards get free: of ranks inside nodes, of nodes */
-    int64_t          *bytes, *messages;   /* (p) sent */
-    int64_t           between;            /* bytes between nodes */
+    double           *out, *in;           /* (p + nodes) time when each rank's card (inside nodes), each node's gets
+                                             free: sends, receives */
+    int64_t          *bytes, *messages;   /* (p) sent by each rank */
+    int64_t           between;            /* bytes sent from node to node */
     double           *work;               /* (4 p) scratch */
-    /* The collective that is played, and the queue: */
+    /* The collective that is played, and the queue by which it is played: */
     hpmlc_sim_kind    kind;
     int64_t           n;
-    size_t            size;               /* of an element */
-    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) */
-    int32_t          *phases;             /* (p) phases of each rank; in an all to all: scratch */
+    size_t            size;               /* bytes of an element */
+    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) the plan of each rank */
+    int32_t          *phases;             /* (p) number of phases of each rank; in an all to all: scratch */
     hpmlc_sim_rank   *rank;               /* (p) */
     hpmlc_sim_event  *run;                /* (p) the last event of each run, the latest first */
     hpmlc_sim_event  *heap;               /* (p) the first event of each run, the earliest at the top */
     int               runs;
     hpmlc_sim_letter *letter;
-    int               letters, free_letter; /* letters allocated; first unused one, -1: none */
+    int               letters, free_letter; /* number of letters allocated; index of the first unused one, -1: none */
     bool              failed;             /* out of memory */
 } hpmlc_sim;
 
@@ -8482,12 +8494,12 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
-    s->node        = (int32_t *)calloc(2 * n, sizeof(int32_t)); /* with phases */
-    s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* with out, in, work */
+    s->node        = (int32_t *)calloc(2 * n, sizeof(int32_t)); /* array `node`, then `phases` */
+    s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* `clock`, `out`, `in`, `work` */
     s->bytes       = (int64_t *)calloc(2 * n, sizeof(int64_t));
     s->phase       = (hpmlc_phase *)calloc(HPMLC_PHASES * n, sizeof(hpmlc_phase));
     s->rank        = (hpmlc_sim_rank *)calloc(n, sizeof(hpmlc_sim_rank));
-    s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* with heap */
+    s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* `run`, then `heap` */
     s->failed      = !s->node || !s->clock || !s->bytes || !s->phase || !s->rank || !s->run;
     if (s->failed) return false;
     s->out      = s->clock + n;
@@ -8507,20 +8519,22 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     return true;
 }
 
-/* Returns the rank that represents a rank where all nodes are in the same state: the one in the same place of the first
-   node; where there is only one node, rank 0. */
+/* Returns the rank that represents rank `rank` where all nodes are in the same state: the one in the same place of the
+   first node; where there is only one node, rank 0. */
 HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
 {
     if (s->nodes == 1) return 0;
     return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* Returns the index of the card that a message of this rank uses: the rank's own inside a node, else the node's. */
+/* Returns the index in s->out and s->in of the card that a message of `rank` uses: the node's if `far`, else the
+   rank's. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
 
-/* Sends a message now and returns when it arrives, in seconds: the rule of hpmlc_arrival. But in an all to all as many
-   bytes enter a node as leave it at any time, so the receiving card is not counted: reserved in the order of sending,
-   it would delay the sending card, and that card the next one, a congestion that no switch has. */
+/* Sends a message of `bytes` at the sender's clock and returns when it arrives, in seconds, by the rule of
+   hpmlc_arrival. But in an all to all as many bytes enter a node as leave it at any time, so the receiving card is not
+   counted: reserved in the order of sending, it would delay the sending card, and that card the next message, a
+   congestion that no switch has. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->node[from] != s->node[to];
@@ -8543,10 +8557,11 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
     return a.time < b.time || (a.time <= b.time && a.rank < b.rank);
 }
 
-/* Puts a rank into the queue. The queue is a set of runs: lists of ranks in the order of their turns. A rank is
-   appended to the run with the latest end that is before the rank's turn; where there is none, it begins a run. So the
-   ends stay sorted, and a run that gets empty is the one with the earliest end, the last. Ranks that do the same at the
-   same time need few runs, whose ends stay in the cache; a heap of all ranks would miss the cache at every step. */
+/* Puts rank `rank` into the queue. The queue is a set of runs: lists of ranks in the order of their turns, by (clock,
+   rank). A rank is appended to the run with the latest end that is before the rank's turn; where there is none, the
+   rank begins a run. So the runs stay sorted by their ends, and a run that gets empty is the last, with the earliest
+   end. Ranks that do the same at the same time need few runs, whose ends stay in the cache; a heap of all ranks would
+   miss it. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
@@ -8569,7 +8584,7 @@ HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
     s->run[low] = e;
 }
 
-/* Takes the rank with the next turn out of the queue. */
+/* Takes the rank whose turn is next, by (clock, rank), out of the queue and returns it. */
 HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
 {
     hpmlc_sim_event e = s->heap[0];
@@ -8589,17 +8604,17 @@ HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
     return top;
 }
 
-/* Returns the elements of block i. */
+/* Returns how many elements block i has, the i-th of p almost equal parts of the array of s->n elements. */
 HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
 {
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
 }
 
-/* Finds the current move of rank r; false when rank r has none left. */
+/* Stores the current move of the collective in s->rank[r], for rank r; false when rank r has no move left. */
 HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
-    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* round k: to the rank k after r, as in hpmlc_blocks */
+    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* round k: to rank r + k, from rank r - k, as in hpmlc_blocks */
         int k = q->round + 1;
         if (k >= s->p) return false;
         q->to    = (r + k) % s->p;
@@ -8622,7 +8637,8 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
     return false;
 }
 
-/* Receives the first letter of `from` that rank r has, and advances r's clock to its arrival. False: there is none. */
+/* Receives the first letter (message in waiting) from rank `from` that rank r has, and advances r's clock to its
+   arrival. Returns false if there is none. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -8640,7 +8656,7 @@ HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
     return false;
 }
 
-/* Keeps a letter for rank r, which does not wait for it yet. */
+/* Keeps a message from rank `from` as a letter for rank r, which does not wait for it yet. arrival: in seconds. */
 HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
 {
     if (s->free_letter < 0) {
@@ -8669,7 +8685,7 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
 }
 
 /* Plays the rounds of rank r until r is about to send (then r is queued), must wait for a message, or has no round
-   left. sent: the message of the current round has been sent. */
+   left. sent: the message of r's current round has been sent. */
 HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -8685,7 +8701,7 @@ HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
     }
 }
 
-/* Plays the collective turn by turn. */
+/* Plays the collective whose moves hpmlc_sim_move finds, turn by turn, by the queue. */
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
     s->runs = 0;
@@ -8699,7 +8715,7 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
         double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
         hpmlc_sim_rank *q = &s->rank[to];
-        if (q->want == r) { /* waits for this message */
+        if (q->want == r) { /* rank `to` waits for this message */
             if (s->clock[to] < arrival) s->clock[to] = arrival;
             q->want = -1;
             q->round++;
@@ -8713,9 +8729,9 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // >>simulate-fast   rings and all to all in virtual time without a queue
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns how many ranks represent all ranks of a ring: 1, those of a node, or p. Fewer than p only where blocks are
-   equal, or so many that each may count as the longest (the time is an upper bound then). free_at: (p) when the link
-   from i to i + 1 gets free, seconds. */
+/* Returns how many ranks represent all p ranks of a ring over n elements: 1, those of a node, or p. Fewer than p only
+   where blocks are equal, or so many that each may count as the longest (the time is an upper bound then). free_at: (p)
+   when the link from rank i to i + 1 gets free, in seconds. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
 {
     int q = s->per_node > 0 && !s->mixed ? s->per_node : s->p;
@@ -8727,15 +8743,15 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
 }
 
 /* Plays a ring of all ranks in which no two pairs share a card. rounds: 2 (p - 1), or p - 1 for an allgather alone. In
-   round k rank i sends block i - 1 - k; in an allgather alone block i - k. */
+   round k rank i sends block i - 1 - k, in an allgather alone block i - k, of the p blocks of the array. */
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
-    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p), (2 p) twice the same, (p) */
+    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p), (2 p) each size twice, (p) */
     for (int i = 0; i < p; i++) {
         int     next = (i + 1) % p, far = s->node[i] != s->node[next];
         double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
-        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* not sent in the first, second half */
+        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* not sent in the 1st, 2nd half */
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
@@ -8764,7 +8780,7 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
     }
 }
 
-/* Returns whether all nodes are in the same state, so that one node represents all. */
+/* Returns whether clocks and cards of all nodes are in the same state, so that one node represents all. */
 HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
 {
     if (s->per_node == 0) return false;
@@ -8777,14 +8793,14 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
     return true;
 }
 
-/* Plays an all to all where all nodes are in the same state. Each block counts as the longest one. As in
-   hpmlc_sim_send, the receiving card is not counted. */
+/* Plays an all to all where all nodes are in the same state. Each block that one rank sends to another counts as the
+   longest one. As in hpmlc_sim_send, the receiving card is not counted. */
 HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 {
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
     double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (p) */
     double  card = s->out[p];
-    int32_t *order = s->phases; /* (m) ranks that represent all others, sorted by clock */
+    int32_t *order = s->phases; /* (m) the ranks that represent all ranks, sorted by clock */
     for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
         for (int j = 1; j < m; j++) { /* insertion sort: the ranks are nearly sorted */
@@ -8822,8 +8838,9 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     }
 }
 
-/* True when the plan is nothing but the ring that hpmlc_sim_ring plays: all ranks, the whole array, reduce-scatter and
-   allgather, or allgather alone. Rank 0's plan stands for all, because a team of all ranks has all of them. */
+/* Returns true when the collective is nothing but the ring that hpmlc_sim_ring plays: all ranks, the whole array,
+   reduce-scatter and allgather, or allgather alone. Rank 0's plan decides, because each rank of a team has the same
+   phases. */
 HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
     const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
@@ -8837,14 +8854,14 @@ HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
     return true;
 }
 
-/* Keeps the plan of one rank for the queue. */
+/* Copies the plan of rank `rank` to s->phase, from which the queue plays it. */
 HPMLC_FN void hpmlc_sim_set_plan(hpmlc_sim *s, int rank, const hpmlc_plan *plan)
 {
     s->phases[rank] = plan->count;
     for (int i = 0; i < plan->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = plan->phase[i];
 }
 
-/* Plays the collective whose kind, elements and plans are set, from the ranks' clocks on. */
+/* Plays the collective whose kind, elements and plans are set in s, from the ranks' clocks on. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
 {
     bool to_all = s->kind == HPMLC_SIM_ALL_TO_ALL;
@@ -8855,7 +8872,8 @@ HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
     return !s->failed;
 }
 
-/* Plays one collective of n elements, from the ranks' clocks on. False: out of memory. */
+/* Plays a collective of n elements of `size` bytes, from the ranks' clocks on. a: of an allreduce. False: out of
+   memory. */
 HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
 {
     int p = s->p;
@@ -8873,7 +8891,7 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     return hpmlc_sim_run(s);
 }
 
-/* Returns the latest clock of all ranks: seconds. */
+/* Returns the latest clock of all ranks, in seconds. */
 HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 {
     double t = s->clock[0];
@@ -8928,8 +8946,8 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     return HPML_OK;
 }
 
-/* Exchanges one bucket, which is ready on rank r at ready * slow[r] seconds. Adds its seconds to *comm. False: out of
-   memory. */
+/* Exchanges one bucket of n f32, which is ready on rank r at ready * slow[r] seconds; packed: its bytes where d->packed
+   is given. Adds the seconds of the exchange to *comm. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double ready, int64_t n, int64_t packed,
                                double *comm)
 {
@@ -8950,7 +8968,7 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     return good;
 }
 
-/* Plays one step of training, bucket by bucket. False: out of memory. */
+/* Plays one step of training, bucket by bucket, and adds up its times and counts in *out. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
     double   now = 0, slowest = d->network.slow ? 0 : 1, whole = 0;
