@@ -819,8 +819,7 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #include <mpi.h>
 #endif
 
-/* Private names begin with hpmlc_, c for communication. These macros and the __atomic functions used below are GNU
-   C. */
+/* Private names begin with hpmlc_, c for communication. These macros and the __atomic functions below are GNU C. */
 #define HPMLC_FN       static __attribute__((unused))
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
@@ -887,9 +886,9 @@ typedef struct hpmlc_schedule {
     double (*now)(const hpml_comm *c);
     void   (*compute)(hpml_comm *c, double seconds);
     void   (*advance)(hpml_comm *c, double time);
-    /* The background thread of c, which works with `twin`: thread_open is called before the thread starts (false: the
-       thread must not start), thread_enter at its start, thread_close at its end, or by the thread of c where it could
-       not start. */
+    /* The background thread of c, which uses `twin`: thread_open is called before the thread starts (false: it must
+       not), thread_enter at its start, thread_close at its end, or by the thread of c where the other could not
+       start. */
     bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
     void   (*thread_enter)(hpml_comm *twin);
     void   (*thread_close)(hpml_comm *c, hpml_comm *twin);
@@ -899,7 +898,7 @@ typedef struct hpmlc_schedule {
     void   (*wake)(hpml_comm *sleeper, hpmlc_waitpoint *g);
 } hpmlc_schedule;
 
-/* HPMLC_ZERO defines a variable that is all zero; HPMLC_DESC a copy of the desc at `given`, all zero where that is
+/* HPMLC_ZERO defines a variable that is all zero; HPMLC_DESC a copy of the desc at `given`, all zero if that is
    NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
@@ -937,8 +936,8 @@ HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *fo
     return hpml_ctx_fail(c->ctx, status, "rank %d: %s", c->origin[c->rank], text);
 }
 
-/* Returns true if c is NULL or its context has an error, which is then announced to the ranks that wait for this
-   rank. */
+/* Returns true if c is NULL or its context has an error, and announces that error to the ranks that wait for this
+   one. */
 HPMLC_FN bool hpmlc_failed(hpml_comm *c)
 {
     if (!c) return true;
@@ -953,8 +952,8 @@ HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NUL
 HPML_API const char *hpml_comm_transport(const hpml_comm *c) { return c ? c->t->name : "none"; }
 HPML_API int hpml_comm_node(const hpml_comm *c, int r) { return c && r >= 0 && r < c->size ? c->node[r] : -1; }
 
-/* Sleeps for `seconds`, by select, because -std=c99 declares select but not nanosleep; spins where there is no
-   select. */
+/* Sleeps for `seconds`, by select, because -std=c99 declares select but not nanosleep; spins where select is
+   missing. */
 HPMLC_FN void hpmlc_nap(double seconds)
 {
 #if defined(__unix__) || defined(__APPLE__)
@@ -967,8 +966,8 @@ HPMLC_FN void hpmlc_nap(double seconds)
 #endif
 }
 
-/* Allocates a communicator on ctx with the defaults of transport t. c->t stays NULL until the transport is connected,
-   so that nothing is closed if that fails. */
+/* Allocates a communicator on ctx for transport t. c->t stays NULL until t is connected: nothing is closed if that
+   fails. */
 HPMLC_FN void       hpmlc_comm_destroy(void *object);
 HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int rank, int size)
 {
@@ -1014,15 +1013,15 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
 }
 
-/* Moves this thread's virtual clock on to `time`, after all threads whose clocks are behind; in real time does
+/* Moves this thread's virtual clock on to `time`, after all threads whose clocks are behind. Real time: does
    nothing. */
 HPMLC_FN void hpmlc_advance(hpml_comm *c, double time)
 {
     if (c->is_virtual) c->t->schedule->advance(c, time);
 }
 
-/* Returns true where messages take time that a computation can hide: between nodes, over links that take time, in
-   virtual time. */
+/* Returns true where messages take time that a computation can hide: between nodes, over slow links, in virtual
+   time. */
 HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
 {
     if (c->is_virtual) return true;
@@ -1046,8 +1045,8 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 
 #define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* true for 0 to 1e12, false for NaN */
 
-/* Checks the links and nodes of a network of p ranks, and if `clock` its jitter and slow ranks. The text of an error,
-   in `to`, begins with `who`. */
+/* Checks links and nodes of a network of p ranks, and if `clock` jitter and slow ranks. An error's text begins with
+   `who`. */
 HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, bool clock,
                                          const hpmlc_text *to)
 {
@@ -1165,8 +1164,7 @@ HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
 
 #define HPMLC_SPIN_OWN_CORE 2000 /* value of c->spin_limit where each rank has a core of its own */
 
-/* Returns c->spin_limit, read atomically, because the rank's thread changes the limit of a twin while the twin
-   waits. */
+/* Returns c->spin_limit, read atomically, because the rank's thread changes that of a twin while the twin waits. */
 HPMLC_FN int hpmlc_spin_limit(const hpml_comm *c) { return __atomic_load_n(&c->spin_limit, __ATOMIC_RELAXED); }
 
 HPMLC_FN void hpmlc_pause(bool yield)
@@ -1253,9 +1251,9 @@ HPMLC_FN void hpmlc_abandon(hpml_comm *c, hpml_message *m)
     m->status = hpml_ctx_status(c->ctx);
 }
 
-/* Handles the deadline of m. The rank for which m waits may wait for another rank, and so on: where the last rank of
-   this chain is busy, extends the deadline, else ends the wait with an error that names that rank. Returns the
-   hpml_now() until which to wait on. */
+/* Handles the deadline of m, whose peer may wait for another rank, and so on: where the last rank of this chain is
+   busy, extends the deadline, else ends the wait with an error that names that rank. Returns the new deadline, in
+   hpml_now(). */
 HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
 {
     const int peer = c->origin[m->peer];
@@ -1274,15 +1272,14 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that most calls announce nothing
-                                                               new */
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that most calls announce nothing */
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
 }
 
-/* Tests m, then the other receives in flight, because m's peer may first wait until one of these is done. Returns true
-   where such another receive is done. */
+/* Tests m, then the other receives in flight, because m's peer may wait for one of these. True: one of these is
+   done. */
 HPMLC_FN bool hpmlc_test_all(hpml_comm *c, hpml_message *m)
 {
     bool moved = false;
@@ -1324,7 +1321,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
     return m->status;
 }
 
-/* Adds a span from `start` to `end`, of `bytes` bytes, to the timeline; the span names the tensors and bucket in
+/* Adds a span from `start` to `end` (seconds), of `bytes` bytes, to the timeline, with the tensors and bucket of
    c->about. */
 HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
 {
@@ -1515,8 +1512,7 @@ HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
     pthread_cond_destroy(&g->changed);
 }
 
-/* Wakes the thread that sleeps at waitpoint g, which world w counts as awake again (w NULL: no world counts it). The
-   caller holds g->mutex. */
+/* Wakes the thread that sleeps at g, which world w (if not NULL) counts as awake again. The caller holds g->mutex. */
 HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
 {
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
@@ -1726,9 +1722,8 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
     return -1;
 }
 
-/* Returns the rank at the end of the chain of waits that begins with m's peer; -1: some rank has failed. The chain ends
-   at a rank that is busy, until *busy, even if the background thread of that rank waits, and even if the chain began
-   there. */
+/* Returns the rank at the end of the chain of waits that begins with m's peer; -1: a rank has failed. The chain ends at
+   a rank that is busy, until *busy, even if that rank's background thread waits, and even if the chain began there. */
 HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
 {
     hpml_world  *w     = hpmlc_world_of(c);
@@ -1781,8 +1776,7 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-/* Posts the send m in the inbox of rank m->peer. wake: wakes the receiver, which may sleep at the inbox; false in
-   virtual time. */
+/* Posts the send m in the inbox of rank m->peer. wake: wakes that rank if it sleeps there; false in virtual time. */
 HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpmlc_inbox *in   = &hpmlc_group_of(c)->inbox[m->peer];
@@ -1796,8 +1790,8 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     pthread_mutex_unlock(&in->wait.mutex);
 }
 
-/* Posts a copy of the send m and its array and completes m at once, as a network card with a buffer does: the sender
-   does not wait. wake: wakes the receiver. */
+/* Posts a copy of the send m and its array, and completes m at once, as if the network card had a buffer. wake: as
+   above. */
 HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
@@ -1865,8 +1859,7 @@ HPMLC_FN void hpmlc_move_off_core(int core)
 
 /* Returns true if `peer` last waited on this thread's core, and the ranks have no core each. Two threads that spin on
    one core starve each other, because Linux is slow to separate two threads that never run at the same time. With a
-   core for each rank this thread moves to another core instead; if it slept here, both threads would stay on one
-   core. */
+   core for each rank this thread moves to another core instead; if it slept here, both threads would stay together. */
 HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 {
     hpmlc_inbox *in = hpmlc_group_of(c)->inbox;
@@ -1883,8 +1876,8 @@ HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
 #endif
 
-/* Completes the receive m with the data of the send `sent`, marks that send done and wakes its sender; frees `sent`
-   where it is a copy. */
+/* Completes the receive m from the send `sent`, marks that send done and wakes its sender; if it is a copy, frees
+   it. */
 HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
     hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
@@ -1939,8 +1932,8 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 
 HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, -1); }
 
-/* Sets the owner of the inbox of `rank` in `group`, NULL: none. Takes the world's mutex, because other threads read the
-   groups to find the chain of waits. */
+/* Sets the owner of an inbox (NULL: none) under the world's mutex, because other threads read owners to find who
+   waits. */
 HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
 {
     pthread_mutex_lock(&group->world->mutex);
@@ -1965,7 +1958,7 @@ HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
     if (last) hpmlc_group_free(group);
 }
 
-/* Counts a thread of world w that ends as asleep for good: if no thread is awake then, the waits of the others are a
+/* Counts a thread of world w that ends as asleep for good: if no thread is awake then, other threads' waits are a
    deadlock. */
 HPMLC_FN void hpmlc_world_thread_ends(hpml_world *w)
 {
@@ -1985,7 +1978,7 @@ HPMLC_FN hpmlc_thread_state *hpmlc_thread_state_new(hpml_comm *c)
     return hpmlc_thread(c);
 }
 
-/* Makes `part` of ranks[0] to ranks[count - 1] of c: the first of these creates the group and sends its address to the
+/* Makes `part` of ranks[0] to ranks[count - 1] of c: the first of these sends the address of a new group to the
    others. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
@@ -2013,8 +2006,8 @@ HPMLC_FN void hpmlc_threads_announce_failure(hpml_comm *c, const char *text)
     hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
 }
 
-/* Waits until m is done. The world has failed, so a test completes m, unless a receiver is reading the send m, which
-   that receiver completes in a moment. */
+/* Waits until m is done: the world has failed, so a test completes m, or else a receiver that is reading m's array
+   does. */
 HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
 {
     while (!hpmlc_done(m)) {
@@ -2213,8 +2206,7 @@ HPMLC_FN void hpmlc_mpi_lock(hpmlc_shared *x HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_mpi_unlock(hpmlc_shared *x HPMLC_UNUSED) {}
 #endif
 
-/* Fails c, and m, with MPI's text of the error `code` and returns the status. m NULL: a collective call of MPI
-   failed. */
+/* Fails c, and m, with MPI's text of the error `code`; returns the status. m NULL: a collective call of MPI failed. */
 HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
     char text[MPI_MAX_ERROR_STRING];
@@ -2233,8 +2225,7 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
                                   c->origin[c->rank]);
 }
 
-/* Returns the buffer from which the piece of m that begins at byte `at` is sent, or into which that piece is
-   received. */
+/* Returns the buffer from which the piece of m that begins at byte `at` is sent, or into which it is received. */
 HPMLC_FN char *hpmlc_mpi_buffer(hpml_message *m, size_t at)
 {
     char *staging = hpmlc_transfer_of(m)->staging;
@@ -2258,8 +2249,8 @@ HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
     return false;
 }
 
-/* Gives MPI the pieces of m that may be in flight: two at a time, and none before all pieces of older messages with the
-   same tag and peer. */
+/* Gives MPI the pieces of m that may be in flight: two at a time, and only after all of older messages of its tag and
+   peer. */
 HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x   = hpmlc_mpi_of(c);
@@ -2363,9 +2354,9 @@ HPMLC_FN bool hpmlc_mpi_finalized(void)
     return over;
 }
 
-/* Sends the control message of `bytes` bytes at `data`, which must stay unchanged until the sends are complete, to all
-   other ranks. requests: (size) gets MPI's requests; NULL: completion is never tested, because `data` lives long
-   enough. The caller holds the lock of x. */
+/* Sends the control message at `data`, which must stay unchanged until the sends are complete, to all other ranks.
+   requests: (size) gets MPI's requests; NULL: not needed, because `data` lives long enough. The caller holds x's
+   lock. */
 HPMLC_FN void hpmlc_mpi_send_control(hpmlc_shared *x, const void *data, int bytes, MPI_Request *requests)
 {
     for (int i = 0; i < x->size && !hpmlc_mpi_finalized(); i++) {
@@ -2383,8 +2374,7 @@ HPMLC_FN void hpmlc_mpi_send_number(hpmlc_shared *x, int number)
     hpmlc_mpi_unlock(x);
 }
 
-/* Sends the final control message of this rank, unless it has been sent: `kind`, 'L' (left) or 'F' (failed), and a
-   text. */
+/* Sends this rank's final control message, unless it has been sent: `kind`, 'L' (left) or 'F' (failed), and a text. */
 HPMLC_FN void hpmlc_mpi_send_final(hpmlc_shared *x, char kind, const char *text)
 {
     hpmlc_mpi_lock(x);
@@ -2401,8 +2391,8 @@ HPMLC_FN void hpmlc_mpi_announce_failure(hpml_comm *c, const char *text)
     hpmlc_mpi_send_final(hpmlc_mpi_of(c)->shared, 'F', text);
 }
 
-/* Receives the next control message that has arrived into x->control, its length into *bytes. Returns its sender; -1:
-   none has arrived. */
+/* Receives an arrived control message into x->control, its length into *bytes. Returns its sender; -1: none has
+   arrived. */
 HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
 {
     MPI_Status status;
@@ -2453,8 +2443,7 @@ HPMLC_FN int hpmlc_mpi_valid_number(const hpmlc_shared *x, int rank)
     return number != rank && hpml_now() < x->awaits[2 * rank + 1] ? number : -1;
 }
 
-/* Returns x->busy, the hpml_now() until which this rank is busy. Takes the lock, because the background thread reads
-   x->busy, too. */
+/* Returns the hpml_now() until which this rank is busy; locks x, because the background thread reads x->busy, too. */
 HPMLC_FN double hpmlc_mpi_busy_until(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
@@ -2475,8 +2464,8 @@ HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until,
     hpmlc_mpi_send_number(x, number);
 }
 
-/* Announces that a wait is over which was announced (announced above 0), because the other ranks would otherwise blame
-   the rank that was awaited. */
+/* Announces that this rank's wait is over, if it was announced, because others would blame the rank that was
+   awaited. */
 HPMLC_FN void hpmlc_mpi_announce_no_wait(hpmlc_shared *x, double announced)
 {
     if (announced > 0 && hpml_now() >= hpmlc_mpi_busy_until(x)) hpmlc_mpi_send_number(x, x->rank);
@@ -2487,8 +2476,8 @@ HPMLC_FN void hpmlc_mpi_unblock(hpml_comm *c, hpml_message *m)
     if (m->status == HPML_OK) hpmlc_mpi_announce_no_wait(hpmlc_mpi_of(c)->shared, hpmlc_transfer_of(m)->announced);
 }
 
-/* Returns the rank that delays a wait for all ranks: the lowest other rank that has announced no wait, else the lowest
-   that is busy; -1: none. */
+/* Returns the rank that delays a wait for all: the lowest that has not announced a wait, else the lowest busy; -1:
+   none. */
 HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
 {
     int absent = -1;
@@ -2752,13 +2741,12 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
 }
 
 /* The list of the shared structs of all communicators in this process, for hpmlc_mpi_exit. It is the one mutable static
-   variable of this header, because exit passes no argument to its handlers. The lock is held only to change the
-   list. */
+   of this header, because exit passes no argument to its handlers. `locked` is set only while the list changes. */
 static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
-/* Waits until all other ranks have sent a final control message and have received this rank's, so that no rank calls
-   MPI_Finalize while one is in flight. Returns -1, or, when `patience` seconds have passed and no rank is busy, the
-   rank that delays the others. */
+/* Waits until all other ranks have sent a final control message and received this rank's, so that no rank calls
+   MPI_Finalize with one in flight. Returns -1, or, `patience` seconds later, the rank that delays this and is not
+   busy. */
 HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
 {
     double limit = hpml_now() + patience, busy = 0;
@@ -2898,8 +2886,7 @@ HPMLC_FN MPI_Comm hpmlc_mpi_given(const hpml_comm_desc *d)
     return d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
 }
 
-/* Allocates what the communicators over `given` share: one block with all arrays, so that the buffers of sends that are
-   never tested live as long as the struct. */
+/* Allocates what communicators over `given` share, in one block, because sends that are never tested use its arrays. */
 HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
 {
     int rank, size, found = 0, *most = NULL;
@@ -2994,8 +2981,7 @@ HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MP
     return good;
 }
 
-/* Sets d->rank and d->ranks from MPI; an error where MPI is not running, or where the launcher and libmpi do not belong
-   together. */
+/* Sets d->rank and d->ranks; an error where MPI is not running, or launcher and libmpi do not belong together. */
 HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
 {
     int on = 0, launched = hpml_launched(NULL), rank, size;
@@ -3059,8 +3045,8 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Returns whether two threads may use c and its parts at the same time. MPI_THREAD_SERIALIZED is enough, because one
-   lock serves all communicators. */
+/* Returns whether two threads may use c and its parts at once: MPI_THREAD_SERIALIZED will do, because one lock serves
+   all. */
 HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
 {
     return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED;
@@ -3139,8 +3125,8 @@ HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets the threads run whose clocks are behind that of c's thread, which waits for its next turn. sleep: that turn
-   comes only after a wake. */
+/* Lets threads run whose clocks are behind that of c's thread, until its next turn. sleep: that comes only after a
+   wake. */
 HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -3514,7 +3500,7 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 HPML_API void hpml_comm_free(hpml_comm *c) { hpml_ctx_release(hpml_comm_ctx(c), c); }
 
-/* Creates on ctx the communicator of `count` ranks of c, in the order of `ranks`, which include this rank; NULL: an
+/* Creates on ctx the communicator of `count` ranks of c, in the order of `ranks`, this rank included. NULL: an
    error. */
 HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
 {
@@ -3639,12 +3625,12 @@ HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 #endif
 }
 
-/* Sets transport and ranks of d from the environment variable HPML_RUN or from d->run (see hpml_launch_desc). Returns
-   false if these words cannot be read. */
+/* Sets d's transport and ranks from the environment's HPML_RUN or from .run, see hpml_launch_desc. False:
+   unreadable. */
 HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 {
-    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* the first three as
-                                                                                           hpml_transport_kind */
+    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind, then
+                                                                                           two */
     const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty HPML_RUN: as not set */
     if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
     if (!d->run) return true;
@@ -3676,8 +3662,8 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
                         kind, ranks, processes, processes, kind, ranks);
 }
 
-/* Returns the status of the rank, of n in s, that failed first, and its text in `to`: a rank that only reports another
-   rank's failure (HPML_ERR_PEER) did not. */
+/* Returns the status of the rank, of n in s, that failed first, its text in `to`: not HPML_ERR_PEER, another's
+   failure. */
 HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
@@ -3703,7 +3689,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     return hpmlc_first_cause(s, 1, to);
 }
 
-/* Runs `ranks` ranks of THREADS or CLOCK, each in a thread, and returns the first cause of a failure, its text in
+/* Runs `ranks` ranks of THREADS or CLOCK, each in a thread; returns the status of the first that failed, its text in
    `to`. */
 HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
@@ -3820,8 +3806,7 @@ HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *
     return hpml_trace_start(c->ctx, &d);
 }
 
-/* Returns the content of the file `path`, on ctx, with a zero after it, its length in *size; NULL: it cannot be
-   read. */
+/* Returns the content of a file, on ctx, with a zero after it, its length in *size; NULL: it cannot be read. */
 HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 {
     FILE *f    = fopen(path, "rb");
@@ -3847,8 +3832,7 @@ HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
     return status;
 }
 
-/* Writes each rank's events to a file of its own, PATH.rankN, then sends that to rank 0, which joins the lists in
-   `path`. */
+/* Writes this rank's events to the file PATH.rankN and sends that to rank 0, which joins all ranks' lists in `path`. */
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 {
     char    own[1024];
@@ -8430,8 +8414,7 @@ typedef struct hpmlc_sim_letter { /* a message that has been sent to a rank whic
     double arrival;
 } hpmlc_sim_letter;
 
-typedef struct hpmlc_sim_rank { /* a simulated rank. One struct, not arrays: turns come in any order, and members share
-                                   a line */
+typedef struct hpmlc_sim_rank { /* a simulated rank. One struct, because its members are used together */
     int     phase, round;
     int     to, from;    /* ranks of the current move, -1: none */
     int64_t bytes;       /* bytes sent by the current move */
@@ -8450,8 +8433,8 @@ typedef struct hpmlc_sim {
     double            latency[2], rate[2]; /* [0] inside a node, [1] between nodes: seconds, seconds a byte */
     int32_t          *node;               /* (p) */
     double           *clock;              /* (p) */
-    double           *out, *in;           /* (p + nodes) time when each rank's card (inside nodes), each node's gets
-                                             free: sends, receives */
+    double           *out, *in;           /* (p + nodes) time when each rank's, each node's card gets free: to send, to
+                                             receive */
     int64_t          *bytes, *messages;   /* (p) sent by each rank */
     int64_t           between;            /* bytes sent from node to node */
     double           *work;               /* (4 p) scratch */
@@ -8527,14 +8510,14 @@ HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
     return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* Returns the index in s->out and s->in of the card that a message of `rank` uses: the node's if `far`, else the
-   rank's. */
+/* Returns the index in s->out and s->in of the card that `rank` sends or receives by: its node's if `far`, else its
+   own. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
 
-/* Sends a message of `bytes` at the sender's clock and returns when it arrives, in seconds, by the rule of
-   hpmlc_arrival. But in an all to all as many bytes enter a node as leave it at any time, so the receiving card is not
-   counted: reserved in the order of sending, it would delay the sending card, and that card the next message, a
-   congestion that no switch has. */
+/* Sends a message at the clock of rank `from` and returns when it arrives, in seconds, by the rule of hpmlc_arrival.
+   But in an all to all as many bytes enter a node as leave it at any time, so the receiving card is not counted:
+   reserved in the order of sending, it would delay the sending card, and that the next message, a congestion that no
+   switch has. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->node[from] != s->node[to];
@@ -8557,11 +8540,11 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
     return a.time < b.time || (a.time <= b.time && a.rank < b.rank);
 }
 
-/* Puts rank `rank` into the queue. The queue is a set of runs: lists of ranks in the order of their turns, by (clock,
-   rank). A rank is appended to the run with the latest end that is before the rank's turn; where there is none, the
-   rank begins a run. So the runs stay sorted by their ends, and a run that gets empty is the last, with the earliest
-   end. Ranks that do the same at the same time need few runs, whose ends stay in the cache; a heap of all ranks would
-   miss it. */
+/* Puts a rank into the queue. The queue is a set of runs: lists of ranks in the order of their turns, by (clock, rank).
+   A rank is appended to the run with the latest end that is before the rank's turn; where there is none, it begins a
+   run. So runs stay sorted by their ends, and a run that gets empty is the last, with the earliest end. Ranks that do
+   the same at the same time need few runs, whose ends stay in the cache; a heap of all ranks would miss the cache at
+   every step. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
@@ -8637,8 +8620,8 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
     return false;
 }
 
-/* Receives the first letter (message in waiting) from rank `from` that rank r has, and advances r's clock to its
-   arrival. Returns false if there is none. */
+/* Receives rank r's first letter from rank `from`, and advances r's clock to its arrival. False: there is no such
+   letter. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -8839,8 +8822,8 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 }
 
 /* Returns true when the collective is nothing but the ring that hpmlc_sim_ring plays: all ranks, the whole array,
-   reduce-scatter and allgather, or allgather alone. Rank 0's plan decides, because each rank of a team has the same
-   phases. */
+   reduce-scatter and allgather, or allgather alone. Looks at rank 0's plan: in a team of all ranks the others' are
+   alike. */
 HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
     const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
@@ -8872,8 +8855,7 @@ HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
     return !s->failed;
 }
 
-/* Plays a collective of n elements of `size` bytes, from the ranks' clocks on. a: of an allreduce. False: out of
-   memory. */
+/* Plays a collective of n elements of `size` bytes, from the ranks' clocks on; a: of an allreduce. False: no memory. */
 HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
 {
     int p = s->p;
@@ -8968,7 +8950,7 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     return good;
 }
 
-/* Plays one step of training, bucket by bucket, and adds up its times and counts in *out. False: out of memory. */
+/* Plays one step of training, bucket by bucket, and stores its times and counts in *out. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
     double   now = 0, slowest = d->network.slow ? 0 : 1, whole = 0;
