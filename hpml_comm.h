@@ -845,14 +845,14 @@ struct hpml_comm {
     const hpml_transport *t;        /* the transport's functions; NULL: not connected, so nothing has to be closed */
     void                 *state;    /* private to the transport */
     int                   rank, size;
-    int32_t              *origin;   /* (size) each rank's number in the first communicator, which error texts use */
-    int32_t              *node;     /* (size) */
+    int32_t              *origin;   /* (size) each rank's number in hpml_comm_create's communicator, for error texts */
+    int32_t              *node;     /* (size) number of each rank's node */
     int                   per_node; /* ranks of each node, 0: the nodes differ; see hpmlc_comm_layout */
     bool                  spread;   /* true: rank r is on node r % (number of nodes) */
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
     bool                  is_virtual; /* CLOCK: time is virtual: waits have no deadline */
     bool                  check;
-    double                timeout;  /* seconds */
+    double                timeout;  /* seconds that a wait may last; negative: for ever */
     int                   spin_limit; /* tests before a wait yields the core; after as many more it sleeps */
     double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
     double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
@@ -860,7 +860,7 @@ struct hpml_comm {
     int64_t               step;     /* the trainer's current step, for error texts; 0: no trainer */
     const char           *operation; /* name of the operation in progress, for error texts: "allreduce", ... */
     int                   round;    /* number of the operation's current round, for error texts */
-    double                since;    /* hpml_comm_now() when the collective began */
+    double                since;    /* hpml_comm_now() when the current collective began */
     int64_t               bytes;    /* size of the collective's array */
     bool                  in_collective; /* true: messages are drawn as arrows on the timeline */
     hpml_trace_event      about;    /* event that names the tensors and the bucket in exchange, for the timeline */
@@ -887,8 +887,7 @@ typedef struct hpmlc_schedule {
     void   (*compute)(hpml_comm *c, double seconds);
     void   (*advance)(hpml_comm *c, double time);
     /* The background thread of c, which uses `twin`: thread_open is called before the thread starts (false: it must
-       not), thread_enter at its start, thread_close at its end, or by the thread of c where the other could not
-       start. */
+       not), thread_enter at its start, thread_close at its end, or by the thread of c where it could not start. */
     bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
     void   (*thread_enter)(hpml_comm *twin);
     void   (*thread_close)(hpml_comm *c, hpml_comm *twin);
@@ -898,8 +897,7 @@ typedef struct hpmlc_schedule {
     void   (*wake)(hpml_comm *sleeper, hpmlc_waitpoint *g);
 } hpmlc_schedule;
 
-/* HPMLC_ZERO defines a variable that is all zero; HPMLC_DESC a copy of the desc at `given`, all zero if that is
-   NULL. */
+/* HPMLC_ZERO defines a variable that is all zero; HPMLC_DESC a copy of the desc at `given`, all zero for NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
 
@@ -936,8 +934,7 @@ HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *fo
     return hpml_ctx_fail(c->ctx, status, "rank %d: %s", c->origin[c->rank], text);
 }
 
-/* Returns true if c is NULL or its context has an error, and announces that error to the ranks that wait for this
-   one. */
+/* Returns true if c is NULL or its context has an error, which is announced to the ranks that wait for this one. */
 HPMLC_FN bool hpmlc_failed(hpml_comm *c)
 {
     if (!c) return true;
@@ -952,8 +949,7 @@ HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NUL
 HPML_API const char *hpml_comm_transport(const hpml_comm *c) { return c ? c->t->name : "none"; }
 HPML_API int hpml_comm_node(const hpml_comm *c, int r) { return c && r >= 0 && r < c->size ? c->node[r] : -1; }
 
-/* Sleeps for `seconds`, by select, because -std=c99 declares select but not nanosleep; spins where select is
-   missing. */
+/* Sleeps for `seconds`, by select, because -std=c99 declares select but not nanosleep; without select spins. */
 HPMLC_FN void hpmlc_nap(double seconds)
 {
 #if defined(__unix__) || defined(__APPLE__)
@@ -966,9 +962,9 @@ HPMLC_FN void hpmlc_nap(double seconds)
 #endif
 }
 
-/* Allocates a communicator on ctx for transport t. c->t stays NULL until t is connected: nothing is closed if that
-   fails. */
 HPMLC_FN void       hpmlc_comm_destroy(void *object);
+/* Allocates a communicator on ctx for transport t. Leaves c->t NULL until t is connected, so that nothing is closed if
+   connecting fails. */
 HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int rank, int size)
 {
     hpml_comm *c = (hpml_comm *)hpml_ctx_alloc(ctx, sizeof *c, hpmlc_comm_destroy);
@@ -1013,15 +1009,13 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
 }
 
-/* Moves this thread's virtual clock on to `time`, after all threads whose clocks are behind. Real time: does
-   nothing. */
+/* Moves this thread's virtual clock on to `time`, after all threads whose clocks are behind; not in real time. */
 HPMLC_FN void hpmlc_advance(hpml_comm *c, double time)
 {
     if (c->is_virtual) c->t->schedule->advance(c, time);
 }
 
-/* Returns true where messages take time that a computation can hide: between nodes, over slow links, in virtual
-   time. */
+/* Returns true where messages take time that a computation can hide: between nodes, over links, in virtual time. */
 HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
 {
     if (c->is_virtual) return true;
@@ -1045,8 +1039,7 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 
 #define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* true for 0 to 1e12, false for NaN */
 
-/* Checks links and nodes of a network of p ranks, and if `clock` jitter and slow ranks. An error's text begins with
-   `who`. */
+/* Checks the network of p ranks, jitter and slow ranks only if `clock`. The text of an error begins with `who`. */
 HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, bool clock,
                                          const hpmlc_text *to)
 {
@@ -1252,8 +1245,7 @@ HPMLC_FN void hpmlc_abandon(hpml_comm *c, hpml_message *m)
 }
 
 /* Handles the deadline of m, whose peer may wait for another rank, and so on: where the last rank of this chain is
-   busy, extends the deadline, else ends the wait with an error that names that rank. Returns the new deadline, in
-   hpml_now(). */
+   busy, extends the deadline, else ends the wait with an error that names that rank. Returns the new deadline. */
 HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
 {
     const int peer = c->origin[m->peer];
@@ -1278,8 +1270,7 @@ HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
 }
 
-/* Tests m, then the other receives in flight, because m's peer may wait for one of these. True: one of these is
-   done. */
+/* Tests m, then the other receives in flight, because m's peer may wait for one of them. True: one of them is done. */
 HPMLC_FN bool hpmlc_test_all(hpml_comm *c, hpml_message *m)
 {
     bool moved = false;
@@ -1321,8 +1312,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
     return m->status;
 }
 
-/* Adds a span from `start` to `end` (seconds), of `bytes` bytes, to the timeline, with the tensors and bucket of
-   c->about. */
+/* Adds a span of `bytes` bytes to the timeline, with the tensors and bucket of c->about; start, end: in seconds. */
 HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
 {
     if (!hpml_trace_on(c->trace)) return;
@@ -1419,8 +1409,7 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
    pass over the data and no buffer in between.
 
    The world counts the threads that are awake. A thread that falls asleep subtracts 1; the thread that wakes it adds 1
-   before the sleeper continues. So when the count is zero no thread can ever wake another: a deadlock, known at once
-   and exactly. */
+   before the sleeper continues. So a count of zero means that no thread can ever wake another: a deadlock. */
 
 #ifndef HPML_NO_THREADS
 
@@ -1446,7 +1435,7 @@ struct hpmlc_group {
     hpml_world  *world;
     hpmlc_group *next;
     int          size, open; /* ranks; those that have not closed their communicator */
-    hpmlc_inbox *inbox;      /* (size) */
+    hpmlc_inbox *inbox;      /* (size) of each rank */
 };
 
 typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
@@ -1468,14 +1457,14 @@ struct hpml_world {
     double             *busy;     /* (ranks) hpml_now() until which each rank is busy */
 };
 
-/* hpml_comm.state of THREADS and CLOCK. */
+/* What hpml_comm.state points to with THREADS and CLOCK. */
 typedef struct hpmlc_thread_state {
     hpmlc_group   *group;
     hpmlc_vthread *vthread;    /* CLOCK: this thread's clock; a part has its communicator's, a twin its own thread's */
     unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
-/* hpml_message.state of THREADS and CLOCK. */
+/* What hpml_message.state contains with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
     int           from;   /* of a send: the sender's rank */
@@ -1529,8 +1518,8 @@ HPMLC_FN void hpmlc_waitpoint_wake(hpml_world *w, hpmlc_waitpoint *g)
     pthread_mutex_unlock(&g->mutex);
 }
 
-/* Wakes all threads of world w, wherever they sleep. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
+/* Wakes all threads of world w, wherever they sleep. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
     hpmlc_vthreads_wake(w);
@@ -1790,8 +1779,8 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     pthread_mutex_unlock(&in->wait.mutex);
 }
 
-/* Posts a copy of the send m and its array, and completes m at once, as if the network card had a buffer. wake: as
-   above. */
+/* Posts a copy of the send m and of its array and completes m at once, so that the sender does not wait, as a network
+   card with a buffer does. wake: wakes the receiver, if it sleeps. */
 HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
@@ -1839,7 +1828,7 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 #ifndef __USE_GNU
 int sched_getcpu(void);
 #endif
-#ifndef __USE_MISC /* -std=c99 */
+#ifndef __USE_MISC /* -std=c99 hides syscall */
 long syscall(long number, ...);
 #endif
 
@@ -1876,8 +1865,8 @@ HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
 #endif
 
-/* Completes the receive m from the send `sent`, marks that send done and wakes its sender; if it is a copy, frees
-   it. */
+/* Completes the receive m from the send `sent`, then marks that send done and wakes its sender, or frees `sent` where
+   it is a copy. */
 HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
     hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
@@ -1932,8 +1921,8 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 
 HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, -1); }
 
-/* Sets the owner of an inbox (NULL: none) under the world's mutex, because other threads read owners to find who
-   waits. */
+/* Sets the owner of the inbox of `rank`, NULL: none. Locks the world's mutex, because other threads read the owners to
+   find out who waits for whom. */
 HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
 {
     pthread_mutex_lock(&group->world->mutex);
@@ -1958,8 +1947,7 @@ HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
     if (last) hpmlc_group_free(group);
 }
 
-/* Counts a thread of world w that ends as asleep for good: if no thread is awake then, other threads' waits are a
-   deadlock. */
+/* Counts a thread of w that ends as asleep for good: if no thread is awake then, the waits of others are a deadlock. */
 HPMLC_FN void hpmlc_world_thread_ends(hpml_world *w)
 {
     if (__atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
@@ -1978,8 +1966,8 @@ HPMLC_FN hpmlc_thread_state *hpmlc_thread_state_new(hpml_comm *c)
     return hpmlc_thread(c);
 }
 
-/* Makes `part` of ranks[0] to ranks[count - 1] of c: the first of these sends the address of a new group to the
-   others. */
+/* Makes `part` of ranks[0] to ranks[count - 1] of c: the first of these creates the group and sends its address to the
+   other ones. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
 {
@@ -2006,8 +1994,7 @@ HPMLC_FN void hpmlc_threads_announce_failure(hpml_comm *c, const char *text)
     hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
 }
 
-/* Waits until m is done: the world has failed, so a test completes m, or else a receiver that is reading m's array
-   does. */
+/* Waits until m is done: the world has failed, so a test completes m, or a receiver that reads m's array does. */
 HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
 {
     while (!hpmlc_done(m)) {
@@ -2133,7 +2120,7 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
 
 typedef struct hpmlc_shared hpmlc_shared;
 
-/* hpml_comm.state of MPI. */
+/* What hpml_comm.state points to with MPI. */
 typedef struct hpmlc_mpi {
     hpmlc_shared *shared;
     MPI_Comm      comm;    /* of the communicator of hpml_comm_create, over which its parts send, too */
@@ -2144,11 +2131,11 @@ typedef struct hpmlc_mpi {
     char         *staging; /* buffer of two pieces, in which receives that reduce arrive; NULL: not needed yet */
 } hpmlc_mpi;
 
-/* hpml_message.state of MPI. */
+/* What hpml_message.state contains with MPI. */
 typedef struct __attribute__((may_alias)) hpmlc_transfer {
     hpml_message *next;       /* next message in hpmlc_mpi.sending */
     size_t        posted;     /* number of pieces given to MPI */
-    size_t        moved;      /* bytes sent, or received and reduced */
+    size_t        moved;      /* bytes of the message that have been sent, or received and reduced */
     MPI_Request   request[2]; /* of the piece in flight with an even, an odd number */
     char         *staging;    /* buffer in which pieces arrive; NULL: in the message's array */
     double        announced;  /* hpml_now() when the wait for this message was last announced; 0: never */
@@ -2161,14 +2148,14 @@ HPMLC_FN hpmlc_transfer *hpmlc_transfer_of(const hpml_message *m)
     return (hpmlc_transfer *)(uintptr_t)(const void *)&m->state;
 }
 
-/* Shared by the communicator of hpml_comm_create and all its parts. */
+/* What the MPI communicator of hpml_comm_create and all its parts share. */
 struct hpmlc_shared {
     int            rank, size;
-    double         timeout; /* seconds */
-    hpml_comm     *owner;   /* the first communicator */
+    double         timeout; /* seconds that a wait may last; negative: for ever */
+    hpml_comm     *owner;   /* the communicator of hpml_comm_create */
     hpmlc_shared  *next;    /* next in the list hpmlc_mpi_living */
     MPI_Errhandler before;  /* error handler that MPI_COMM_WORLD had, restored in the end */
-    /* Control messages. */
+    /* How control messages (see >>mpi) are sent and received: */
     MPI_Comm       comm;    /* over which control messages are sent, ... */
     int            tag;     /* ... with this tag */
     int            from;    /* rank whose control message is being received, -1: none */
@@ -2185,14 +2172,14 @@ struct hpmlc_shared {
     char           final[HPMLC_CONTROL]; /* buffer of this rank's final control message, 'L' or 'F' */
     MPI_Request   *sends;   /* (size) MPI's requests of the sends of `final` */
     bool           said_final;
-    bool           own_core; /* this machine has a core for each rank of this node */
+    bool           own_core; /* true: this machine has a core for each rank of this node */
     int            level;   /* MPI's level of thread support */
-    int            parts;   /* number of communicators that MPI's tags suffice for */
-    int64_t        newest;  /* number of the newest part, before the modulo by `parts` */
-    bool           taken[HPMLC_PARTS]; /* numbers in use by parts of this rank */
-    int            users;   /* parts, and the first communicator until it is closed; 0: this struct is freed */
-    bool           closed;  /* the first communicator has been freed: parts cannot send any more */
-    bool           kept;    /* not freed before the process ends, because MPI may still send from it */
+    int            parts;   /* number of communicators for which MPI's tags suffice */
+    int64_t        newest;  /* largest number given to a part, before the modulo by `parts` */
+    bool           taken[HPMLC_PARTS]; /* true: number used by a part on this rank */
+    int            users;   /* number of parts, plus 1 until `owner` is closed; 0: this struct is freed */
+    bool           closed;  /* true: `owner` has been freed, so that parts cannot send any more */
+    bool           kept;    /* true: this struct is never freed, because MPI may still send from it */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
@@ -2249,8 +2236,8 @@ HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
     return false;
 }
 
-/* Gives MPI the pieces of m that may be in flight: two at a time, and only after all of older messages of its tag and
-   peer. */
+/* Gives MPI the pieces of m that may be in flight: two at a time, and none before all pieces of older messages that
+   have the same tag and peer. */
 HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x   = hpmlc_mpi_of(c);
@@ -2328,8 +2315,8 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     else hpmlc_mpi_feed(c, m);
 }
 
-/* Advances m, and the sends in hpmlc_mpi.sending, because two ranks that send to each other would both wait for the
-   other's next piece. */
+/* Advances m, and all sends in the list hpmlc_mpi.sending, because otherwise two ranks that send to each other would
+   both wait for the other's next piece. */
 HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 {
     bool listed = false;
@@ -2355,8 +2342,7 @@ HPMLC_FN bool hpmlc_mpi_finalized(void)
 }
 
 /* Sends the control message at `data`, which must stay unchanged until the sends are complete, to all other ranks.
-   requests: (size) gets MPI's requests; NULL: not needed, because `data` lives long enough. The caller holds x's
-   lock. */
+   requests: (size) gets MPI's requests; NULL: not needed, because `data` lives long enough. The caller locks x. */
 HPMLC_FN void hpmlc_mpi_send_control(hpmlc_shared *x, const void *data, int bytes, MPI_Request *requests)
 {
     for (int i = 0; i < x->size && !hpmlc_mpi_finalized(); i++) {
@@ -2391,8 +2377,7 @@ HPMLC_FN void hpmlc_mpi_announce_failure(hpml_comm *c, const char *text)
     hpmlc_mpi_send_final(hpmlc_mpi_of(c)->shared, 'F', text);
 }
 
-/* Receives an arrived control message into x->control, its length into *bytes. Returns its sender; -1: none has
-   arrived. */
+/* Receives a control message into x->control, its length into *bytes. Returns its sender; -1: none has arrived. */
 HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
 {
     MPI_Status status;
@@ -2464,8 +2449,7 @@ HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until,
     hpmlc_mpi_send_number(x, number);
 }
 
-/* Announces that this rank's wait is over, if it was announced, because others would blame the rank that was
-   awaited. */
+/* Announces that this rank's wait is over, if it was announced, because others would blame the awaited rank. */
 HPMLC_FN void hpmlc_mpi_announce_no_wait(hpmlc_shared *x, double announced)
 {
     if (announced > 0 && hpml_now() >= hpmlc_mpi_busy_until(x)) hpmlc_mpi_send_number(x, x->rank);
@@ -2476,8 +2460,8 @@ HPMLC_FN void hpmlc_mpi_unblock(hpml_comm *c, hpml_message *m)
     if (m->status == HPML_OK) hpmlc_mpi_announce_no_wait(hpmlc_mpi_of(c)->shared, hpmlc_transfer_of(m)->announced);
 }
 
-/* Returns the rank that delays a wait for all: the lowest that has not announced a wait, else the lowest busy; -1:
-   none. */
+/* Returns the rank that delays a wait for all ranks: the lowest other rank that has announced no wait, else the lowest
+   one that has announced that it is busy; -1: none. */
 HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
 {
     int absent = -1;
@@ -2508,7 +2492,7 @@ HPMLC_FN int hpmlc_mpi_stuck_at(hpml_comm *c, const hpml_message *m, double *bus
     hpmlc_shared *x  = hpmlc_mpi_of(c)->shared;
     int           at = hpmlc_mpi_chain_end(x, c->origin[m->peer], busy);
     if (at != x->rank) return at;
-    *busy = hpmlc_mpi_busy_until(x); /* a cycle: this background thread waits for ranks that wait for this rank */
+    *busy = hpmlc_mpi_busy_until(x); /* a cycle: a background thread waits for ranks that wait for this rank */
     return c->origin[m->peer];
 }
 
@@ -2596,8 +2580,8 @@ HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
 }
 
 /* Waits until the request of a collective MPI call, which returned `code`, is complete: as fast as the blocking call,
-   but with a deadline, and a failed rank ends the wait. After an error of MPI the wait lasts until the deadline, which
-   shows the rank that is silent. */
+   but with a deadline, and a failed rank ends the wait. After an error of MPI waits until the deadline, because that
+   shows which rank is silent. */
 HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *request)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
@@ -2682,10 +2666,10 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
     hpmlc_mpi_unlock(x);
 }
 
-/* Chooses the number of a new part of c, which selects the part's tags: above all numbers that the ranks of c have
-   used, until MPI's tags run out; then the next number that is free on every rank. Returns the same number on all ranks
-   of c; 0: none is free, or an error. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
+/* Chooses the number of a new part of c, which selects the part's tags: above all numbers that the ranks of c have
+   used, until MPI's tags run out; then the next one that is free on every rank. All ranks of c get the same number; 0:
+   none is free, or an error. */
 HPMLC_FN int         hpmlc_mpi_new_part(hpml_comm *c)
 {
     hpmlc_shared *x      = hpmlc_mpi_of(c)->shared;
@@ -2745,8 +2729,8 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
 static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
 /* Waits until all other ranks have sent a final control message and received this rank's, so that no rank calls
-   MPI_Finalize with one in flight. Returns -1, or, `patience` seconds later, the rank that delays this and is not
-   busy. */
+   MPI_Finalize while such a message is in flight. Returns -1; or, when `patience` seconds have passed, the rank that
+   delays the others, unless that rank is busy. */
 HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
 {
     double limit = hpml_now() + patience, busy = 0;
@@ -2886,7 +2870,8 @@ HPMLC_FN MPI_Comm hpmlc_mpi_given(const hpml_comm_desc *d)
     return d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
 }
 
-/* Allocates what communicators over `given` share, in one block, because sends that are never tested use its arrays. */
+/* Allocates the struct that a communicator over `given` and its parts share, with its arrays in one block, because
+   sends that are never tested read these as long as the struct lives. */
 HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
 {
     int rank, size, found = 0, *most = NULL;
@@ -2921,8 +2906,8 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     return x;
 }
 
-/* Handles the deadline of hpmlc_mpi_meet and returns false: the error on ctx, which is sent to all ranks, names the
-   ranks that have sent neither `letter` nor that they wait. */
+/* Handles the deadline of hpmlc_mpi_meet and returns false. The error, put on ctx and sent to all ranks, names the
+   ranks that have neither sent `letter` nor announced that they wait. */
 HPMLC_FN bool hpmlc_mpi_meet_late(hpml_ctx *ctx, hpmlc_shared *x, char letter)
 {
     char text[160], names[64] = "";
@@ -3045,8 +3030,8 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Returns whether two threads may use c and its parts at once: MPI_THREAD_SERIALIZED will do, because one lock serves
-   all. */
+/* Returns whether two threads may use c and parts of c at the same time. MPI_THREAD_SERIALIZED is enough for that,
+   because one lock serves all communicators. */
 HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
 {
     return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED;
@@ -3066,7 +3051,7 @@ HPMLC_FN bool hpmlc_mpi_init(int *rank)
     int on = 0, level;
     MPI_Initialized(&on);
     if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
-    if (!hpmlc_mpi_finalized()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* else hpml_comm_create reports the error */
+    if (!hpmlc_mpi_finalized()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* if it is over, hpml_comm_create fails */
     return !on;
 }
 
@@ -3125,8 +3110,8 @@ HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets threads run whose clocks are behind that of c's thread, until its next turn. sleep: that comes only after a
-   wake. */
+/* Lets the threads run whose clocks are behind that of c's thread, and returns at the next turn of c's thread. sleep:
+   this thread gets no turn before another thread wakes it. */
 HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -3224,8 +3209,8 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 }
 
 /* Sleeps until the message of the receive m arrives (an older receive with the same peer and tag gets the next message:
-   until that one's arrival), or until a message is sent to this rank. Never sleeps until the arrival of other receives,
-   because m may be done before. */
+   until that one arrives), or until a message is sent to this rank. Never sleeps until the message of another receive
+   arrives, because m may be done before. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
     double arrival = hpmlc_oldest(m)->arrival;
@@ -3500,8 +3485,7 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 HPML_API void hpml_comm_free(hpml_comm *c) { hpml_ctx_release(hpml_comm_ctx(c), c); }
 
-/* Creates on ctx the communicator of `count` ranks of c, in the order of `ranks`, this rank included. NULL: an
-   error. */
+/* Creates on ctx the communicator of `count` ranks of c, in the order of `ranks`, with this rank. NULL: an error. */
 HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
 {
     int me = 0;
@@ -3625,12 +3609,11 @@ HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 #endif
 }
 
-/* Sets d's transport and ranks from the environment's HPML_RUN or from .run, see hpml_launch_desc. False:
-   unreadable. */
+/* Sets transport and ranks of d from the environment variable HPML_RUN or from d->run, see hpml_launch_desc. Returns
+   false if that text cannot be read. */
 HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 {
-    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind, then
-                                                                                           two */
+    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* 0 to 2: as the enum */
     const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty HPML_RUN: as not set */
     if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
     if (!d->run) return true;
@@ -3662,8 +3645,8 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
                         kind, ranks, processes, processes, kind, ranks);
 }
 
-/* Returns the status of the rank, of n in s, that failed first, its text in `to`: not HPML_ERR_PEER, another's
-   failure. */
+/* Returns the status of the rank that failed first, of the n ranks in s, and writes its error text to `to`. A rank with
+   HPML_ERR_PEER only reports that another rank failed. */
 HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
@@ -3689,8 +3672,8 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     return hpmlc_first_cause(s, 1, to);
 }
 
-/* Runs `ranks` ranks of THREADS or CLOCK, each in a thread; returns the status of the first that failed, its text in
-   `to`. */
+/* Runs `ranks` ranks of THREADS or CLOCK, each in a thread of its own, and waits for all. Returns the status of the
+   rank that failed first, its text in `to`. */
 HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
 #ifndef HPML_NO_THREADS
@@ -3822,8 +3805,8 @@ HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
     return text;
 }
 
-/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
 HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element);
+/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
 HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
 {
     double      first  = -hpml_trace_first(c->ctx);
@@ -8431,26 +8414,26 @@ typedef struct hpmlc_sim {
     bool              mixed;              /* nodes have several ranks, but not consecutive ones */
     bool              plain;              /* for tests: plays every collective by the queue */
     double            latency[2], rate[2]; /* [0] inside a node, [1] between nodes: seconds, seconds a byte */
-    int32_t          *node;               /* (p) */
-    double           *clock;              /* (p) */
-    double           *out, *in;           /* (p + nodes) time when each rank's, each node's card gets free: to send, to
-                                             receive */
+    int32_t          *node;               /* (p) number of each rank's node */
+    double           *clock;              /* (p) virtual time of each rank, seconds */
+    double           *out, *in;           /* (p + nodes) time when the card of each rank, each node gets free to send,
+                                             to receive */
     int64_t          *bytes, *messages;   /* (p) sent by each rank */
     int64_t           between;            /* bytes sent from node to node */
-    double           *work;               /* (4 p) scratch */
+    double           *work;               /* (4 p) scratch array of hpmlc_sim_ring and hpmlc_sim_all_to_all */
     /* The collective that is played, and the queue by which it is played: */
     hpmlc_sim_kind    kind;
     int64_t           n;
     size_t            size;               /* bytes of an element */
     hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) the plan of each rank */
     int32_t          *phases;             /* (p) number of phases of each rank; in an all to all: scratch */
-    hpmlc_sim_rank   *rank;               /* (p) */
-    hpmlc_sim_event  *run;                /* (p) the last event of each run, the latest first */
+    hpmlc_sim_rank   *rank;               /* (p) state of each rank in the collective */
+    hpmlc_sim_event  *run;                /* (p) the last event of each run (hpmlc_sim_push), the latest first */
     hpmlc_sim_event  *heap;               /* (p) the first event of each run, the earliest at the top */
     int               runs;
     hpmlc_sim_letter *letter;
     int               letters, free_letter; /* number of letters allocated; index of the first unused one, -1: none */
-    bool              failed;             /* out of memory */
+    bool              failed;             /* true: out of memory */
 } hpmlc_sim;
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
@@ -8510,14 +8493,12 @@ HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
     return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* Returns the index in s->out and s->in of the card that `rank` sends or receives by: its node's if `far`, else its
-   own. */
+/* Returns the index in s->out, s->in of the card that `rank` uses: if `far` that of its node, else its own. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
 
 /* Sends a message at the clock of rank `from` and returns when it arrives, in seconds, by the rule of hpmlc_arrival.
    But in an all to all as many bytes enter a node as leave it at any time, so the receiving card is not counted:
-   reserved in the order of sending, it would delay the sending card, and that the next message, a congestion that no
-   switch has. */
+   reserved in the order of sending, it would delay the sending card, and that the next message: no switch does that. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->node[from] != s->node[to];
@@ -8543,8 +8524,7 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
 /* Puts a rank into the queue. The queue is a set of runs: lists of ranks in the order of their turns, by (clock, rank).
    A rank is appended to the run with the latest end that is before the rank's turn; where there is none, it begins a
    run. So runs stay sorted by their ends, and a run that gets empty is the last, with the earliest end. Ranks that do
-   the same at the same time need few runs, whose ends stay in the cache; a heap of all ranks would miss the cache at
-   every step. */
+   the same at the same time need few runs, whose ends stay in the cache; a heap of all ranks would miss the cache. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
@@ -8620,8 +8600,7 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
     return false;
 }
 
-/* Receives rank r's first letter from rank `from`, and advances r's clock to its arrival. False: there is no such
-   letter. */
+/* Receives rank r's first letter from rank `from` and advances r's clock to its arrival. False: there is none. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -8822,8 +8801,7 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 }
 
 /* Returns true when the collective is nothing but the ring that hpmlc_sim_ring plays: all ranks, the whole array,
-   reduce-scatter and allgather, or allgather alone. Looks at rank 0's plan: in a team of all ranks the others' are
-   alike. */
+   reduce-scatter and allgather, or allgather alone. Looks at rank 0's plan, because the others have the same phases. */
 HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
     const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
