@@ -832,7 +832,7 @@ extern "C" {
 typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
-typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the maximum: >>reduce */
+typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* into += from, or into = max(into, from) */
 
 typedef struct hpmlc_text { /* where to write the text of an error that no context keeps; .text may be NULL */
     char  *text;
@@ -841,19 +841,19 @@ typedef struct hpmlc_text { /* where to write the text of an error that no conte
 
 struct hpml_comm {
     hpml_ctx             *ctx;
-    hpml_ctx             *trace;    /* context that records spans; a twin records in its parent's */
+    hpml_ctx             *trace;    /* context that records spans; of a twin its parent's context */
     const hpml_transport *t;        /* the transport's functions; NULL: not connected, so nothing has to be closed */
-    void                 *state;    /* private to the transport */
+    void                 *state;    /* private to the transport's functions */
     int                   rank, size;
     int32_t              *origin;   /* (size) each rank's number in hpml_comm_create's communicator, for error texts */
     int32_t              *node;     /* (size) number of each rank's node */
-    int                   per_node; /* ranks of each node, 0: the nodes differ; see hpmlc_comm_layout */
+    int                   per_node; /* ranks of each node, 0: nodes differ; see hpmlc_comm_layout */
     bool                  spread;   /* true: rank r is on node r % (number of nodes) */
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
-    bool                  is_virtual; /* CLOCK: time is virtual: waits have no deadline */
+    bool                  is_virtual; /* true with CLOCK: time is virtual, and waits have no deadline */
     bool                  check;
     double                timeout;  /* seconds that a wait may last; negative: for ever */
-    int                   spin_limit; /* tests before a wait yields the core; after as many more it sleeps */
+    int                   spin_limit; /* tests of a message before the wait yields the core; as many later it sleeps */
     double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
     double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
     uint32_t              sequence; /* number of collectives begun, which selects the tag of the next one */
@@ -864,10 +864,10 @@ struct hpml_comm {
     int64_t               bytes;    /* size of the collective's array */
     bool                  in_collective; /* true: messages are drawn as arrows on the timeline */
     hpml_trace_event      about;    /* event that names the tensors and the bucket in exchange, for the timeline */
-    uint64_t              key;      /* number of this communicator on all its ranks, for arrows */
+    uint64_t              key;      /* number by which all ranks know this communicator, for arrows */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
     hpml_link             inside, between; /* links by which AUTO compares algorithms, see hpmlc_comm_links */
-    double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: simulated seconds for 2^k bytes; 0: not yet */
+    double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: simulated seconds for 2^k bytes; 0: none yet */
     hpml_counters         counters;
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
@@ -886,8 +886,8 @@ typedef struct hpmlc_schedule {
     double (*now)(const hpml_comm *c);
     void   (*compute)(hpml_comm *c, double seconds);
     void   (*advance)(hpml_comm *c, double time);
-    /* The background thread of c, which uses `twin`: thread_open is called before the thread starts (false: it must
-       not), thread_enter at its start, thread_close at its end, or by the thread of c where it could not start. */
+    /* The background thread of c, which uses `twin`: thread_open is called before the thread starts (false: it must not
+       start), thread_enter at its start, thread_close at its end, or by the thread of c where it could not start. */
     bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
     void   (*thread_enter)(hpml_comm *twin);
     void   (*thread_close)(hpml_comm *c, hpml_comm *twin);
@@ -1009,13 +1009,13 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
 }
 
-/* Moves this thread's virtual clock on to `time`, after all threads whose clocks are behind; not in real time. */
+/* With CLOCK: moves this thread's clock on to `time`, after all threads whose clocks are behind. Else does nothing. */
 HPMLC_FN void hpmlc_advance(hpml_comm *c, double time)
 {
     if (c->is_virtual) c->t->schedule->advance(c, time);
 }
 
-/* Returns true where messages take time that a computation can hide: between nodes, over links, in virtual time. */
+/* Returns true if messages take time that a computation can hide: between nodes, on slow links, in virtual time. */
 HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
 {
     if (c->is_virtual) return true;
@@ -1039,7 +1039,7 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 
 #define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* true for 0 to 1e12, false for NaN */
 
-/* Checks the network of p ranks, jitter and slow ranks only if `clock`. The text of an error begins with `who`. */
+/* Checks links and nodes of `net`, p ranks, and if `clock` jitter and slow ranks. An error's text begins with `who`. */
 HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, bool clock,
                                          const hpmlc_text *to)
 {
@@ -1253,7 +1253,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
     char      chain[48] = "";
     int       stuck = c->t->stuck_at ? c->t->stuck_at(c, m, &busy) : peer;
     if (stuck < 0) return hpml_now();
-    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again, as it may be done */
+    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again */
     if (stuck != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", stuck);
     hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
                "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->operation, c->round,
@@ -1299,7 +1299,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         if (hpmlc_done(m)) break;
         if (turn == 0 && c->t->shares_core) shares_core = c->t->shares_core(c, m->peer);
         if (moved || (!shares_core && hpmlc_wait_awake(c, m, turn))) continue;
-        if (limit == 0 && hpmlc_failed(c)) { /* m began before this rank failed: it is given up */
+        if (limit == 0 && hpmlc_failed(c)) { /* m began before this rank failed: gives m up */
             hpmlc_abandon(c, m);
             break;
         }
@@ -1358,7 +1358,7 @@ HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out,
     if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &send);
     if (from >= 0) received = hpml_wait(c, &receive);
     if (from >= 0) hpmlc_arrow(c, true, from);
-    if (to >= 0) sent = hpml_wait(c, &send); /* even after an error, because `send` is on this stack */
+    if (to >= 0) sent = hpml_wait(c, &send); /* even after an error, because `send` is on the stack */
     return received != HPML_OK ? received : sent;
 }
 
@@ -1422,7 +1422,7 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
 
 typedef struct hpmlc_inbox {
     hpmlc_waitpoint wait;
-    hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; end of the list */
+    hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
     const char     *operation;      /* name of the operation in which the owner waits */
@@ -1434,7 +1434,7 @@ typedef struct hpmlc_group hpmlc_group;
 struct hpmlc_group {
     hpml_world  *world;
     hpmlc_group *next;
-    int          size, open; /* ranks; those that have not closed their communicator */
+    int          size, open; /* ranks; ranks that have not closed their communicator */
     hpmlc_inbox *inbox;      /* (size) of each rank */
 };
 
@@ -1453,14 +1453,14 @@ struct hpml_world {
     bool                buffered; /* true: sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_vthread      *vthreads, *turn; /* CLOCK: all threads, and the one that runs */
     int                 vthread_count;
-    double             *card;     /* time at which the card of each rank, each node gets free: to send, to receive */
+    double             *card;     /* (2 (ranks + nodes)) when each rank's, node's card is free to send, to receive */
     double             *busy;     /* (ranks) hpml_now() until which each rank is busy */
 };
 
 /* What hpml_comm.state points to with THREADS and CLOCK. */
 typedef struct hpmlc_thread_state {
     hpmlc_group   *group;
-    hpmlc_vthread *vthread;    /* CLOCK: this thread's clock; a part has its communicator's, a twin its own thread's */
+    hpmlc_vthread *vthread;    /* CLOCK: the thread's clock; a part has its communicator's, a twin its own thread's */
     unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
@@ -1519,7 +1519,7 @@ HPMLC_FN void hpmlc_waitpoint_wake(hpml_world *w, hpmlc_waitpoint *g)
 }
 
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
-/* Wakes all threads of world w, wherever they sleep. The caller holds w->mutex. */
+/* Wakes all threads of world w that sleep. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
     hpmlc_vthreads_wake(w);
@@ -1604,7 +1604,7 @@ HPMLC_FN void hpmlc_sleep_at(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, d
     else hpmlc_waitpoint_sleep(NULL, g, seen, until, true);
 }
 
-/* Wakes the thread that sleeps at g and works with the communicator `sleeper`. */
+/* Wakes the thread that sleeps at waitpoint g and works with the communicator `sleeper`. */
 HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper, hpmlc_waitpoint *g)
 {
     if (sleeper->t->schedule) sleeper->t->schedule->wake(sleeper, g);
@@ -2066,7 +2066,7 @@ HPMLC_FN hpml_status hpmlc_threads_open(hpml_comm *c, const hpml_comm_desc *d)
         return HPML_ERR_MEMORY;
     }
     pthread_mutex_lock(&w->mutex);
-    for (s->group = w->groups; s->group->next;) s->group = s->group->next; /* last in the list: all ranks */
+    for (s->group = w->groups; s->group->next;) s->group = s->group->next; /* the last group has all ranks */
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
     c->spin_limit = w->ranks <= hpmlc_cores(1) ? HPMLC_SPIN_OWN_CORE : 20;
@@ -2126,7 +2126,7 @@ typedef struct hpmlc_mpi {
     MPI_Comm      comm;    /* of the communicator of hpml_comm_create, over which its parts send, too */
     MPI_Comm      native;  /* for MPI_Iallreduce alone; MPI_COMM_NULL: none */
     int           part;    /* number of this part (0: not a part); its tags begin at part * HPMLC_TAG_SPAN */
-    hpml_message *sending; /* list of sends of over two pieces, and of sends begun after one; oldest first */
+    hpml_message *sending; /* list of unfinished sends of over two pieces, and of later sends; oldest first */
     unsigned      turns;   /* calls of hpmlc_mpi_block since the last message was begun */
     char         *staging; /* buffer of two pieces, in which receives that reduce arrive; NULL: not needed yet */
 } hpmlc_mpi;
@@ -2135,8 +2135,8 @@ typedef struct hpmlc_mpi {
 typedef struct __attribute__((may_alias)) hpmlc_transfer {
     hpml_message *next;       /* next message in hpmlc_mpi.sending */
     size_t        posted;     /* number of pieces given to MPI */
-    size_t        moved;      /* bytes of the message that have been sent, or received and reduced */
-    MPI_Request   request[2]; /* of the piece in flight with an even, an odd number */
+    size_t        moved;      /* bytes of the message that are sent, or received and reduced */
+    MPI_Request   request[2]; /* MPI's requests of the pieces with an even, an odd number */
     char         *staging;    /* buffer in which pieces arrive; NULL: in the message's array */
     double        announced;  /* hpml_now() when the wait for this message was last announced; 0: never */
 } hpmlc_transfer;
@@ -2159,7 +2159,7 @@ struct hpmlc_shared {
     MPI_Comm       comm;    /* over which control messages are sent, ... */
     int            tag;     /* ... with this tag */
     int            from;    /* rank whose control message is being received, -1: none */
-    MPI_Request    receive; /* MPI's request of that receive */
+    MPI_Request    receive; /* MPI's request for receiving a control message */
     char           control[HPMLC_CONTROL]; /* buffer into which a control message is received */
     char          *letter;  /* (size) letter of each rank's last control message that has a letter; 0: none */
     int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., buffers of sends. Number r means "I wait for rank
@@ -2168,12 +2168,12 @@ struct hpmlc_shared {
     double        *awaits;  /* (size, 2) the last number from each rank, and the hpml_now() until which it is valid */
     double         busy;    /* hpml_now() until which this rank has announced that it is busy; 0: it is not */
     int            failed;  /* 1 + the first rank that announced a failure; 0: none */
-    char           text[HPMLC_CONTROL]; /* text of that failure */
+    char           text[HPMLC_CONTROL]; /* text of the failure that rank failed - 1 announced */
     char           final[HPMLC_CONTROL]; /* buffer of this rank's final control message, 'L' or 'F' */
     MPI_Request   *sends;   /* (size) MPI's requests of the sends of `final` */
     bool           said_final;
     bool           own_core; /* true: this machine has a core for each rank of this node */
-    int            level;   /* MPI's level of thread support */
+    int            level;   /* MPI's level of thread support, such as MPI_THREAD_SERIALIZED */
     int            parts;   /* number of communicators for which MPI's tags suffice */
     int64_t        newest;  /* largest number given to a part, before the modulo by `parts` */
     bool           taken[HPMLC_PARTS]; /* true: number used by a part on this rank */
@@ -2341,8 +2341,8 @@ HPMLC_FN bool hpmlc_mpi_finalized(void)
     return over;
 }
 
-/* Sends the control message at `data`, which must stay unchanged until the sends are complete, to all other ranks.
-   requests: (size) gets MPI's requests; NULL: not needed, because `data` lives long enough. The caller locks x. */
+/* Sends the control message at `data` to all other ranks; `data` must stay unchanged until the sends are complete.
+   requests: (size) where to put MPI's requests; NULL: frees them, as `data` lives long enough. The caller locks x. */
 HPMLC_FN void hpmlc_mpi_send_control(hpmlc_shared *x, const void *data, int bytes, MPI_Request *requests)
 {
     for (int i = 0; i < x->size && !hpmlc_mpi_finalized(); i++) {
@@ -2449,7 +2449,7 @@ HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until,
     hpmlc_mpi_send_number(x, number);
 }
 
-/* Announces that this rank's wait is over, if it was announced, because others would blame the awaited rank. */
+/* Announces that this rank waits no more, if announced > 0, because others would blame the rank that it waited for. */
 HPMLC_FN void hpmlc_mpi_announce_no_wait(hpmlc_shared *x, double announced)
 {
     if (announced > 0 && hpml_now() >= hpmlc_mpi_busy_until(x)) hpmlc_mpi_send_number(x, x->rank);
@@ -2492,7 +2492,7 @@ HPMLC_FN int hpmlc_mpi_stuck_at(hpml_comm *c, const hpml_message *m, double *bus
     hpmlc_shared *x  = hpmlc_mpi_of(c)->shared;
     int           at = hpmlc_mpi_chain_end(x, c->origin[m->peer], busy);
     if (at != x->rank) return at;
-    *busy = hpmlc_mpi_busy_until(x); /* a cycle: a background thread waits for ranks that wait for this rank */
+    *busy = hpmlc_mpi_busy_until(x); /* a cycle of waits: a background thread waits for ranks that wait for this rank */
     return c->origin[m->peer];
 }
 
@@ -2525,7 +2525,7 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     for (size_t k = t->moved / HPMLC_PIECE; m->receiving && k < t->posted; k++) {
         int over = 0;
         if (MPI_Cancel(&t->request[k % 2]) != MPI_SUCCESS) continue;
-        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait would wait for ever if only a half comes */
+        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait waits for ever if only a half comes */
             if (MPI_Test(&t->request[k % 2], &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
     hpmlc_mpi_unlock(x->shared);
@@ -2775,7 +2775,7 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
     while (*at && *at != x) at = &(*at)->next;
     if (living) *at = x;
     else if (*at) *at = x->next;
-    hpmlc_mpi_living.process = (long)getpid(); /* so that a child of fork notifies no ranks */
+    hpmlc_mpi_living.process = (long)getpid(); /* so that a child of fork does not notify ranks */
     if (!hpmlc_mpi_living.handled) hpmlc_mpi_living.handled = atexit(hpmlc_mpi_exit) == 0;
     __atomic_clear(&hpmlc_mpi_living.locked, __ATOMIC_RELEASE);
 }
@@ -2799,7 +2799,7 @@ HPMLC_FN void hpmlc_shared_release(hpmlc_shared *x)
 HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
 {
     hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
-    if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else messages with the part's tags may be in flight */
+    if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else the part's tags may be in use by messages in flight */
         hpmlc_mpi_lock(x);
         if (hpmlc_mpi_of(c)->native != MPI_COMM_NULL && !hpmlc_mpi_finalized()) MPI_Comm_free(&hpmlc_mpi_of(c)->native);
         hpmlc_mpi_unlock(x);
@@ -3002,7 +3002,7 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
         c->state  = m;
     }
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
-    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* MPICH raises errors of MPI_Test there */
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* because MPICH raises errors of MPI_Test there */
     if (hpmlc_mpi_connect(ctx, c, x, hpmlc_mpi_given(d))) return x;
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
@@ -3024,7 +3024,7 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     memset(x->letter, 0, (size_t)x->size);
     memset(x->awaits, 0, 2 * sizeof(double) * (size_t)x->size);
     hpmlc_mpi_list(x, true);
-    hpmlc_mpi_nodes(c, d->ranks_per_node); /* after its error c stays open, and is closed later */
+    hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c is open, and is closed later */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
     x->own_core = near <= hpmlc_cores(1);
     return HPML_OK;
@@ -3118,7 +3118,7 @@ HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     hpmlc_inbox   *in   = hpmlc_inbox_of(c);
     pthread_mutex_lock(&w->mutex);
-    if (sleep && (!w->failed || in->peer < 0)) { /* no message comes after a failure */
+    if (sleep && (!w->failed || in->peer < 0)) { /* after a failure no thread awaits messages */
         self->runnable    = false;
         in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
@@ -3129,7 +3129,7 @@ HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Waits for the first turn of c's thread, which is new. The thread that enters last gives the first turn of all. */
+/* Waits for the first turn of c's thread, which is new. The thread of the last rank to enter gives the first turn. */
 HPMLC_FN void hpmlc_vthread_enter(hpml_comm *c)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -3254,7 +3254,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     if (!c->is_part) hpmlc_vthread_free(w, self);
 }
 
-/* Gives m up. Nothing else refers to m, because sends are copies. */
+/* Gives m up after an error. Nothing else refers to m, because sends are copies. */
 HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; }
 
 HPMLC_FN double hpmlc_clock_now(const hpml_comm *c) { return hpmlc_vthread_of(c)->clock; }
@@ -3280,7 +3280,7 @@ HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
     return true;
 }
 
-/* Ends the virtual thread that `twin` has; from here on the twin uses the clock of c's thread again. */
+/* Ends the virtual thread of `twin`, the background thread's communicator, which uses c's clock from now on. */
 HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
 {
     hpmlc_vthread *own = hpmlc_vthread_of(twin);
@@ -3288,8 +3288,8 @@ HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
     hpmlc_vthread_free(hpmlc_world_of(c), own);
 }
 
-/* Sleeps until a wake, unless g->changes differs from *seen already, and sets *seen. Virtual time passes for the other
-   threads; `until`, a real time, does not count. */
+/* Sleeps at waitpoint g until hpmlc_clock_wake, unless g->changes differs from *seen already, and sets *seen. Virtual
+   time passes for the other threads; `until`, a real time, does not count. */
 HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
 {
     hpmlc_set_awaited(c, -1);
@@ -3462,7 +3462,7 @@ HPMLC_FN void hpmlc_comm_destroy(void *object)
 {
     hpml_comm *c = (hpml_comm *)object;
     if (!c->t) return;
-    hpml_comm_set_link(c, NULL); /* also announces this rank's failure, if any */
+    hpml_comm_set_link(c, NULL); /* frees the link; announces this rank's failure, if any */
     hpmlc_background_stop(c);
     bool good = hpml_ctx_status(c->ctx) == HPML_OK;
     if (c->t->close) c->t->close(c);
@@ -3613,8 +3613,8 @@ HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
    false if that text cannot be read. */
 HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 {
-    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* 0 to 2: as the enum */
-    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty HPML_RUN: as not set */
+    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* 0 to 2: transports */
+    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: as not set */
     if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
     if (!d->run) return true;
     enum { MPI = 1, SERIAL = 3, AUTO = 4, KINDS = 5 };
@@ -3789,7 +3789,7 @@ HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *
     return hpml_trace_start(c->ctx, &d);
 }
 
-/* Returns the content of a file, on ctx, with a zero after it, its length in *size; NULL: it cannot be read. */
+/* Returns the content of the file `path`, on ctx, with a zero after it, its length in *size; NULL: cannot be read. */
 HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 {
     FILE *f    = fopen(path, "rb");
@@ -8410,15 +8410,14 @@ typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_S
 
 typedef struct hpmlc_sim {
     hpml_comm         layout;             /* a communicator without a transport: nodes and links of the ranks */
-    int               p, nodes, per_node; /* ranks, nodes, ranks of each node; per_node 0: nodes differ */
-    bool              mixed;              /* nodes have several ranks, but not consecutive ones */
+    int               p, nodes, per_node; /* ranks, nodes, ranks of each node; per_node 0: the nodes differ */
+    bool              mixed;              /* ring neighbours may be on different nodes that have several ranks each */
     bool              plain;              /* for tests: plays every collective by the queue */
     double            latency[2], rate[2]; /* [0] inside a node, [1] between nodes: seconds, seconds a byte */
     int32_t          *node;               /* (p) number of each rank's node */
     double           *clock;              /* (p) virtual time of each rank, seconds */
-    double           *out, *in;           /* (p + nodes) time when the card of each rank, each node gets free to send,
-                                             to receive */
-    int64_t          *bytes, *messages;   /* (p) sent by each rank */
+    double           *out, *in;           /* (p + nodes) time when each rank's, each node's network card is free */
+    int64_t          *bytes, *messages;   /* (p) bytes and messages that each rank has sent */
     int64_t           between;            /* bytes sent from node to node */
     double           *work;               /* (4 p) scratch array of hpmlc_sim_ring and hpmlc_sim_all_to_all */
     /* The collective that is played, and the queue by which it is played: */
@@ -8493,7 +8492,7 @@ HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
     return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* Returns the index in s->out, s->in of the card that `rank` uses: if `far` that of its node, else its own. */
+/* Returns the index in s->out, s->in of rank `rank`'s network card: if `far` that of its node, else its own. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
 
 /* Sends a message at the clock of rank `from` and returns when it arrives, in seconds, by the rule of hpmlc_arrival.
@@ -8577,7 +8576,7 @@ HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
 HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
-    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* round k: to rank r + k, from rank r - k, as in hpmlc_blocks */
+    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* round k: to rank r + k, from rank r - k, modulo p */
         int k = q->round + 1;
         if (k >= s->p) return false;
         q->to    = (r + k) % s->p;
@@ -8663,7 +8662,7 @@ HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
     }
 }
 
-/* Plays the collective whose moves hpmlc_sim_move finds, turn by turn, by the queue. */
+/* Plays the collective of s, whose moves hpmlc_sim_move finds, by the queue, one message at a turn. */
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
     s->runs = 0;
@@ -8709,11 +8708,11 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
-    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p), (2 p) each size twice, (p) */
+    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p), (2 p) sizes, twice, (p) */
     for (int i = 0; i < p; i++) {
         int     next = (i + 1) % p, far = s->node[i] != s->node[next];
         double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
-        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* not sent in the 1st, 2nd half */
+        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* left out in the 1st, 2nd half */
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
@@ -8815,7 +8814,7 @@ HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
     return true;
 }
 
-/* Copies the plan of rank `rank` to s->phase, from which the queue plays it. */
+/* Copies the plan of rank `rank`, its phases in the collective, to s->phase, from which the queue is played. */
 HPMLC_FN void hpmlc_sim_set_plan(hpmlc_sim *s, int rank, const hpmlc_plan *plan)
 {
     s->phases[rank] = plan->count;
