@@ -819,7 +819,7 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #include <mpi.h>
 #endif
 
-/* The private prefix is hpmlc_, c for communication. These macros and the atomics below are GNU C. */
+/* Private names begin with hpmlc_, c for communication. These macros and the __atomic functions below are GNU C. */
 #define HPMLC_FN       static __attribute__((unused))
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
@@ -829,80 +829,82 @@ HPMLI_COMPILE_FAST_BEGIN
 extern "C" {
 #endif
 
-typedef struct hpmlc_background hpmlc_background; /* see >>async */
-typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where a thread sleeps: see >>world */
+typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
+typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
-typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>moves */
+typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* into += from, or into = max(into, from) */
 
-typedef struct hpmlc_text { /* buffer for the text of an error that no context keeps; may be NULL */
+typedef struct hpmlc_text { /* where to write the text of an error that no context keeps; .text may be NULL */
     char  *text;
     size_t size;
 } hpmlc_text;
 
 struct hpml_comm {
     hpml_ctx             *ctx;
-    hpml_ctx             *trace;    /* context that records spans: for a twin, its parent's */
-    const hpml_transport *t;        /* NULL: nothing to close */
-    void                 *state;    /* the transport's */
+    hpml_ctx             *trace;    /* context that records spans; of a twin its parent's context */
+    const hpml_transport *t;        /* the transport's functions; NULL: not connected, so nothing has to be closed */
+    void                 *state;    /* private to the transport's functions */
     int                   rank, size;
-    int32_t              *origin;   /* (size) each rank's number in the first communicator, which error texts use */
-    int32_t              *node;     /* (size) */
-    int                   per_node; /* ranks of each node when all nodes are alike, else 0 */
-    bool                  spread;   /* rank r is on node r % nodes */
+    int32_t              *origin;   /* (size) each rank's number in hpml_comm_create's communicator, for error texts */
+    int32_t              *node;     /* (size) number of each rank's node */
+    int                   per_node; /* ranks of each node, 0: nodes differ; see hpmlc_comm_layout */
+    bool                  spread;   /* true: rank r is on node r % (number of nodes) */
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
-    bool                  is_virtual; /* time is virtual: no deadlines, and only links take time */
+    bool                  is_virtual; /* true with CLOCK: time is virtual, and waits have no deadline */
     bool                  check;
-    double                timeout;  /* seconds */
-    int                   spin_limit; /* tests before a wait yields the core, and as many before it sleeps */
-    double                no_yield; /* hpml_now() before which waits do not yield, because yielding was slow */
-    double                busy;     /* hpml_now() until which this rank has announced that it is busy */
-    uint32_t              sequence; /* number of collectives begun: each has its own tag */
-    int64_t               step;     /* of the trainer, for error texts; 0: no trainer */
-    const char           *operation; /* for error texts: "allreduce", ... */
-    int                   round;    /* of the operation */
-    double                since;    /* hpml_comm_now() when the collective began */
-    int64_t               bytes;    /* of the collective's array */
-    bool                  in_collective; /* then messages are arrows on the timeline */
-    hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
-    uint64_t              key;      /* of this communicator, the same on all its ranks */
+    double                timeout;  /* seconds that a wait may last; negative: for ever */
+    int                   spin_limit; /* tests of a message before the wait yields the core; as many later it sleeps */
+    double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
+    double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
+    uint32_t              sequence; /* number of collectives begun, which selects the tag of the next one */
+    int64_t               step;     /* the trainer's current step, for error texts; 0: no trainer */
+    const char           *operation; /* name of the operation in progress, for error texts: "allreduce", ... */
+    int                   round;    /* number of the operation's current round, for error texts */
+    double                since;    /* hpml_comm_now() when the current collective began */
+    int64_t               bytes;    /* size of the collective's array */
+    bool                  in_collective; /* true: messages are drawn as arrows on the timeline */
+    hpml_trace_event      about;    /* event that names the tensors and the bucket in exchange, for the timeline */
+    uint64_t              key;      /* number by which all ranks know this communicator, for arrows */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
-    hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks on one node */
-    double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: seconds for 2^k bytes; 0: not simulated */
+    hpml_link             inside, between; /* links by which AUTO compares algorithms, see hpmlc_comm_links */
+    double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: simulated seconds for 2^k bytes; 0: none yet */
     hpml_counters         counters;
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
-    hpml_message         *pending;  /* receives in flight, newest first */
-    hpmlc_text            close_error; /* buffer for an error of closing, because the context is freed with it */
+    hpml_message         *pending;  /* list of the receives that are not done, newest first */
+    hpmlc_text            close_error; /* where to write an error of closing, because the context is freed then */
     hpmlc_background     *background;
-    hpml_device_link      link;     /* begin NULL: none */
+    hpml_device_link      link;     /* moves arrays between devices; .begin NULL: there is none */
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
     size_t                scratch_size; /* bytes */
 };
 
 /* How the threads of one process take turns. THREADS counts the threads that are awake, which reveals a deadlock; CLOCK
-   lets one thread run at a time. Other transports leave both to the operating system. */
+   lets one thread run at a time. Other transports have no schedule, which leaves both to the operating system. */
 typedef struct hpmlc_schedule {
-    /* Virtual time; NULL: time is real. compute: seconds of work pass; advance: the clock is `time` at least. */
+    /* Virtual time, NULL where time is real. now: this thread's clock in seconds; compute: moves the clock on by
+       `seconds`; advance: moves the clock on to `time`, unless it is later. */
     double (*now)(const hpml_comm *c);
     void   (*compute)(hpml_comm *c, double seconds);
     void   (*advance)(hpml_comm *c, double time);
-    /* The background thread of c: open is called before the thread starts (false: it must not start), enter first in
-       that thread, close last in it, or by the thread of c where it could not start. */
+    /* The background thread of c, which uses `twin`: thread_open is called before the thread starts (false: it must not
+       start), thread_enter at its start, thread_close at its end, or by the thread of c where it could not start. */
     bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
     void   (*thread_enter)(hpml_comm *twin);
     void   (*thread_close)(hpml_comm *c, hpml_comm *twin);
-    /* Sleeps at a waitpoint, see hpmlc_waitpoint_sleep; wakes the thread that works with communicator `sleeper`. */
+    /* sleep: the thread of c sleeps at waitpoint g, see hpmlc_waitpoint_sleep. wake: wakes the thread that works with
+       the communicator `sleeper` and sleeps at g. */
     void   (*sleep)(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until);
     void   (*wake)(hpml_comm *sleeper, hpmlc_waitpoint *g);
 } hpmlc_schedule;
 
-/* Define a variable that is all zero; define a copy of a desc that the caller has given, all zero where it is NULL. */
+/* HPMLC_ZERO defines a variable that is all zero; HPMLC_DESC a copy of the desc at `given`, all zero for NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Writes the text of an error that no context keeps and returns its status. */
+/* Writes the text of an error that no context keeps to `to`, which may be NULL, and returns `status`. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_refuse(const hpmlc_text *to, hpml_status status, const char *format, ...)
 {
@@ -918,8 +920,8 @@ HPMLC_FN void hpmlc_announce_failure(hpml_comm *c, const char *text)
     if (c->t && c->t->announce_failure) c->t->announce_failure(c, text);
 }
 
-/* Puts an error on the context of c, which keeps its first one, and announces it to the other ranks, unless it is
-   theirs. */
+/* Puts an error on the context of c, which keeps its first error, and announces the error to the other ranks, unless it
+   reports another rank's failure (HPML_ERR_PEER). Returns `status`. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *format, ...)
 {
@@ -932,7 +934,7 @@ HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *fo
     return hpml_ctx_fail(c->ctx, status, "rank %d: %s", c->origin[c->rank], text);
 }
 
-/* True: c is NULL or its context has an error, which is then announced to the ranks that wait for this one. */
+/* Returns true if c is NULL or its context has an error, which is announced to the ranks that wait for this one. */
 HPMLC_FN bool hpmlc_failed(hpml_comm *c)
 {
     if (!c) return true;
@@ -947,7 +949,7 @@ HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NUL
 HPML_API const char *hpml_comm_transport(const hpml_comm *c) { return c ? c->t->name : "none"; }
 HPML_API int hpml_comm_node(const hpml_comm *c, int r) { return c && r >= 0 && r < c->size ? c->node[r] : -1; }
 
-/* Sleeps. By select, because -std=c99 declares it, but not nanosleep. */
+/* Sleeps for `seconds`, by select, because -std=c99 declares select but not nanosleep; without select spins. */
 HPMLC_FN void hpmlc_nap(double seconds)
 {
 #if defined(__unix__) || defined(__APPLE__)
@@ -960,8 +962,9 @@ HPMLC_FN void hpmlc_nap(double seconds)
 #endif
 }
 
-/* Allocates a communicator that has no transport yet, so that nothing is closed if creating it fails. */
 HPMLC_FN void       hpmlc_comm_destroy(void *object);
+/* Allocates a communicator on ctx for transport t. Leaves c->t NULL until t is connected, so that nothing is closed if
+   connecting fails. */
 HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int rank, int size)
 {
     hpml_comm *c = (hpml_comm *)hpml_ctx_alloc(ctx, sizeof *c, hpmlc_comm_destroy);
@@ -1006,13 +1009,13 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
 }
 
-/* In virtual time: moves the clock of this thread on to `time`, after all threads whose clocks are behind it. */
+/* With CLOCK: moves this thread's clock on to `time`, after all threads whose clocks are behind. Else does nothing. */
 HPMLC_FN void hpmlc_advance(hpml_comm *c, double time)
 {
     if (c->is_virtual) c->t->schedule->advance(c, time);
 }
 
-/* True where messages take time that a computation can hide: between nodes, over links, in virtual time. */
+/* Returns true if messages take time that a computation can hide: between nodes, on slow links, in virtual time. */
 HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
 {
     if (c->is_virtual) return true;
@@ -1022,7 +1025,7 @@ HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
     return false;
 }
 
-/* Returns the number of nodes of p ranks; 0: the node of a rank is out of range. */
+/* Returns how many nodes network n has for p ranks; 0: n->node of a rank is out of range. */
 HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 {
     int per_node = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
@@ -1034,9 +1037,9 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
     return nodes;
 }
 
-#define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* false for NaN */
+#define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* true for 0 to 1e12, false for NaN */
 
-/* Checks the links, nodes and (clock) slow ranks of a network of p ranks; `who` begins the text of an error. */
+/* Checks links and nodes of `net`, p ranks, and if `clock` jitter and slow ranks. An error's text begins with `who`. */
 HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, bool clock,
                                          const hpmlc_text *to)
 {
@@ -1054,7 +1057,7 @@ HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *ne
     return HPML_OK;
 }
 
-/* Returns the node of rank r. */
+/* Returns the number of the node of rank r in network n, which has `nodes` nodes. */
 HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
 {
     if (n->node) return n->node[r];
@@ -1062,8 +1065,8 @@ HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
     return n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
 }
 
-/* Gives AUTO the links of a network in virtual time. Where the link between nodes takes no time, AUTO counts 2 us a
-   message and 4 GB/s. */
+/* Sets the links by which AUTO compares algorithms on c to those of network n. Where messages between its nodes (with
+   one node, inside it) take no time, AUTO counts 2 us a message and 4 GB/s. */
 HPMLC_FN void hpmlc_comm_links(hpml_comm *c, const hpml_network *n, int nodes)
 {
     const hpml_link *between = nodes > 1 ? &n->between : &n->inside;
@@ -1074,8 +1077,8 @@ HPMLC_FN void hpmlc_comm_links(hpml_comm *c, const hpml_network *n, int nodes)
     if (between->bandwidth > 0) c->between.bandwidth = between->bandwidth;
 }
 
-/* Sets per_node and spread: a node has consecutive ranks (the last node may have fewer), or every k-th rank (spread).
-   per_node 0: neither. */
+/* Sets per_node and spread of c from c->node: each node has per_node consecutive ranks (the last node may have fewer),
+   or rank r is on node r % nodes (spread). per_node 0: neither is the case. */
 HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 {
     int p = c->size, k = 1, nodes = 0;
@@ -1097,14 +1100,14 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // >>messages   sending, receiving, waiting
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The transport begins a message; hpml_wait tests it until it is done. A wait spins for some microseconds, then yields
-   the core, then sleeps; it sleeps at once if the peer needs this core, because on a busy machine the rank that has
-   work must get it. (MPICH spins for ever: with more ranks than cores its own waiting was measured 40 times slower than
-   this.) */
+/* The transport begins a message; hpml_wait tests the message until it is done. Between tests a wait spins for some
+   microseconds, then yields the core, then sleeps; it sleeps at once if the peer's thread needs this core, because on a
+   busy machine the rank that has work must get the core. (MPICH spins for ever: with more ranks than cores a wait of
+   MPICH was measured 40 times slower than this one.) */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
-#define HPMLC_TAGS           1023 /* of collectives, used in rotation, so that messages of one tag stay in order */
-#define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* MPI: of control messages; THREADS: of splits */
+#define HPMLC_TAGS           1023 /* tags that collectives use in rotation; messages of one tag stay in order */
+#define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* tag of MPI's control messages; THREADS: of splits */
 #define HPMLC_TAG_SPAN       (HPMLC_TAG_EXTRA + 1)
 
 HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
@@ -1116,7 +1119,8 @@ HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
     if (c->node[peer] != c->node[c->rank]) c->counters.between_bytes += (int64_t)bytes;
 }
 
-/* Begins a send or a receive. After an error m is done and has the status. */
+/* Begins a receive from, or a send to, rank `peer` and fills in m. data: the array of `bytes` bytes; reduce: adds what
+   arrives to the array, NULL: copies. After an error m is done, and m->status is the error. */
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
                                  hpmlc_reduce_fn *reduce, hpml_message *m)
 {
@@ -1143,7 +1147,7 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     return HPML_OK;
 }
 
-/* Removes m from the list of receives in flight. */
+/* Removes m from c->pending, the list of receives that are not done. */
 HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
 {
     hpml_message **at = &c->pending;
@@ -1151,9 +1155,9 @@ HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
     if (*at) *at = m->next;
 }
 
-#define HPMLC_SPIN_OWN_CORE 2000 /* c->spin_limit of ranks that have a core each */
+#define HPMLC_SPIN_OWN_CORE 2000 /* value of c->spin_limit where each rank has a core of its own */
 
-/* Atomic, because the rank's thread changes the limit of a twin while the twin waits. */
+/* Returns c->spin_limit, read atomically, because the rank's thread changes that of a twin while the twin waits. */
 HPMLC_FN int hpmlc_spin_limit(const hpml_comm *c) { return __atomic_load_n(&c->spin_limit, __ATOMIC_RELAXED); }
 
 HPMLC_FN void hpmlc_pause(bool yield)
@@ -1172,9 +1176,9 @@ HPMLC_FN void hpmlc_pause(bool yield)
 #define HPMLC_SLOW_YIELD 100e-6 /* seconds: a yield that takes longer has given the core to another program */
 #define HPMLC_EARLY      60e-6  /* seconds before a message arrives at which a sleep ends, because Linux wakes late */
 
-/* One turn of a wait for m without sleeping: spins in early turns, yields the core in later ones. False: the caller
-   sleeps instead, because the turns are used up, or the message is in flight and known to take longer, or a yield has
-   cost another program's time slice; after such a yield none is tried for 100 times as long as the yield took. */
+/* Spends one turn of a wait for m without sleeping: spins in early turns, yields the core in later ones. Returns false
+   where the caller must sleep: the turns are used up, or m is in flight and known to arrive later, or a yield has cost
+   another program's time slice; after such a yield none is tried for 100 times as long as that yield took. */
 HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
 {
     const int spin = hpmlc_spin_limit(c);
@@ -1198,11 +1202,11 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
 
 HPMLC_FN int hpmlc_cores(int ranks);
 
-/* Atomic, because with THREADS the receiver's thread completes a send. */
+/* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, the last in the
-   list. */
+/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, which is the last
+   in the list c->pending. Where m is a send, returns m. */
 HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
 {
     const hpml_message *oldest = m;
@@ -1216,7 +1220,7 @@ HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
     if (hpmlc_oldest(m) == m) c->t->test(c, m);
 }
 
-/* Completes the receive m with an error: a message of another length has come. */
+/* Completes the receive m with an error, because the message that has come has `sent` bytes, not m->bytes. */
 HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 {
     m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
@@ -1233,15 +1237,15 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     m->done = true;
 }
 
-/* Gives up the message m after an error of this rank. */
+/* Gives up the message m after an error of this rank, which becomes the status of m. */
 HPMLC_FN void hpmlc_abandon(hpml_comm *c, hpml_message *m)
 {
     c->t->abandon(c, m);
     m->status = hpml_ctx_status(c->ctx);
 }
 
-/* Handles the deadline of m: extends the deadline where the rank at the end of the chain of waits is busy, else ends
-   the wait with an error that names that rank. Returns the hpml_now() until which to wait. */
+/* Handles the deadline of m, whose peer may wait for another rank, and so on: where the last rank of this chain is
+   busy, extends the deadline, else ends the wait with an error that names that rank. Returns the new deadline. */
 HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
 {
     const int peer = c->origin[m->peer];
@@ -1249,7 +1253,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
     char      chain[48] = "";
     int       stuck = c->t->stuck_at ? c->t->stuck_at(c, m, &busy) : peer;
     if (stuck < 0) return hpml_now();
-    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* the rank may finish earlier */
+    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again */
     if (stuck != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", stuck);
     hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
                "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->operation, c->round,
@@ -1266,7 +1270,7 @@ HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
 }
 
-/* Tests m, then the other receives in flight, because m's peer may wait for one of them. True: another one is done. */
+/* Tests m, then the other receives in flight, because m's peer may wait for one of them. True: one of them is done. */
 HPMLC_FN bool hpmlc_test_all(hpml_comm *c, hpml_message *m)
 {
     bool moved = false;
@@ -1287,7 +1291,7 @@ HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *m, double until)
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
-    double limit = 0; /* hpml_now() until which to wait; 0: this wait has not slept yet */
+    double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
     bool   shares_core = false;
     if (!c || !m) return HPML_ERR_ARGUMENT;
     for (int turn = 0; !hpmlc_done(m); turn++) {
@@ -1295,7 +1299,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         if (hpmlc_done(m)) break;
         if (turn == 0 && c->t->shares_core) shares_core = c->t->shares_core(c, m->peer);
         if (moved || (!shares_core && hpmlc_wait_awake(c, m, turn))) continue;
-        if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
+        if (limit == 0 && hpmlc_failed(c)) { /* m began before this rank failed: gives m up */
             hpmlc_abandon(c, m);
             break;
         }
@@ -1308,7 +1312,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
     return m->status;
 }
 
-/* Adds a span to the timeline; it names the tensors and the bucket in c->about. */
+/* Adds a span of `bytes` bytes to the timeline, with the tensors and bucket of c->about; start, end: in seconds. */
 HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
 {
     if (!hpml_trace_on(c->trace)) return;
@@ -1321,8 +1325,8 @@ HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, dou
     hpml_trace_add(c->trace, &e);
 }
 
-/* Adds one end of a message's arrow to the timeline. Both ends get the same number, because both ranks count the
-   messages between them. */
+/* Adds one end of a message's arrow to the timeline, at the receiver or at the sender. Both ranks compute the same
+   number for the arrow, because both count the messages between them. */
 HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
 {
     uint32_t count = c->arrows[peer][receives]++;
@@ -1339,7 +1343,9 @@ HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
     hpml_trace_add(c->trace, &e);
 }
 
-/* Runs one round of a collective: sends to one rank and receives from one at the same time; -1: none. */
+/* Runs one round of a collective: sends out_bytes bytes at `out` to rank `to` and at the same time receives in_bytes
+   from rank `from` into `in`, where reduce adds them up (NULL: copies). A rank of -1: sends or receives nothing.
+   Returns the error of the receive, else that of the send. */
 HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
                                  size_t in_bytes, hpmlc_reduce_fn *reduce)
 {
@@ -1352,14 +1358,14 @@ HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out,
     if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &send);
     if (from >= 0) received = hpml_wait(c, &receive);
     if (from >= 0) hpmlc_arrow(c, true, from);
-    if (to >= 0) sent = hpml_wait(c, &send); /* after an error, too, because both structs are on this stack */
+    if (to >= 0) sent = hpml_wait(c, &send); /* even after an error, because `send` is on the stack */
     return received != HPML_OK ? received : sent;
 }
 
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m)
 {
     if (c) c->operation = "send";
-    if (tag > HPML_TAG_MAX) tag = -1; /* an error: higher tags belong to collectives */
+    if (tag > HPML_TAG_MAX) tag = -1; /* refused as out of range, because higher tags belong to collectives */
     return hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)data, bytes, NULL, m);
 }
 
@@ -1398,17 +1404,16 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
 // >>world   ranks as threads: inboxes, links, deadlock
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A group is what the ranks of one communicator share: an inbox for each. A send is posted in the receiver's inbox as a
-   pointer; the receiver copies, or reduces, straight from the sender's array and marks the send done: one pass over the
-   data and no buffer in between.
+/* A group is what the ranks of one communicator share: one inbox for each rank. A send is posted in the receiver's
+   inbox as a pointer; the receiver copies, or adds up, straight from the sender's array and marks the send done: one
+   pass over the data and no buffer in between.
 
-   The world counts the threads that are awake. A thread that falls asleep subtracts itself; the thread that wakes it
-   adds it again before it continues. So when the count is zero no thread can ever wake another: a deadlock, known
-   at once and exactly. */
+   The world counts the threads that are awake. A thread that falls asleep subtracts 1; the thread that wakes it adds 1
+   before the sleeper continues. So a count of zero means that no thread can ever wake another: a deadlock. */
 
 #ifndef HPML_NO_THREADS
 
-struct hpmlc_waitpoint { /* where one thread sleeps */
+struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
     pthread_mutex_t mutex;
     pthread_cond_t  changed;
     unsigned        changes;
@@ -1417,11 +1422,11 @@ struct hpmlc_waitpoint { /* where one thread sleeps */
 
 typedef struct hpmlc_inbox {
     hpmlc_waitpoint wait;
-    hpml_message   *posted, **last; /* sends, in order of arrival */
-    hpml_comm      *owner;          /* NULL: closed */
+    hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
+    hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
-    const char     *operation;      /* of that wait */
-    int             core;           /* 1 + the core on which the owner last waited */
+    const char     *operation;      /* name of the operation in which the owner waits */
+    int             core;           /* 1 + the core on which the owner's thread last waited; 0: none */
     char            pad[64];
 } hpmlc_inbox;
 
@@ -1429,8 +1434,8 @@ typedef struct hpmlc_group hpmlc_group;
 struct hpmlc_group {
     hpml_world  *world;
     hpmlc_group *next;
-    int          size, open; /* open: ranks that have not closed it */
-    hpmlc_inbox *inbox;      /* (size) */
+    int          size, open; /* ranks; ranks that have not closed their communicator */
+    hpmlc_inbox *inbox;      /* (size) of each rank */
 };
 
 typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
@@ -1442,28 +1447,28 @@ struct hpml_world {
     pthread_mutex_t     mutex;
     int                 running;  /* threads that are awake */
     hpmlc_group        *groups;
-    bool               *left;     /* (ranks) have closed their first communicator */
-    int                 failed;   /* 1 + the rank that failed first; 0: none. Written once, under the mutex */
+    bool               *left;     /* (ranks) true: has closed the communicator of hpml_comm_create */
+    int                 failed;   /* 1 + the rank that failed first; ranks + 1: deadlock; 0: none. Set once */
     char                text[512];
-    bool                buffered; /* sends are copied, and done at once: CLOCK, or some link takes time */
+    bool                buffered; /* true: sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_vthread      *vthreads, *turn; /* CLOCK: all threads, and the one that runs */
     int                 vthread_count;
-    double             *card;     /* (2 (ranks + nodes)) when each sender's and receiver's card is free again */
+    double             *card;     /* (2 (ranks + nodes)) when each rank's, node's card is free to send, to receive */
     double             *busy;     /* (ranks) hpml_now() until which each rank is busy */
 };
 
-/* hpml_comm.state of THREADS and CLOCK. */
+/* What hpml_comm.state points to with THREADS and CLOCK. */
 typedef struct hpmlc_thread_state {
     hpmlc_group   *group;
-    hpmlc_vthread *vthread;    /* CLOCK; a part has its communicator's, a twin its own thread's */
-    unsigned       seen;       /* changes of the inbox before the last sleep */
+    hpmlc_vthread *vthread;    /* CLOCK: the thread's clock; a part has its communicator's, a twin its own thread's */
+    unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
-/* hpml_message.state of THREADS and CLOCK. */
+/* What hpml_message.state contains with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
-    hpml_message *next;   /* a send: the next one in the inbox */
-    int           from;   /* a send: the sender's rank */
-    size_t        tested; /* a receive: 1 + the changes of the inbox at the last test, 0: not tested yet */
+    hpml_message *next;   /* of a send: the next send in the receiver's inbox */
+    int           from;   /* of a send: the sender's rank */
+    size_t        tested; /* of a receive: 1 + the inbox's `changes` at the last test; 0: not tested yet */
 } hpmlc_post;
 typedef char hpmlc_post_fits[sizeof(hpmlc_post) <= sizeof(hpml_message_state) ? 1 : -1];
 
@@ -1473,7 +1478,7 @@ HPMLC_FN hpml_world  *hpmlc_world_of(const hpml_comm *c) { return hpmlc_thread(c
 HPMLC_FN hpmlc_inbox *hpmlc_inbox_of(const hpml_comm *c) { return &hpmlc_thread(c)->group->inbox[c->rank]; }
 HPMLC_FN hpmlc_post  *hpmlc_post_of(hpml_message *m) { return (hpmlc_post *)(void *)&m->state; }
 
-/* Deadlines use a clock that is never set, where condition variables can have one (not under -std=c99). */
+/* Makes deadlines use a clock that is never set, where condition variables can use one (not under -std=c99). */
 #if defined(CLOCK_MONOTONIC) && !defined(__APPLE__)
 #define HPMLC_MONOTONIC
 #endif
@@ -1496,8 +1501,7 @@ HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
     pthread_cond_destroy(&g->changed);
 }
 
-/* Wakes the thread that sleeps at g, which the world counts again (w NULL: it is not counted). The caller holds
-   g->mutex. */
+/* Wakes the thread that sleeps at g, which world w (if not NULL) counts as awake again. The caller holds g->mutex. */
 HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
 {
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
@@ -1514,8 +1518,8 @@ HPMLC_FN void hpmlc_waitpoint_wake(hpml_world *w, hpmlc_waitpoint *g)
     pthread_mutex_unlock(&g->mutex);
 }
 
-/* Wakes all threads of the world. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
+/* Wakes all threads of world w that sleep. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
     hpmlc_vthreads_wake(w);
@@ -1523,8 +1527,8 @@ HPMLC_FN void hpmlc_world_wake(hpml_world *w)
         for (int i = 0; i < r->size; i++) hpmlc_waitpoint_wake(w, &r->inbox[i].wait);
 }
 
-/* If no thread is awake: fails the world with a text that names each wait, and wakes all threads, so that they report
-   it. The caller holds w->mutex. */
+/* If no thread of world w is awake: fails the world with a text that names each wait, and wakes all threads, so that
+   they report the deadlock. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
     bool any = false;
@@ -1540,7 +1544,7 @@ HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
             any = true;
         }
     if (!any) return;
-    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* not one rank: all of them */
+    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* ranks + 1: all ranks, not a single one */
     hpmlc_world_wake(w);
 }
 
@@ -1551,8 +1555,8 @@ HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Converts `until`, a time of hpml_now, to the clock of the waitpoints. At most 1e6 s from now: then the sleeper checks
-   the time again. */
+/* Converts `until`, a time of hpml_now, to *limit, a time of the waitpoints' clock, at most 1e6 s from now: a sleeper
+   with a later deadline wakes then, checks the time and sleeps again. */
 HPMLC_FN void hpmlc_waitpoint_limit(double until, struct timespec *limit)
 {
     double left = fmin(fmax(until - hpml_now(), 0), 1e6);
@@ -1569,8 +1573,8 @@ HPMLC_FN void hpmlc_waitpoint_limit(double until, struct timespec *limit)
     limit->tv_nsec = (long)((left - floor(left)) * 1e9);
 }
 
-/* Sleeps until g->changes differs from *seen, which is then updated, or until the time. counted: the sleeper is not
-   counted as awake meanwhile. */
+/* Sleeps at waitpoint g until g->changes differs from *seen, at most until hpml_now() is `until`; *seen becomes
+   g->changes. counted: while the thread sleeps, world w does not count it as awake. */
 HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned *seen, double until, bool counted)
 {
     struct timespec limit;
@@ -1592,14 +1596,15 @@ HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned 
     pthread_mutex_unlock(&g->mutex);
 }
 
-/* Sleeps at a waitpoint for something other than a message, such as a job: as the transport of c schedules threads. */
+/* Lets the thread of c sleep at waitpoint g for something other than a message, such as a job, as hpmlc_waitpoint_sleep
+   does, or as the transport of c schedules its threads. */
 HPMLC_FN void hpmlc_sleep_at(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until)
 {
     if (c->t->schedule) c->t->schedule->sleep(c, g, seen, until);
     else hpmlc_waitpoint_sleep(NULL, g, seen, until, true);
 }
 
-/* Wakes the thread that sleeps at g and works with the communicator `sleeper`. */
+/* Wakes the thread that sleeps at waitpoint g and works with the communicator `sleeper`. */
 HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper, hpmlc_waitpoint *g)
 {
     if (sleeper->t->schedule) sleeper->t->schedule->wake(sleeper, g);
@@ -1633,7 +1638,7 @@ HPMLC_FN void hpmlc_group_free(hpmlc_group *r)
     for (int i = 0; i < r->size; i++) {
         for (hpml_message *m = r->world->buffered ? r->inbox[i].posted : NULL, *next; m; m = next) {
             next = hpmlc_post_of(m)->next;
-            free(m); /* a copy that was never received */
+            free(m); /* m is a copy of a send, and was never received */
         }
         hpmlc_waitpoint_close(&r->inbox[i].wait);
     }
@@ -1678,7 +1683,7 @@ HPML_API void hpml_world_free(hpml_world *w)
     free(w);
 }
 
-/* Fails the world, unless it has failed before: all waits end with the text of `rank`'s error. */
+/* Fails the world, unless it has failed before: all waits end with `text`, the error of rank `rank`. */
 HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
 {
     pthread_mutex_lock(&w->mutex);
@@ -1690,9 +1695,9 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Returns the rank that world rank `rank` waits for; -1: none, because that rank computes or hangs. The thread of
-   `rank` that serves *group is checked before its other threads, because a thread may wait for its own background
-   thread. *group: where the wait was found. The caller holds w->mutex. */
+/* Returns the rank that world rank `rank` waits for; -1: none, because `rank` computes or hangs. The inbox of `rank` in
+   *group is checked before those in other groups, because a thread may wait for its own background thread. Sets *group
+   to the group where the wait was found. The caller holds w->mutex. */
 HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
 {
     hpmlc_group *first = *group;
@@ -1706,8 +1711,8 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
     return -1;
 }
 
-/* A chain of waits ends at a rank that is busy, even if the background thread of that rank waits, and even if the chain
-   began there. */
+/* Returns the rank at the end of the chain of waits that begins with m's peer; -1: a rank has failed. The chain ends at
+   a rank that is busy, until *busy, even if that rank's background thread waits, and even if the chain began there. */
 HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
 {
     hpml_world  *w     = hpmlc_world_of(c);
@@ -1717,9 +1722,9 @@ HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double 
     for (int hops = 0, next; hops < w->ranks; hops++, rank = next)
         if (hpml_now() < w->busy[rank] || (next = hpmlc_world_awaited(w, &group, rank)) < 0) break;
     *busy = w->busy[rank];
-    if (w->failed) rank = -1; /* a rank that reports an error stops waiting, so the chain may be broken */
+    if (w->failed) rank = -1; /* a rank that reports the error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
-    return rank == c->origin[c->rank] ? peer : rank; /* a cycle of waits has no last rank */
+    return rank == c->origin[c->rank] ? peer : rank; /* back at this rank: a cycle has no last rank */
 }
 
 HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
@@ -1730,7 +1735,7 @@ HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Records the world rank that this rank waits for; -1: none. */
+/* Records in this rank's inbox the world rank `peer` that this rank waits for; -1: none. */
 HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
 {
     __atomic_store_n(&hpmlc_inbox_of(c)->peer, peer, __ATOMIC_RELEASE);
@@ -1740,8 +1745,8 @@ HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
 // >>threads-transport   messages between threads
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the time at which a message of `bytes` that is sent at time `now` arrives; 0: its link takes no time. Cards
-   serve one message after another. */
+/* Returns the time at which a message of `bytes` that is sent to rank `to` at time `now` arrives; 0: its link takes no
+   time. Occupies the network cards of sender and receiver, because a card serves one message after another. */
 HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
 {
     hpml_world      *w    = hpmlc_world_of(c);
@@ -1754,13 +1759,13 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     pthread_mutex_lock(&w->mutex);
     double start = now > *out ? now : *out;
     *out = start + busy;
-    if (*in > start) start = *in; /* it waits in the network, not in the sender's card */
+    if (*in > start) start = *in; /* the message waits in the network, not in the sender's card */
     *in = start + busy;
     pthread_mutex_unlock(&w->mutex);
     return start + busy + link->latency;
 }
 
-/* Posts the send m in the receiver's inbox. wake: the receiver may sleep at the inbox (not in virtual time). */
+/* Posts the send m in the inbox of rank m->peer. wake: wakes that rank if it sleeps there; false in virtual time. */
 HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpmlc_inbox *in   = &hpmlc_group_of(c)->inbox[m->peer];
@@ -1774,8 +1779,8 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     pthread_mutex_unlock(&in->wait.mutex);
 }
 
-/* Posts a copy of the send m and completes m at once, as a network card with a buffer does: the sender does not
-   wait. */
+/* Posts a copy of the send m and of its array and completes m at once, so that the sender does not wait, as a network
+   card with a buffer does. wake: wakes the receiver, if it sleeps. */
 HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
@@ -1790,8 +1795,8 @@ HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
     hpmlc_inbox_post(c, copy, wake);
 }
 
-/* Removes from the inbox the send that matches the receive m, or the send m itself. NULL: it is not there, or it is
-   still in flight until m->arrival. */
+/* Removes from the inbox `in`, and returns, the send that matches the receive m, or m itself where m is a send. NULL:
+   that send is not there, or is still in flight until m->arrival. */
 HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 {
     hpml_message **link, *sent;
@@ -1823,12 +1828,12 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 #ifndef __USE_GNU
 int sched_getcpu(void);
 #endif
-#ifndef __USE_MISC /* -std=c99 */
+#ifndef __USE_MISC /* -std=c99 hides syscall */
 long syscall(long number, ...);
 #endif
 
-/* Moves this thread to another core: excludes `core` from its set of cores, then allows all of them again, because the
-   thread stays where it is. */
+/* Moves this thread off the core `core`: excludes that core from the cores that the thread may use, then allows all of
+   them again, because the thread stays where it is. */
 HPMLC_FN void hpmlc_move_off_core(int core)
 {
     enum { BITS = 8 * (int)sizeof(long) };
@@ -1841,9 +1846,9 @@ HPMLC_FN void hpmlc_move_off_core(int core)
         (void)syscall(SYS_sched_setaffinity, 0L, sizeof all, all);
 }
 
-/* True: the peer last waited on this thread's core, and there is not a core for each. Two threads that spin on one core
-   starve each other, because Linux is slow to separate two threads that never run at the same time. With a core for
-   each rank this thread moves to another core instead; if it slept here, both would stay together. */
+/* Returns true if `peer` last waited on this thread's core, and the ranks have no core each. Two threads that spin on
+   one core starve each other, because Linux is slow to separate two threads that never run at the same time. With a
+   core for each rank this thread moves to another core instead; if it slept here, both threads would stay together. */
 HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 {
     hpmlc_inbox *in = hpmlc_group_of(c)->inbox;
@@ -1860,7 +1865,8 @@ HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
 #endif
 
-/* Completes the receive m with the send `sent`, which is then done, too: its sender is woken. */
+/* Completes the receive m from the send `sent`, then marks that send done and wakes its sender, or frees `sent` where
+   it is a copy. */
 HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
     hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
@@ -1870,12 +1876,12 @@ HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message 
         return;
     }
     pthread_mutex_lock(&sender->mutex);
-    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* from here on the sender's struct may not exist any more */
+    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* the sender may now reuse the struct at `sent` */
     hpmlc_waitpoint_wake_held(hpmlc_world_of(c), sender);
     pthread_mutex_unlock(&sender->mutex);
 }
 
-/* Completes the message m with the error of the world. */
+/* Completes the message m with the error that the world has recorded: a deadlock, or another rank's failure. */
 HPMLC_FN void hpmlc_threads_fail(hpml_comm *c, hpml_message *m)
 {
     hpml_world *w = hpmlc_world_of(c);
@@ -1895,7 +1901,7 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
     }
     if (sent) hpmlc_threads_deliver(c, m, sent);
     if (hpmlc_done(m) || !__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) return;
-    if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else a receiver is reading the send m */
+    if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else the receiver is reading m's array */
 }
 
 HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
@@ -1903,7 +1909,7 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
     bool         counted = true;
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
-    for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight: no deadlock */
+    for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight will end the sleep */
         if (p->arrival > 0) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
@@ -1915,7 +1921,8 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 
 HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, -1); }
 
-/* Under the mutex, because other threads read the groups to find the chain of waits. */
+/* Sets the owner of the inbox of `rank`, NULL: none. Locks the world's mutex, because other threads read the owners to
+   find out who waits for whom. */
 HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
 {
     pthread_mutex_lock(&group->world->mutex);
@@ -1923,7 +1930,7 @@ HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
     pthread_mutex_unlock(&group->world->mutex);
 }
 
-/* Closes this rank's inbox; the last rank of a group frees the group. */
+/* Closes the inbox of c's rank; the last rank that does so frees the group of c. */
 HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
 {
     hpmlc_group *group = hpmlc_group_of(c), **link;
@@ -1940,7 +1947,7 @@ HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
     if (last) hpmlc_group_free(group);
 }
 
-/* A thread of the world stops running for good: one that the others wait for is a deadlock. */
+/* Counts a thread of w that ends as asleep for good: if no thread is awake then, the waits of others are a deadlock. */
 HPMLC_FN void hpmlc_world_thread_ends(hpml_world *w)
 {
     if (__atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
@@ -1959,7 +1966,8 @@ HPMLC_FN hpmlc_thread_state *hpmlc_thread_state_new(hpml_comm *c)
     return hpmlc_thread(c);
 }
 
-/* The lowest rank creates the group and sends its address to the other ranks. */
+/* Makes `part` of ranks[0] to ranks[count - 1] of c: the first of these creates the group and sends its address to the
+   other ones. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
 {
@@ -1976,7 +1984,7 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
     if (!group || !hpmlc_thread_state_new(part))
         return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     hpmlc_thread(part)->group   = group;
-    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: until a background thread has its own */
+    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: a background thread replaces it */
     hpmlc_group_enter(group, part->rank, part);
     return HPML_OK;
 }
@@ -1986,7 +1994,7 @@ HPMLC_FN void hpmlc_threads_announce_failure(hpml_comm *c, const char *text)
     hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
 }
 
-/* The world has failed, so a test completes m; a receiver that is reading the send m does so in a moment. */
+/* Waits until m is done: the world has failed, so a test completes m, or a receiver that reads m's array does. */
 HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
 {
     while (!hpmlc_done(m)) {
@@ -2058,7 +2066,7 @@ HPMLC_FN hpml_status hpmlc_threads_open(hpml_comm *c, const hpml_comm_desc *d)
         return HPML_ERR_MEMORY;
     }
     pthread_mutex_lock(&w->mutex);
-    for (s->group = w->groups; s->group->next;) s->group = s->group->next; /* the first one made */
+    for (s->group = w->groups; s->group->next;) s->group = s->group->next; /* the last group has all ranks */
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
     c->spin_limit = w->ranks <= hpmlc_cores(1) ? HPMLC_SPIN_OWN_CORE : 20;
@@ -2070,7 +2078,7 @@ static const hpml_transport hpmlc_threads = {
     "threads", hpmlc_threads_locate, hpmlc_threads_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_threads_close,
     hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block, hpmlc_threads_unblock, hpmlc_threads_abandon,
     hpmlc_threads_announce_failure, hpmlc_threads_announce_busy, hpmlc_threads_stuck_at,
-    NULL, hpmlc_threads_shares_core, hpmlc_threads_has_delay, NULL, /* no allreduce of its own; always concurrent */
+    NULL, hpmlc_threads_shares_core, hpmlc_threads_has_delay, NULL, /* no .allreduce; is always concurrent */
     true, (size_t)512 << 10, 2e-6, 0.25e-9, &hpmlc_threads_schedule
 };
 
@@ -2082,7 +2090,7 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSE
 }
 
 HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
-struct hpmlc_waitpoint { unsigned changes; }; /* jobs are done at once, so that no thread ever sleeps here */
+struct hpmlc_waitpoint { unsigned changes; }; /* no thread sleeps: jobs run when they are started */
 HPMLC_FN void hpmlc_sleep_at(hpml_comm *c HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
                              double until HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED) {}
@@ -2099,38 +2107,38 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
    communicators of a process, which lets a background thread run under MPI_THREAD_SERIALIZED.
 
    Control messages go from each rank to every other: "I have failed, because ...", "I have left", "I wait for rank 3,
-   and have done so for half the deadline", "I am busy". A waiting rank polls for them, so a wait for a rank that has
-   failed or left ends at once. A rank that was killed sends none: the deadline ends the waits for that rank, and the
-   chain of waits names it. */
+   and have done so for half the deadline", "I am busy". A waiting rank polls for control messages, so a wait for a rank
+   that has failed or left ends at once. A rank that was killed sends none: a wait for that rank ends at its deadline,
+   with an error that follows the chain of waits and names that rank. */
 
 #ifdef HPML_USE_MPI
 
 #define HPMLC_PIECE ((size_t)4 << 20)
-#define HPMLC_CONTROL 256 /* bytes of the last control message, 'L' (left) or 'F' (failed) with a text; others: less */
-#define HPMLC_BUSY  40   /* control messages "I am busy", one for each of the durations 2^k / 256 s, up to 68 years */
-#define HPMLC_PARTS 128  /* communicators at most that share an MPI communicator, the first one included */
+#define HPMLC_CONTROL 256 /* bytes of a rank's final control message: 'L' (left) or 'F' (failed) and a text */
+#define HPMLC_BUSY  40   /* messages "I am busy", one for each duration of 2^k / 256 s, up to 68 years */
+#define HPMLC_PARTS 128  /* communicators at most, the first one and its parts, that share an MPI communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
 
-/* hpml_comm.state of MPI. */
+/* What hpml_comm.state points to with MPI. */
 typedef struct hpmlc_mpi {
     hpmlc_shared *shared;
-    MPI_Comm      comm;    /* the first communicator's, on which all its parts send, too */
-    MPI_Comm      native;  /* for MPI_Iallreduce; MPI_COMM_NULL: none */
-    int           part;    /* number of this part, whose HPMLC_TAG_SPAN tags begin at part * HPMLC_TAG_SPAN */
-    hpml_message *sending; /* sends of many pieces, and those that were begun after them; oldest first */
+    MPI_Comm      comm;    /* of the communicator of hpml_comm_create, over which its parts send, too */
+    MPI_Comm      native;  /* for MPI_Iallreduce alone; MPI_COMM_NULL: none */
+    int           part;    /* number of this part (0: not a part); its tags begin at part * HPMLC_TAG_SPAN */
+    hpml_message *sending; /* list of unfinished sends of over two pieces, and of later sends; oldest first */
     unsigned      turns;   /* calls of hpmlc_mpi_block since the last message was begun */
-    char         *staging; /* two pieces, for receives that reduce */
+    char         *staging; /* buffer of two pieces, in which receives that reduce arrive; NULL: not needed yet */
 } hpmlc_mpi;
 
-/* hpml_message.state of MPI. */
+/* What hpml_message.state contains with MPI. */
 typedef struct __attribute__((may_alias)) hpmlc_transfer {
-    hpml_message *next;       /* in hpmlc_mpi.sending */
-    size_t        posted;     /* pieces given to MPI */
-    size_t        moved;      /* bytes sent, or received and reduced */
-    MPI_Request   request[2]; /* of pieces with an even, an odd number */
-    char         *staging;    /* NULL: pieces are received in place */
-    double        announced;  /* hpml_now() when this wait was last announced; 0: never */
+    hpml_message *next;       /* next message in hpmlc_mpi.sending */
+    size_t        posted;     /* number of pieces given to MPI */
+    size_t        moved;      /* bytes of the message that are sent, or received and reduced */
+    MPI_Request   request[2]; /* MPI's requests of the pieces with an even, an odd number */
+    char         *staging;    /* buffer in which pieces arrive; NULL: in the message's array */
+    double        announced;  /* hpml_now() when the wait for this message was last announced; 0: never */
 } hpmlc_transfer;
 typedef char hpmlc_transfer_fits[sizeof(hpmlc_transfer) <= sizeof(hpml_message_state) ? 1 : -1];
 
@@ -2140,38 +2148,38 @@ HPMLC_FN hpmlc_transfer *hpmlc_transfer_of(const hpml_message *m)
     return (hpmlc_transfer *)(uintptr_t)(const void *)&m->state;
 }
 
-/* Shared by the communicator of hpml_comm_create and all its parts. */
+/* What the MPI communicator of hpml_comm_create and all its parts share. */
 struct hpmlc_shared {
     int            rank, size;
-    double         timeout; /* seconds */
-    hpml_comm     *owner;   /* the first communicator */
-    hpmlc_shared  *next;    /* see hpmlc_mpi_living */
-    MPI_Errhandler before;  /* of MPI_COMM_WORLD, restored in the end */
-    /* Control messages. */
-    MPI_Comm       comm;    /* on which they are sent, ... */
+    double         timeout; /* seconds that a wait may last; negative: for ever */
+    hpml_comm     *owner;   /* the communicator of hpml_comm_create */
+    hpmlc_shared  *next;    /* next in the list hpmlc_mpi_living */
+    MPI_Errhandler before;  /* error handler that MPI_COMM_WORLD had, restored in the end */
+    /* How control messages (see >>mpi) are sent and received: */
+    MPI_Comm       comm;    /* over which control messages are sent, ... */
     int            tag;     /* ... with this tag */
     int            from;    /* rank whose control message is being received, -1: none */
-    MPI_Request    receive; /* of that message */
-    char           control[HPMLC_CONTROL]; /* its text */
-    char          *letter;  /* (size) first letter of the last control message with a letter from each rank; 0: none */
-    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., send buffers: r means "I wait for rank r", size "I
-                               wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", this rank's own number
-                               "I do not wait any more" */
-    double        *awaits;  /* (size, 2) the last number from each rank, and hpml_now() until which it is valid */
+    MPI_Request    receive; /* MPI's request for receiving a control message */
+    char           control[HPMLC_CONTROL]; /* buffer into which a control message is received */
+    char          *letter;  /* (size) letter of each rank's last control message that has a letter; 0: none */
+    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., buffers of sends. Number r means "I wait for rank
+                               r", `size` "I wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", the
+                               sender's own number "I do not wait any more" */
+    double        *awaits;  /* (size, 2) the last number from each rank, and the hpml_now() until which it is valid */
     double         busy;    /* hpml_now() until which this rank has announced that it is busy; 0: it is not */
     int            failed;  /* 1 + the first rank that announced a failure; 0: none */
-    char           text[HPMLC_CONTROL]; /* of that failure */
-    char           final[HPMLC_CONTROL]; /* this rank's last control message, 'L' or 'F' */
-    MPI_Request   *sends;   /* (size) of the final message */
+    char           text[HPMLC_CONTROL]; /* text of the failure that rank failed - 1 announced */
+    char           final[HPMLC_CONTROL]; /* buffer of this rank's final control message, 'L' or 'F' */
+    MPI_Request   *sends;   /* (size) MPI's requests of the sends of `final` */
     bool           said_final;
-    bool           own_core; /* this machine has a core for each rank of this node */
-    int            level;   /* of thread support */
-    int            parts;   /* number of communicators that MPI's tags suffice for */
-    int64_t        newest;  /* number of the newest part, before the modulo by `parts` */
-    bool           taken[HPMLC_PARTS]; /* numbers in use by parts of this rank */
-    int            users;   /* parts, and the first communicator until it is closed; 0: this struct is freed */
-    bool           closed;  /* the first communicator has been freed: parts cannot send any more */
-    bool           kept;    /* not freed before the process ends, because MPI may still send from it */
+    bool           own_core; /* true: this machine has a core for each rank of this node */
+    int            level;   /* MPI's level of thread support, such as MPI_THREAD_SERIALIZED */
+    int            parts;   /* number of communicators for which MPI's tags suffice */
+    int64_t        newest;  /* largest number given to a part, before the modulo by `parts` */
+    bool           taken[HPMLC_PARTS]; /* true: number used by a part on this rank */
+    int            users;   /* number of parts, plus 1 until `owner` is closed; 0: this struct is freed */
+    bool           closed;  /* true: `owner` has been freed, so that parts cannot send any more */
+    bool           kept;    /* true: this struct is never freed, because MPI may still send from it */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
@@ -2185,7 +2193,7 @@ HPMLC_FN void hpmlc_mpi_lock(hpmlc_shared *x HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_mpi_unlock(hpmlc_shared *x HPMLC_UNUSED) {}
 #endif
 
-/* Reports an error of MPI; m NULL: of a collective call. */
+/* Fails c, and m, with MPI's text of the error `code`; returns the status. m NULL: a collective call of MPI failed. */
 HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
     char text[MPI_MAX_ERROR_STRING];
@@ -2204,7 +2212,7 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
                                   c->origin[c->rank]);
 }
 
-/* Returns where the piece that begins at byte `at` is sent from or received to. */
+/* Returns the buffer from which the piece of m that begins at byte `at` is sent, or into which it is received. */
 HPMLC_FN char *hpmlc_mpi_buffer(hpml_message *m, size_t at)
 {
     char *staging = hpmlc_transfer_of(m)->staging;
@@ -2216,7 +2224,7 @@ HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
     return m->bytes > HPMLC_PIECE ? (m->bytes + HPMLC_PIECE - 1) / HPMLC_PIECE : 1;
 }
 
-/* True: an older message with the same tag and peer has pieces that have not been given to MPI yet. */
+/* Returns true if an older message with the tag and peer of m has pieces that have not been given to MPI yet. */
 HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
 {
     hpml_message *older = m->receiving ? m->next : hpmlc_mpi_of(c)->sending;
@@ -2228,8 +2236,8 @@ HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
     return false;
 }
 
-/* Gives MPI the pieces that may be in flight: two at a time, and none before all pieces of older messages of the same
-   tag and rank. */
+/* Gives MPI the pieces of m that may be in flight: two at a time, and none before all pieces of older messages that
+   have the same tag and peer. */
 HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x   = hpmlc_mpi_of(c);
@@ -2272,7 +2280,7 @@ HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
             return;
         }
     }
-    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* sends that must be tested, oldest first */
+    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* appends m to the sends to test */
         while (*last) last = &hpmlc_transfer_of(*last)->next;
         *last = m;
     }
@@ -2287,7 +2295,7 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     int             complete = 0, count = (int)n, code;
     MPI_Status      status;
     hpmlc_mpi_feed(c, m);
-    if (m->done || t->posted <= t->moved / HPMLC_PIECE) return; /* nothing in flight */
+    if (m->done || t->posted <= t->moved / HPMLC_PIECE) return; /* no piece in flight */
     hpmlc_mpi_lock(x);
     code = MPI_Test(&t->request[t->moved / HPMLC_PIECE % 2], &complete, &status);
     if (code == MPI_SUCCESS && complete && m->receiving) MPI_Get_count(&status, MPI_BYTE, &count);
@@ -2307,8 +2315,8 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     else hpmlc_mpi_feed(c, m);
 }
 
-/* Advances m, and the long sends, because two ranks that send to each other would both wait for the other's next
-   piece. */
+/* Advances m, and all sends in the list hpmlc_mpi.sending, because otherwise two ranks that send to each other would
+   both wait for the other's next piece. */
 HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 {
     bool listed = false;
@@ -2333,9 +2341,8 @@ HPMLC_FN bool hpmlc_mpi_finalized(void)
     return over;
 }
 
-/* Sends a control message to all other ranks; its buffer must stay unchanged until the sends are complete. requests
-   NULL: the sends are never tested, because the buffer lives at least as long as they do. The caller holds the lock of
-   x. */
+/* Sends the control message at `data` to all other ranks; `data` must stay unchanged until the sends are complete.
+   requests: (size) where to put MPI's requests; NULL: frees them, as `data` lives long enough. The caller locks x. */
 HPMLC_FN void hpmlc_mpi_send_control(hpmlc_shared *x, const void *data, int bytes, MPI_Request *requests)
 {
     for (int i = 0; i < x->size && !hpmlc_mpi_finalized(); i++) {
@@ -2353,7 +2360,7 @@ HPMLC_FN void hpmlc_mpi_send_number(hpmlc_shared *x, int number)
     hpmlc_mpi_unlock(x);
 }
 
-/* Sends the final control message of this rank, once: 'L' (left) or 'F' (failed) and a text. */
+/* Sends this rank's final control message, unless it has been sent: `kind`, 'L' (left) or 'F' (failed), and a text. */
 HPMLC_FN void hpmlc_mpi_send_final(hpmlc_shared *x, char kind, const char *text)
 {
     hpmlc_mpi_lock(x);
@@ -2370,8 +2377,7 @@ HPMLC_FN void hpmlc_mpi_announce_failure(hpml_comm *c, const char *text)
     hpmlc_mpi_send_final(hpmlc_mpi_of(c)->shared, 'F', text);
 }
 
-/* Receives the next control message that has arrived into x->control. Returns its sender, or -1 where none has
-   arrived. */
+/* Receives a control message into x->control, its length into *bytes. Returns its sender; -1: none has arrived. */
 HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
 {
     MPI_Status status;
@@ -2391,7 +2397,7 @@ HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
     return from;
 }
 
-/* Receives all control messages that have arrived and records them in x. */
+/* Receives all control messages that have arrived and records in x their numbers, letters and the first failure. */
 HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
 {
     int bytes = 0;
@@ -2414,16 +2420,15 @@ HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
     hpmlc_mpi_unlock(x);
 }
 
-/* Returns the last number that a rank has sent, while it is valid (for one deadline, or as long as the rank is busy);
-   -1: none. */
+/* Returns the last number that `rank` has sent as a control message (see hpmlc_shared.number), while it is valid: for
+   one deadline, or as long as the rank is busy; -1: none. */
 HPMLC_FN int hpmlc_mpi_valid_number(const hpmlc_shared *x, int rank)
 {
     const int number = (int)x->awaits[2 * rank];
     return number != rank && hpml_now() < x->awaits[2 * rank + 1] ? number : -1;
 }
 
-/* Returns the hpml_now() until which this rank has announced that it is busy. Under the lock, because the background
-   thread reads it, too. */
+/* Returns the hpml_now() until which this rank is busy; locks x, because the background thread reads x->busy, too. */
 HPMLC_FN double hpmlc_mpi_busy_until(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
@@ -2432,9 +2437,9 @@ HPMLC_FN double hpmlc_mpi_busy_until(hpmlc_shared *x)
     return busy;
 }
 
-/* Announces that this rank waits for rank `number` (size: for all ranks): first when half the deadline has passed, then
-   every half deadline. *announced: time of the last announcement, 0: none. A busy rank announces nothing, because the
-   others must know that it is busy and not for whom its background thread waits. */
+/* Announces that this rank waits, until the deadline `until`, for rank `number` (x->size: for all ranks): first when
+   half the timeout has passed, then every half timeout. *announced: hpml_now() of the last announcement, 0: none. A
+   busy rank announces nothing: the others must know that it is busy, not for which rank its background thread waits. */
 HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until, double *announced)
 {
     double now = hpml_now();
@@ -2444,7 +2449,7 @@ HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until,
     hpmlc_mpi_send_number(x, number);
 }
 
-/* Announces that an announced wait is over, because the other ranks would otherwise blame the rank that was awaited. */
+/* Announces that this rank waits no more, if announced > 0, because others would blame the rank that it waited for. */
 HPMLC_FN void hpmlc_mpi_announce_no_wait(hpmlc_shared *x, double announced)
 {
     if (announced > 0 && hpml_now() >= hpmlc_mpi_busy_until(x)) hpmlc_mpi_send_number(x, x->rank);
@@ -2455,8 +2460,8 @@ HPMLC_FN void hpmlc_mpi_unblock(hpml_comm *c, hpml_message *m)
     if (m->status == HPML_OK) hpmlc_mpi_announce_no_wait(hpmlc_mpi_of(c)->shared, hpmlc_transfer_of(m)->announced);
 }
 
-/* Returns the rank that delays a wait for all ranks: the first that has sent no number, else the first that is busy;
-   -1: none. */
+/* Returns the rank that delays a wait for all ranks: the lowest other rank that has announced no wait, else the lowest
+   one that has announced that it is busy; -1: none. */
 HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
 {
     int absent = -1;
@@ -2467,8 +2472,8 @@ HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
     return absent;
 }
 
-/* Returns the last rank of the chain of waits that begins at rank `at`, or, where `at` is -1, at a wait for all ranks;
-   -1: every rank waits for all. *busy: hpml_now() until which that last rank is busy, 0: it is not. */
+/* Returns the last rank of the chain of announced waits that begins at rank `at`, or, where `at` is -1, at a wait for
+   all ranks; -1: every rank waits for all. *busy: hpml_now() until which that last rank is busy, 0: it is not. */
 HPMLC_FN int hpmlc_mpi_chain_end(const hpmlc_shared *x, int at, double *busy)
 {
     if (at < 0) at = hpmlc_mpi_delaying_rank(x);
@@ -2487,7 +2492,7 @@ HPMLC_FN int hpmlc_mpi_stuck_at(hpml_comm *c, const hpml_message *m, double *bus
     hpmlc_shared *x  = hpmlc_mpi_of(c)->shared;
     int           at = hpmlc_mpi_chain_end(x, c->origin[m->peer], busy);
     if (at != x->rank) return at;
-    *busy = hpmlc_mpi_busy_until(x); /* a cycle: this background thread waits for ranks that wait for this rank */
+    *busy = hpmlc_mpi_busy_until(x); /* a cycle of waits: a background thread waits for ranks that wait for this rank */
     return c->origin[m->peer];
 }
 
@@ -2502,7 +2507,7 @@ HPMLC_FN void hpmlc_mpi_announce_busy(hpml_comm *c, double seconds)
     hpmlc_mpi_send_number(x, x->size + 1 + k);
 }
 
-/* Removes the send m from the list of sends that must be tested. */
+/* Removes the send m from x->sending, the list of sends that must be tested. */
 HPMLC_FN void hpmlc_mpi_unlist(hpmlc_mpi *x, const hpml_message *m)
 {
     hpml_message **at = &x->sending;
@@ -2510,8 +2515,8 @@ HPMLC_FN void hpmlc_mpi_unlist(hpmlc_mpi *x, const hpml_message *m)
     if (*at) *at = hpmlc_transfer_of(m)->next;
 }
 
-/* Cancels a receive. A receive that is partly complete, and a send, cannot be cancelled: their buffers must live as
-   long as the process, which ends soon. */
+/* Gives m up: cancels a receive. A receive that is partly complete, and a send, cannot be cancelled: their arrays must
+   live as long as the process, which ends soon. */
 HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x = hpmlc_mpi_of(c);
@@ -2520,7 +2525,7 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     for (size_t k = t->moved / HPMLC_PIECE; m->receiving && k < t->posted; k++) {
         int over = 0;
         if (MPI_Cancel(&t->request[k % 2]) != MPI_SUCCESS) continue;
-        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait would wait for a half that may never come */
+        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait waits for ever if only a half comes */
             if (MPI_Test(&t->request[k % 2], &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
     hpmlc_mpi_unlock(x->shared);
@@ -2534,9 +2539,9 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Gives up the core for a moment: yields it in 16 of 64 turns, sleeps in the others. With a core for each rank it only
-   yields during the first 5000 turns, because a sleep delays a large message more than it helps other threads. A peer
-   that has failed or left ends the wait. */
+/* Gives up the core for a moment in a wait for m: yields it in 16 of 64 turns, sleeps 30 us in the others. With a core
+   for each rank it only yields during the first 5000 turns, because a sleep delays a large message more than it helps
+   other threads. Ends the wait if any rank has failed or m's peer has left. until: the deadline. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
@@ -2557,8 +2562,8 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
     else hpmlc_nap(30e-6);
 }
 
-/* Handles the deadline of hpmlc_mpi_wait_all. Returns a later deadline where the rank that delays the others is
-   busy. */
+/* Handles the deadline of hpmlc_mpi_wait_all: returns a later one where the rank that delays the others is busy, else
+   fails c with an error that names that rank. code: what MPI returned. */
 HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
 {
     hpmlc_shared *x       = hpmlc_mpi_of(c)->shared;
@@ -2574,8 +2579,9 @@ HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
     return hpml_now();
 }
 
-/* Waits for the request of a collective MPI call: as fast as the blocking call, but with a deadline, and a failed rank
-   ends the wait. After an error of MPI the wait lasts until the deadline, which shows the rank that is silent. */
+/* Waits until the request of a collective MPI call, which returned `code`, is complete: as fast as the blocking call,
+   but with a deadline, and a failed rank ends the wait. After an error of MPI waits until the deadline, because that
+   shows which rank is silent. */
 HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *request)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
@@ -2601,7 +2607,8 @@ HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *req
     return hpml_ctx_status(c->ctx);
 }
 
-/* In parts of 2^30 elements, because MPI counts with int. */
+/* Sums n elements at `data` over all ranks of c, or takes the maximum, by MPI_Iallreduce: in parts of 2^30 elements,
+   because MPI counts with int. element: an hpml_element; op: an hpml_reduce. */
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
 {
     const MPI_Datatype none    = MPI_DATATYPE_NULL;
@@ -2633,8 +2640,8 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
 // >>mpi-close   splitting, closing over MPI; exit
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Duplicates `from`, collectively. After an error the memory of the new handle leaks, because MPI may still write to
-   it. */
+/* Duplicates the MPI communicator `from` to *out, collectively. After an error the memory of the new handle leaks,
+   because MPI may still write to that memory. */
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
@@ -2659,14 +2666,14 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
     hpmlc_mpi_unlock(x);
 }
 
-/* Chooses the number of a new part, which selects its tags: above all numbers that its ranks have used, until MPI's
-   tags run out; then the next number that is free on every rank. All ranks of c agree. 0: no number is free, or an
-   error. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
+/* Chooses the number of a new part of c, which selects the part's tags: above all numbers that the ranks of c have
+   used, until MPI's tags run out; then the next one that is free on every rank. All ranks of c get the same number; 0:
+   none is free, or an error. */
 HPMLC_FN int         hpmlc_mpi_new_part(hpml_comm *c)
 {
     hpmlc_shared *x      = hpmlc_mpi_of(c)->shared;
-    int64_t       ask[2] = { 0, 0 }; /* a candidate number; parts that exist on this rank */
+    int64_t       ask[2] = { 0, 0 }; /* a candidate number; how many parts exist on this rank */
     hpmlc_mpi_lock(x);
     ask[0] = x->newest + 1;
     for (int i = 0; i < x->parts; i++) ask[1] += x->taken[i];
@@ -2717,13 +2724,13 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     return HPML_OK;
 }
 
-/* The one mutable static of this header, because exit passes no argument to its handlers: the list of the shared
-   structs of all communicators in this process. The lock is held only to change the list. */
+/* The list of the shared structs of all communicators in this process, for hpmlc_mpi_exit. It is the one mutable static
+   of this header, because exit passes no argument to its handlers. `locked` is set only while the list changes. */
 static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
-/* Waits until all ranks have sent a final control message and have received this rank's, so that no rank calls
-   MPI_Finalize while one is in flight. Returns -1, or, when `patience` seconds have passed, the rank that delays the
-   others. */
+/* Waits until all other ranks have sent a final control message and received this rank's, so that no rank calls
+   MPI_Finalize while such a message is in flight. Returns -1; or, when `patience` seconds have passed, the rank that
+   delays the others, unless that rank is busy. */
 HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
 {
     double limit = hpml_now() + patience, busy = 0;
@@ -2744,7 +2751,7 @@ HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
     }
 }
 
-/* Handler of exit: notifies the other ranks, then waits up to 5 s for their final control messages and 0.3 s more,
+/* Is called by exit: sends a final control message to the other ranks, then waits up to 5 s for theirs and 0.3 s more,
    because a launcher may kill the other ranks when this process ends. */
 HPMLC_FN void hpmlc_mpi_exit(void)
 {
@@ -2768,7 +2775,7 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
     while (*at && *at != x) at = &(*at)->next;
     if (living) *at = x;
     else if (*at) *at = x->next;
-    hpmlc_mpi_living.process = (long)getpid(); /* a child of fork has no other ranks */
+    hpmlc_mpi_living.process = (long)getpid(); /* so that a child of fork does not notify ranks */
     if (!hpmlc_mpi_living.handled) hpmlc_mpi_living.handled = atexit(hpmlc_mpi_exit) == 0;
     __atomic_clear(&hpmlc_mpi_living.locked, __ATOMIC_RELEASE);
 }
@@ -2792,7 +2799,7 @@ HPMLC_FN void hpmlc_shared_release(hpmlc_shared *x)
 HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
 {
     hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
-    if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else it keeps its tags, because messages with them may be in flight */
+    if (hpml_ctx_status(c->ctx) == HPML_OK) { /* else the part's tags may be in use by messages in flight */
         hpmlc_mpi_lock(x);
         if (hpmlc_mpi_of(c)->native != MPI_COMM_NULL && !hpmlc_mpi_finalized()) MPI_Comm_free(&hpmlc_mpi_of(c)->native);
         hpmlc_mpi_unlock(x);
@@ -2812,7 +2819,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     hpmlc_mpi_list(x, false);
     x->closed = true;
     x->kept   = hpmlc_mpi_finalized();
-    if (x->kept) { /* because sends of MPI may read x */
+    if (x->kept) { /* x is not freed, because MPI may still send from x */
         hpmlc_shared_release(x);
         return;
     }
@@ -2826,7 +2833,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
-    x->kept = absent >= 0; /* because sends in flight read x */
+    x->kept = absent >= 0; /* then MPI may still send from x */
     hpmlc_shared_release(x);
 }
 
@@ -2834,7 +2841,8 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 // >>mpi-create   connecting the ranks over MPI
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Numbers the nodes by first appearance: ranks whose hosts have the same name share a node. */
+/* Sets c->node: rank i is on node i / ranks_per_node; where that is 0, ranks whose hosts have the same name share a
+   node, and nodes are numbered by first appearance. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
 {
     char     name[MPI_MAX_PROCESSOR_NAME + 1] = { 0 };
@@ -2849,7 +2857,7 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
     host[c->rank] = (int64_t)(hash >> 1);
     if (hpmlc_agree(c, "hpml_comm_create", host, c->size) == HPML_OK)
         for (int i = 0; i < c->size; i++) {
-            int same = i - 1; /* searched backwards, because a rank is mostly on the host of the rank before */
+            int same = i - 1; /* an earlier rank on this host, mostly the one just before */
             while (same >= 0 && host[same] != host[i]) same--;
             c->node[i] = same >= 0 ? c->node[same] : count++;
         }
@@ -2862,7 +2870,8 @@ HPMLC_FN MPI_Comm hpmlc_mpi_given(const hpml_comm_desc *d)
     return d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
 }
 
-/* Allocates all arrays in one block, so that the buffers of sends that are never tested live as long as the struct. */
+/* Allocates the struct that a communicator over `given` and its parts share, with its arrays in one block, because
+   sends that are never tested read these as long as the struct lives. */
 HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
 {
     int rank, size, found = 0, *most = NULL;
@@ -2897,7 +2906,8 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     return x;
 }
 
-/* Handles the deadline of hpmlc_mpi_meet: the error names the ranks that have not even announced that they wait. */
+/* Handles the deadline of hpmlc_mpi_meet and returns false. The error, put on ctx and sent to all ranks, names the
+   ranks that have neither sent `letter` nor announced that they wait. */
 HPMLC_FN bool hpmlc_mpi_meet_late(hpml_ctx *ctx, hpmlc_shared *x, char letter)
 {
     char text[160], names[64] = "";
@@ -2912,8 +2922,8 @@ HPMLC_FN bool hpmlc_mpi_meet_late(hpml_ctx *ctx, hpmlc_shared *x, char letter)
     return false;
 }
 
-/* Sends a letter to all ranks and waits until each has sent the same letter, or 'N', could not start, which fails all
-   ranks. */
+/* Sends a letter to all ranks and waits until each rank has sent the same letter, or 'N': it could not start, which
+   fails all ranks. Returns false after an error, which is on ctx. */
 HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
 {
     char   expected = *letter == 'N' ? 'Y' : *letter;
@@ -2940,8 +2950,9 @@ HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
     }
 }
 
-/* All ranks meet ('Y'), duplicate the caller's communicator and meet again ('D'), because the letter that is missing
-   then shows which rank was lost. A rank that is out of memory meets the others, too, with 'N'. c NULL: this one is. */
+/* Connects all ranks of `given`: all meet ('Y', hpmlc_mpi_meet), duplicate `given` for c and meet again ('D'), because
+   the letter that is missing then shows which rank was lost. c NULL: this rank is out of memory, and meets with 'N'.
+   Returns false after an error, which is on ctx. */
 HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
 {
     static const char letters[] = { 'N', 'Y', 'D' };
@@ -2955,7 +2966,7 @@ HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MP
     return good;
 }
 
-/* Sets rank and ranks; an error where MPI is not running, or where the launcher and libmpi do not belong together. */
+/* Sets d->rank and d->ranks; an error where MPI is not running, or launcher and libmpi do not belong together. */
 HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
 {
     int on = 0, launched = hpml_launched(NULL), rank, size;
@@ -2976,8 +2987,8 @@ HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Connects this rank with the others; c NULL: notifies them that this rank cannot start. Returns NULL after an
-   error. */
+/* Connects this rank with the others and returns the struct that c and its parts share, or NULL after an error, which
+   is on ctx. c NULL: notifies the others that this rank cannot start. */
 HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
 {
     hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
@@ -2991,11 +3002,11 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
         c->state  = m;
     }
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
-    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* where MPICH raises errors of MPI_Test */
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* because MPICH raises errors of MPI_Test there */
     if (hpmlc_mpi_connect(ctx, c, x, hpmlc_mpi_given(d))) return x;
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
-    if (!x->said_final) hpmlc_shared_free(x); /* else x leaks, because sends in flight read it */
+    if (!x->said_final) hpmlc_shared_free(x); /* else x leaks, because MPI may still send from x */
     return NULL;
 }
 
@@ -3013,13 +3024,14 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     memset(x->letter, 0, (size_t)x->size);
     memset(x->awaits, 0, 2 * sizeof(double) * (size_t)x->size);
     hpmlc_mpi_list(x, true);
-    hpmlc_mpi_nodes(c, d->ranks_per_node); /* an error of it leaves the communicator open, for close */
+    hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c is open, and is closed later */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
     x->own_core = near <= hpmlc_cores(1);
     return HPML_OK;
 }
 
-/* MPI_THREAD_SERIALIZED is enough, because one lock serves all communicators. */
+/* Returns whether two threads may use c and parts of c at the same time. MPI_THREAD_SERIALIZED is enough for that,
+   because one lock serves all communicators. */
 HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
 {
     return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED;
@@ -3029,17 +3041,17 @@ static const hpml_transport hpmlc_mpi_transport = {
     "mpi", hpmlc_mpi_locate, hpmlc_mpi_open, hpmlc_mpi_no_memory, hpmlc_mpi_split, hpmlc_mpi_close,
     hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_unblock, hpmlc_mpi_abandon,
     hpmlc_mpi_announce_failure, hpmlc_mpi_announce_busy, hpmlc_mpi_stuck_at,
-    hpmlc_mpi_allreduce, NULL, NULL, hpmlc_mpi_is_concurrent, /* messages between nodes take time */
+    hpmlc_mpi_allreduce, NULL, NULL, hpmlc_mpi_is_concurrent, /* .has_delay NULL: messages between nodes take time */
     false, 0, 5e-6, 0.3e-9, NULL
 };
 
-/* Starts MPI for hpml_launch, unless the program has started it: then false. *rank: of this process. */
+/* Starts MPI for hpml_launch and returns true, or false where the program has started MPI. *rank: of this process. */
 HPMLC_FN bool hpmlc_mpi_init(int *rank)
 {
     int on = 0, level;
     MPI_Initialized(&on);
     if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
-    if (!hpmlc_mpi_finalized()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* else hpml_comm_create reports the error */
+    if (!hpmlc_mpi_finalized()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* if it is over, hpml_comm_create fails */
     return !on;
 }
 
@@ -3052,16 +3064,16 @@ HPMLC_FN bool hpmlc_mpi_init(int *rank)
 /* Every thread has a clock of its own, which hpml_comm_compute and the arrival of messages advance; real time does not
    count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
    of their virtual time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at
-   once. A receive is complete when its message has arrived: the receiving thread advances its clock to that time, and
-   lets threads whose clocks are behind run before it reads the message. */
+   once. A receive is done when its message has arrived: the receiving thread advances its clock to that time, and lets
+   threads whose clocks are behind run before it reads the message. */
 
 #ifndef HPML_NO_THREADS
 
 struct hpmlc_vthread {
-    double         clock;    /* seconds; the timeline of the rank's context reads it, see hpml_trace_clock */
-    const double  *replaced; /* the clock that the timeline read before; NULL: real time */
-    hpml_rng       rng;      /* of its jitter */
-    int            rank;     /* of the world: the lower one runs first where clocks are equal */
+    double         clock;    /* seconds of virtual time; the timeline of the rank's context reads this member */
+    const double  *replaced; /* the clock that the timeline read before this one; NULL: real time */
+    hpml_rng       rng;      /* random numbers of the thread's jitter */
+    int            rank;     /* rank in the world; where clocks are equal the thread with the lower rank runs first */
     bool           runnable;
     pthread_cond_t turn;
     hpmlc_vthread *next;
@@ -3069,7 +3081,7 @@ struct hpmlc_vthread {
 
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_of(const hpml_comm *c) { return hpmlc_thread(c)->vthread; }
 
-/* The caller holds w->mutex. */
+/* Makes thread a of world w runnable, unless it is, and counts it as awake. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 {
     if (a->runnable) return;
@@ -3082,7 +3094,7 @@ HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
     for (hpmlc_vthread *a = w->vthreads; a; a = a->next) hpmlc_vthread_wake_held(w, a);
 }
 
-/* Gives the turn to the runnable thread whose clock is behind all others. The caller holds w->mutex. */
+/* Gives the turn to the runnable thread of world w whose clock is behind all others. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
 {
     hpmlc_vthread *best = NULL;
@@ -3092,22 +3104,23 @@ HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
             bool before = !best || a->clock < best->clock || (a->clock <= best->clock && a->rank < best->rank);
             if (a->runnable && before) best = a;
         }
-        if (!best) hpmlc_world_stuck(w); /* a deadlock: makes all threads runnable, if there are any */
+        if (!best) hpmlc_world_stuck(w); /* a deadlock: this call makes all threads runnable */
     }
     w->turn = best;
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets the threads run whose clocks are behind this one's. sleep: this thread runs again only after a wake. */
+/* Lets the threads run whose clocks are behind that of c's thread, and returns at the next turn of c's thread. sleep:
+   this thread gets no turn before another thread wakes it. */
 HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
 {
     hpml_world    *w    = hpmlc_world_of(c);
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     hpmlc_inbox   *in   = hpmlc_inbox_of(c);
     pthread_mutex_lock(&w->mutex);
-    if (sleep && (!w->failed || in->peer < 0)) { /* after a failure no message is waited for */
+    if (sleep && (!w->failed || in->peer < 0)) { /* after a failure no thread awaits messages */
         self->runnable    = false;
-        in->wait.sleeping = true; /* for the report of a deadlock */
+        in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
     hpmlc_vthread_next_turn(w);
@@ -3116,7 +3129,7 @@ HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Waits for the first turn of a new thread. The thread that enters last gives the first turn of all. */
+/* Waits for the first turn of c's thread, which is new. The thread of the last rank to enter gives the first turn. */
 HPMLC_FN void hpmlc_vthread_enter(hpml_comm *c)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -3134,8 +3147,8 @@ HPMLC_FN void hpmlc_vthread_wake(hpml_world *w, hpmlc_vthread *a)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Advances the clock of this thread to `time`. The threads behind it run first, because what they send comes before
-   anything that this thread does next. */
+/* Advances the clock of c's thread to `time`, in seconds, unless it is later. Threads whose clocks are behind run
+   first, because what they send comes before anything that this thread does next. */
 HPMLC_FN void hpmlc_clock_advance(hpml_comm *c, double time)
 {
     hpmlc_vthread *self = hpmlc_vthread_of(c);
@@ -3162,7 +3175,7 @@ HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
     return a;
 }
 
-/* Removes this thread, `self`, from the world for good, and gives the turn to another. */
+/* Removes this thread, `self`, from world w for good, frees it and gives the turn to another thread. */
 HPMLC_FN void hpmlc_vthread_free(hpml_world *w, hpmlc_vthread *self)
 {
     hpmlc_vthread **link;
@@ -3195,8 +3208,9 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
     else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
 }
 
-/* Sleeps until m's message arrives (an older receive of the same rank and tag gets the next one), or until a message is
-   sent to this rank; never until another receive's arrival, because m may be complete before. */
+/* Sleeps until the message of the receive m arrives (an older receive with the same peer and tag gets the next message:
+   until that one arrives), or until a message is sent to this rank. Never sleeps until the message of another receive
+   arrives, because m may be done before. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
     double arrival = hpmlc_oldest(m)->arrival;
@@ -3209,15 +3223,15 @@ HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPML
     hpmlc_vthread_yield(c, true);
 }
 
-/* Returns the thread that `clock` is a member of. A timeline stores only the address of the clock that it reads, and
-   each clock that a timeline reads is that member: hpmlc_clock_open is the only caller that sets one. */
+/* Returns the thread whose member .clock is at `clock`. The timeline stores only the address of the clock that it
+   reads, and that is always such a member: hpmlc_clock_open is the only caller that sets one. */
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_of_clock(const double *clock)
 {
     return (hpmlc_vthread *)((uintptr_t)clock - offsetof(hpmlc_vthread, clock));
 }
 
-/* Makes the timeline read the clock that it read before `self`'s. Where it reads the clock of a communicator that was
-   created later on the same context, that one's thread gets the clock to return to. */
+/* Makes the timeline of ctx read the clock that it read before `self`'s. Where it reads the clock of a communicator
+   that was created later on ctx, it keeps doing so, and that communicator's thread gets the clock to return to. */
 HPMLC_FN void hpmlc_clock_restore(hpml_ctx *ctx, hpmlc_vthread *self)
 {
     const double *top = hpml_trace_clock(ctx, self->replaced);
@@ -3240,7 +3254,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     if (!c->is_part) hpmlc_vthread_free(w, self);
 }
 
-/* Nothing refers to m, because sends are copies. */
+/* Gives m up after an error. Nothing else refers to m, because sends are copies. */
 HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; }
 
 HPMLC_FN double hpmlc_clock_now(const hpml_comm *c) { return hpmlc_vthread_of(c)->clock; }
@@ -3266,7 +3280,7 @@ HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
     return true;
 }
 
-/* From here on the twin runs in the time of its communicator's thread again. */
+/* Ends the virtual thread of `twin`, the background thread's communicator, which uses c's clock from now on. */
 HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
 {
     hpmlc_vthread *own = hpmlc_vthread_of(twin);
@@ -3274,7 +3288,8 @@ HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
     hpmlc_vthread_free(hpmlc_world_of(c), own);
 }
 
-/* Virtual time passes for the other threads; `until`, a real time, does not count. */
+/* Sleeps at waitpoint g until hpmlc_clock_wake, unless g->changes differs from *seen already, and sets *seen. Virtual
+   time passes for the other threads; `until`, a real time, does not count. */
 HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
 {
     hpmlc_set_awaited(c, -1);
@@ -3306,8 +3321,8 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
         return HPML_ERR_MEMORY;
     }
     hpmlc_thread(c)->vthread = self;
-    c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this thread spins */
-    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* spans of layers take no time, but are in order */
+    c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this one spins */
+    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* spans of layers take no virtual time */
     hpmlc_vthread_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return HPML_OK;
@@ -3316,12 +3331,12 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
 static const hpml_transport hpmlc_clock = {
     "clock", hpmlc_threads_locate, hpmlc_clock_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_clock_close,
     hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_threads_unblock, hpmlc_clock_abandon,
-    hpmlc_threads_announce_failure, NULL, NULL, /* no deadlines */
+    hpmlc_threads_announce_failure, NULL, NULL, /* no .announce_busy and .stuck_at: there are no deadlines */
     NULL, NULL, NULL, NULL,
     true, 0, 2e-6, 0.25e-9, &hpmlc_clock_schedule
 };
 
-/* Notes that a rank could not start, so that no other rank waits for it. */
+/* Records that rank `rank` could not start and fails world w with `text`, so that no other rank waits for that rank. */
 HPMLC_FN void hpmlc_world_absent(hpml_world *w, int rank, const char *text)
 {
     if (rank < 0 || rank >= w->ranks) return;
@@ -3342,7 +3357,7 @@ HPMLC_FN void hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUS
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifdef HPML_NO_THREADS
-/* One rank alone, for which nothing is ever sent. */
+/* Sets rank 0 of 1: without threads THREADS and CLOCK have one rank, which sends nothing. */
 HPMLC_FN hpml_status hpmlc_self_locate(hpml_ctx *ctx HPMLC_UNUSED, hpml_comm_desc *d)
 {
     d->rank  = 0;
@@ -3356,7 +3371,7 @@ static const hpml_transport hpmlc_self = {
 };
 #endif
 
-/* Returns the built-in table of d->transport; NULL after an error. */
+/* Returns the built-in transport that d->transport names; NULL after an error, which is on ctx. */
 HPMLC_FN const hpml_transport *hpmlc_transport_find(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     switch (d->transport) {
@@ -3379,7 +3394,7 @@ HPMLC_FN const hpml_transport *hpmlc_transport_find(hpml_ctx *ctx, const hpml_co
     return NULL;
 }
 
-/* Returns whether a user's transport has all required functions. */
+/* Returns whether t, a transport of the caller's own, has all required functions; if not, the error is on ctx. */
 HPMLC_FN bool hpmlc_custom_good(hpml_ctx *ctx, const hpml_transport *t)
 {
     const char *missing = NULL;
@@ -3397,7 +3412,7 @@ HPMLC_FN bool hpmlc_custom_good(hpml_ctx *ctx, const hpml_transport *t)
     return !missing && !t->schedule;
 }
 
-/* Allocates a communicator and connects it by the transport t. */
+/* Allocates a communicator on ctx and connects it by transport t, which may set rank and ranks of d; NULL: an error. */
 HPMLC_FN hpml_comm *hpmlc_comm_open(hpml_ctx *ctx, const hpml_transport *t, hpml_comm_desc *d)
 {
     if (t->locate && t->locate(ctx, d) != HPML_OK) return NULL;
@@ -3447,7 +3462,7 @@ HPMLC_FN void hpmlc_comm_destroy(void *object)
 {
     hpml_comm *c = (hpml_comm *)object;
     if (!c->t) return;
-    hpml_comm_set_link(c, NULL); /* announces a failure, too */
+    hpml_comm_set_link(c, NULL); /* frees the link; announces this rank's failure, if any */
     hpmlc_background_stop(c);
     bool good = hpml_ctx_status(c->ctx) == HPML_OK;
     if (c->t->close) c->t->close(c);
@@ -3460,7 +3475,7 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 {
     if (!c) return HPML_ERR_ARGUMENT;
     hpml_device_link old = c->link;
-    hpmlc_failed(c); /* announces a failure, so that the other ranks do not wait and no job waits for them */
+    hpmlc_failed(c); /* announces this rank's failure, if any, so that no rank or job waits for this one */
     if (old.across) hpmlc_background_drain(old.across);
     memset(&c->link, 0, sizeof c->link);
     if (link) c->link = *link;
@@ -3470,14 +3485,14 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 HPML_API void hpml_comm_free(hpml_comm *c) { hpml_ctx_release(hpml_comm_ctx(c), c); }
 
-/* Creates the communicator of `count` ranks of c, in the order of `ranks`, on ctx. */
+/* Creates on ctx the communicator of `count` ranks of c, in the order of `ranks`, with this rank. NULL: an error. */
 HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
 {
     int me = 0;
     while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
     if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or all give up */
+    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* an error on all ranks if any lacks memory */
     for (int i = 0; i < count; i++) {
         part->origin[i] = c->origin[ranks[i]];
         part->node[i]   = c->node[ranks[i]];
@@ -3502,11 +3517,11 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
     int32_t   *all  = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)(3 * p), NULL);
     hpml_comm *part = NULL;
     if (!all) return NULL;
-    int32_t *ranks = all + 2 * p; /* after color and key of each rank */
+    int32_t *ranks = all + 2 * p; /* `all` begins with color and key of each rank */
     all[2 * c->rank]     = color;
     all[2 * c->rank + 1] = key;
     if (hpml_allgather(c, all, 2 * p, HPML_ELEMENT_I32) == HPML_OK) {
-        for (int i = 0; i < p; i++) { /* sorted by insertion, because communicators are split rarely */
+        for (int i = 0; i < p; i++) { /* insertion sort by key: splits are rare */
             int at = count;
             if (all[2 * i] != color) continue;
             for (; at > 0 && all[2 * ranks[at - 1] + 1] > all[2 * i + 1]; at--) ranks[at] = ranks[at - 1];
@@ -3525,7 +3540,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
     return c ? hpml_comm_split(c, c->node[c->rank], c->rank) : NULL;
 }
 
-typedef struct hpmlc_start { /* of one rank */
+typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
     hpml_ctx_desc           ctx;
@@ -3535,8 +3550,8 @@ typedef struct hpmlc_start { /* of one rank */
     char                    error[768];
 } hpmlc_start;
 
-/* Stores the text of a rank's error, which begins with the rank: errors of layers and files do not name it. rank -1:
-   the only rank. */
+/* Stores the text of a rank's error in s, after "rank N: " unless it begins so, because errors of layers and files do
+   not name their rank. rank -1: the only rank, which needs no name. */
 HPMLC_FN void hpmlc_start_error(hpmlc_start *s, int rank, const char *text)
 {
     int n = rank < 0 || strncmp(text, "rank ", 5) == 0 ? 0 : snprintf(s->error, sizeof s->error, "rank %d: ", rank);
@@ -3557,7 +3572,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
         comm->close_error.size = sizeof s->error;
     }
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
-    if (s->status != HPML_OK && ctx) { /* on the context, too, which announces the error to the other ranks */
+    if (s->status != HPML_OK && ctx) { /* on the context, which announces the error to the other ranks */
         if (hpml_ctx_status(ctx) == HPML_OK)
             hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
         hpmlc_start_error(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
@@ -3583,7 +3598,7 @@ HPML_API int hpml_launched(int *rank)
     return 0;
 }
 
-/* Returns the number of cores of this machine for each of `ranks` ranks, at least 1. */
+/* Returns how many cores of this machine each of `ranks` ranks may use, at least 1. */
 HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 {
 #ifndef HPML_NO_THREADS
@@ -3594,11 +3609,12 @@ HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 #endif
 }
 
-/* Sets transport and ranks from HPML_RUN or .run. False: it cannot be read. */
+/* Sets transport and ranks of d from the environment variable HPML_RUN or from d->run, see hpml_launch_desc. Returns
+   false if that text cannot be read. */
 HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 {
-    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind */
-    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: the same as not set */
+    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* 0 to 2: transports */
+    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: as not set */
     if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
     if (!d->run) return true;
     enum { MPI = 1, SERIAL = 3, AUTO = 4, KINDS = 5 };
@@ -3615,7 +3631,8 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
     return true;
 }
 
-/* Refuses threads in each of several processes of mpiexec, unless allowed, because these are separate runs. */
+/* Refuses to run threads in each of several processes of mpiexec, unless .alone or HPML_RUN allows that, because these
+   would be separate runs. The text of the error goes to `to`. */
 HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_text *to)
 {
     const char *run       = getenv("HPML_RUN"), *kind = d->transport == HPML_TRANSPORT_CLOCK ? "clock" : "threads";
@@ -3628,8 +3645,8 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
                         kind, ranks, processes, processes, kind, ranks);
 }
 
-/* Returns the status of the rank that failed first, with its text: a rank that only reports another rank's failure
-   (HPML_ERR_PEER) did not. */
+/* Returns the status of the rank that failed first, of the n ranks in s, and writes its error text to `to`. A rank with
+   HPML_ERR_PEER only reports that another rank failed. */
 HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
@@ -3648,14 +3665,15 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
-    if (started && s->status == HPML_OK) MPI_Finalize(); /* else other ranks may never call it; exit ends the job */
+    if (started && s->status == HPML_OK) MPI_Finalize(); /* else others may never call it; exit ends the job */
 #else
-    hpmlc_start_main(s); /* fails; the text gives the command that builds with MPI */
+    hpmlc_start_main(s); /* fails: the error's text shows how to build with MPI */
 #endif
     return hpmlc_first_cause(s, 1, to);
 }
 
-/* Runs the ranks of THREADS and CLOCK, each in a thread. */
+/* Runs `ranks` ranks of THREADS or CLOCK, each in a thread of its own, and waits for all. Returns the status of the
+   rank that failed first, its text in `to`. */
 HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
 #ifndef HPML_NO_THREADS
@@ -3668,7 +3686,7 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
     for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
     hpml_status status = w && threads ? hpmlc_first_cause(s, ranks, to) : HPML_ERR_MEMORY;
-    if (status == HPML_OK && w->failed) /* background work failed, and its job has not been waited for */
+    if (status == HPML_OK && w->failed) /* background work failed whose job was not waited for */
         status = hpmlc_refuse(to, HPML_ERR_COMM, "%s", w->text);
     hpml_world_free(w);
     free(threads);
@@ -3681,7 +3699,8 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 #endif
 }
 
-/* Parses desc.run. An error where ranks or transport are out of range or not allowed (.alone). */
+/* Sets transport and ranks of d from .run. Returns an error, its text in `to`, where these or the network are out of
+   range, or where they are not allowed (.alone). */
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
@@ -3704,7 +3723,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
     hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
     hpmlc_refuse(&to, refused, "%s", refused == HPML_OK ? "" : text);
-    bool cleared = !d._begin && !d._end; /* in a desc that is not cleared .log may be any address */
+    bool cleared = !d._begin && !d._end; /* else .log may be any address */
     if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
     if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
@@ -3722,7 +3741,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         c->timeout        = d.timeout;
         c->check          = d.check;
         c->ranks_per_node = d.network.ranks_per_node;
-        if (mpi) continue; /* the rank is not known yet */
+        if (mpi) continue; /* this process's rank is not known yet */
         if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
         if (d.place) d.place(&s[i].ctx, i, user);
     }
@@ -3735,9 +3754,9 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 // >>timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the seconds by which this rank's clock is ahead of rank 0's. Rank 0 answers each question with its time;
-   the answer of the quickest of 8 exchanges is taken as given in the middle of it, so the error is at most half its
-   time. */
+/* Returns the seconds by which this rank's clock is ahead of rank 0's. The rank asks rank 0 eight times for its time
+   and takes the answer of the quickest exchange as given in the middle of that exchange, so the error is at most half
+   of its duration. Rank 0 answers all ranks and returns 0. */
 HPMLC_FN double hpmlc_clock_offset(hpml_comm *c)
 {
     double best = 1e300, ahead = 0, theirs = 0;
@@ -3766,11 +3785,11 @@ HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *
     if (hpml_broadcast(c, &origin, sizeof origin, 0) != HPML_OK) return hpml_ctx_status(c->ctx);
     d.rank   = c->rank;
     d.origin = origin + ahead;
-    if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which the desc takes for "now" */
+    if (d.origin == 0) d.origin = 1e-12; /* a desc's origin of 0 means "now", but virtual time begins at 0 */
     return hpml_trace_start(c->ctx, &d);
 }
 
-/* Returns a whole file with a zero after it; NULL when it cannot be read. */
+/* Returns the content of the file `path`, on ctx, with a zero after it, its length in *size; NULL: cannot be read. */
 HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 {
     FILE *f    = fopen(path, "rb");
@@ -3786,8 +3805,8 @@ HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
     return text;
 }
 
-/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
 HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element);
+/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
 HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
 {
     double      first  = -hpml_trace_first(c->ctx);
@@ -3796,7 +3815,7 @@ HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
     return status;
 }
 
-/* Each rank writes a file of its own, PATH.rankN, and sends it to rank 0, which joins the lists of events in `path`. */
+/* Writes this rank's events to the file PATH.rankN and sends that to rank 0, which joins all ranks' lists in `path`. */
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 {
     char    own[1024];
@@ -3820,7 +3839,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
         return status;
     }
     f = fopen(path, "wb");
-    bool good = f && fwrite(text, 1, (size_t)size - 3, f) == (size_t)size - 3; /* without the last bracket */
+    bool good = f && fwrite(text, 1, (size_t)size - 3, f) == (size_t)size - 3; /* without "\n]\n" */
     hpml_ctx_release(c->ctx, text);
     for (int r = 1; r < c->size; r++) {
         if (hpml_recv(c, r, 1, &size, sizeof size) != HPML_OK) break;
@@ -8395,61 +8414,62 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
 // >>simulate   moves in virtual time, by a queue of ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Every rank has a clock. Ranks that are about to send wait in a queue by (clock, rank), as threads do in >>clock, so
-   that messages enter the cards in the same order and the times are the same. That costs some 50 to 100 ns a message.
-   Two shapes have p^2 messages and need less, because the order of turns does not matter in them:
-     ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
-                  in the same state, the ranks of one node represent those of all nodes
+/* Every simulated rank has a clock. Ranks that are about to send wait in a queue by (clock, rank), as threads do in
+   >>clock, so that messages enter the cards in the same order as there and arrive at the same times. A message costs
+   some 50 to 100 ns of computation. Two shapes of collectives have p^2 messages and need less, because the order of
+   turns does not matter in them:
+     ring         each card serves one pair of ranks: played round by round, without a queue (some ns a message). Where
+                  all nodes are in the same state, the ranks of one node represent those of all nodes
      all to all   the ranks of one node represent those of all nodes likewise
-   Tests compare both with the queue. */
+   Tests compare both shapes with the queue. */
 
 typedef struct hpmlc_sim_event {
     double time;
     int    rank;
-    int    run;  /* in the heap: the run whose first event this is */
+    int    run;  /* in hpmlc_sim.heap: index of the run (hpmlc_sim_push) that begins with this event */
 } hpmlc_sim_event;
 
-typedef struct hpmlc_sim_letter { /* a message to a rank that does not wait for it yet */
-    int    from, next; /* the sender; the next letter of the receiver, -1: none */
+typedef struct hpmlc_sim_letter { /* a message that has been sent to a rank which does not wait for it yet */
+    int    from, next; /* the sender's rank; index of the receiver's next letter, -1: none */
     double arrival;
 } hpmlc_sim_letter;
 
-typedef struct hpmlc_sim_rank { /* a rank in the queue. One struct: turns come in any order, so members share a line */
+typedef struct hpmlc_sim_rank { /* a simulated rank. One struct, because its members are used together */
     int     phase, round;
-    int     to, from;    /* of its move, -1: none */
-    int64_t bytes;       /* sent by the move */
-    int     want;        /* the rank whose message is awaited, or -1 */
-    int     first, last; /* letters, -1: none */
-    int     next;        /* the next rank of its run, -1: none */
+    int     to, from;    /* ranks of the current move, -1: none */
+    int64_t bytes;       /* bytes sent by the current move */
+    int     want;        /* the rank whose message is awaited; -1: none */
+    int     first, last; /* indices of the letters to this rank, -1: none */
+    int     next;        /* the rank after this one in the same run (hpmlc_sim_push), -1: none */
 } hpmlc_sim_rank;
 
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
 typedef struct hpmlc_sim {
     hpml_comm         layout;             /* a communicator without a transport: nodes and links of the ranks */
-    int               p, nodes, per_node; /* per_node: 0 where nodes are not all alike */
-    bool              mixed;              /* neighbours in a ring are on different nodes, several on each */
-    bool              plain;              /* for tests: always play the queue */
-    double            latency[2], rate[2]; /* inside, between: seconds, seconds a byte */
-    int32_t          *node;               /* (p) */
-    double           *clock;              /* (p) */
-    double           *out, *in;           /* (p + nodes) seconds when cards get free: of ranks inside nodes, of nodes */
-    int64_t          *bytes, *messages;   /* (p) sent */
-    int64_t           between;            /* bytes between nodes */
-    double           *work;               /* (4 p) scratch */
-    /* The collective that is played, and the queue: */
+    int               p, nodes, per_node; /* ranks, nodes, ranks of each node; per_node 0: the nodes differ */
+    bool              mixed;              /* ring neighbours may be on different nodes that have several ranks each */
+    bool              plain;              /* for tests: plays every collective by the queue */
+    double            latency[2], rate[2]; /* [0] inside a node, [1] between nodes: seconds, seconds a byte */
+    int32_t          *node;               /* (p) number of each rank's node */
+    double           *clock;              /* (p) virtual time of each rank, seconds */
+    double           *out, *in;           /* (p + nodes) time when each rank's, each node's network card is free */
+    int64_t          *bytes, *messages;   /* (p) bytes and messages that each rank has sent */
+    int64_t           between;            /* bytes sent from node to node */
+    double           *work;               /* (4 p) scratch array of hpmlc_sim_ring and hpmlc_sim_all_to_all */
+    /* The collective that is played, and the queue by which it is played: */
     hpmlc_sim_kind    kind;
     int64_t           n;
-    size_t            size;               /* of an element */
-    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) */
-    int32_t          *phases;             /* (p) phases of each rank; in an all to all: scratch */
-    hpmlc_sim_rank   *rank;               /* (p) */
-    hpmlc_sim_event  *run;                /* (p) the last event of each run, the latest first */
+    size_t            size;               /* bytes of an element */
+    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) the plan of each rank */
+    int32_t          *phases;             /* (p) number of phases of each rank; in an all to all: scratch */
+    hpmlc_sim_rank   *rank;               /* (p) state of each rank in the collective */
+    hpmlc_sim_event  *run;                /* (p) the last event of each run (hpmlc_sim_push), the latest first */
     hpmlc_sim_event  *heap;               /* (p) the first event of each run, the earliest at the top */
     int               runs;
     hpmlc_sim_letter *letter;
-    int               letters, free_letter; /* letters allocated; first unused one, -1: none */
-    bool              failed;             /* out of memory */
+    int               letters, free_letter; /* number of letters allocated; index of the first unused one, -1: none */
+    bool              failed;             /* true: out of memory */
 } hpmlc_sim;
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
@@ -8476,12 +8496,12 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
-    s->node        = (int32_t *)calloc(2 * n, sizeof(int32_t)); /* with phases */
-    s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* with out, in, work */
+    s->node        = (int32_t *)calloc(2 * n, sizeof(int32_t)); /* array `node`, then `phases` */
+    s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* `clock`, `out`, `in`, `work` */
     s->bytes       = (int64_t *)calloc(2 * n, sizeof(int64_t));
     s->phase       = (hpmlc_phase *)calloc(HPMLC_PHASES * n, sizeof(hpmlc_phase));
     s->rank        = (hpmlc_sim_rank *)calloc(n, sizeof(hpmlc_sim_rank));
-    s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* with heap */
+    s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* `run`, then `heap` */
     s->failed      = !s->node || !s->clock || !s->bytes || !s->phase || !s->rank || !s->run;
     if (s->failed) return false;
     s->out      = s->clock + n;
@@ -8501,20 +8521,20 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     return true;
 }
 
-/* Returns the rank that represents a rank where all nodes are in the same state: the one in the same place of the first
-   node; where there is only one node, rank 0. */
+/* Returns the rank that represents rank `rank` where all nodes are in the same state: the one in the same place of the
+   first node; where there is only one node, rank 0. */
 HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
 {
     if (s->nodes == 1) return 0;
     return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* Returns the index of the card that a message of this rank uses: the rank's own inside a node, else the node's. */
+/* Returns the index in s->out, s->in of rank `rank`'s network card: if `far` that of its node, else its own. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
 
-/* Sends a message now and returns when it arrives, in seconds: the rule of hpmlc_arrival. But in an all to all as many
-   bytes enter a node as leave it at any time, so the receiving card is not counted: reserved in the order of sending,
-   it would delay the sending card, and that card the next one, a congestion that no switch has. */
+/* Sends a message at the clock of rank `from` and returns when it arrives, in seconds, by the rule of hpmlc_arrival.
+   But in an all to all as many bytes enter a node as leave it at any time, so the receiving card is not counted:
+   reserved in the order of sending, it would delay the sending card, and that the next message: no switch does that. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->node[from] != s->node[to];
@@ -8537,10 +8557,10 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
     return a.time < b.time || (a.time <= b.time && a.rank < b.rank);
 }
 
-/* Puts a rank into the queue. The queue is a set of runs: lists of ranks in the order of their turns. A rank is
-   appended to the run with the latest end that is before the rank's turn; where there is none, it begins a run. So the
-   ends stay sorted, and a run that gets empty is the one with the earliest end, the last. Ranks that do the same at the
-   same time need few runs, whose ends stay in the cache; a heap of all ranks would miss the cache at every step. */
+/* Puts a rank into the queue. The queue is a set of runs: lists of ranks in the order of their turns, by (clock, rank).
+   A rank is appended to the run with the latest end that is before the rank's turn; where there is none, it begins a
+   run. So runs stay sorted by their ends, and a run that gets empty is the last, with the earliest end. Ranks that do
+   the same at the same time need few runs, whose ends stay in the cache; a heap of all ranks would miss the cache. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
@@ -8563,7 +8583,7 @@ HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
     s->run[low] = e;
 }
 
-/* Takes the rank with the next turn out of the queue. */
+/* Takes the rank whose turn is next, by (clock, rank), out of the queue and returns it. */
 HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
 {
     hpmlc_sim_event e = s->heap[0];
@@ -8583,17 +8603,17 @@ HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
     return top;
 }
 
-/* Returns the elements of block i. */
+/* Returns how many elements block i has, the i-th of p almost equal parts of the array of s->n elements. */
 HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
 {
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
 }
 
-/* Finds the current move of rank r; false when rank r has none left. */
+/* Stores the current move of the collective in s->rank[r], for rank r; false when rank r has no move left. */
 HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
-    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* round k: to the rank k after r, as in hpmlc_blocks */
+    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* round k: to rank r + k, from rank r - k, modulo p */
         int k = q->round + 1;
         if (k >= s->p) return false;
         q->to    = (r + k) % s->p;
@@ -8616,7 +8636,7 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
     return false;
 }
 
-/* Receives the first letter of `from` that rank r has, and advances r's clock to its arrival. False: there is none. */
+/* Receives rank r's first letter from rank `from` and advances r's clock to its arrival. False: there is none. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -8634,7 +8654,7 @@ HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
     return false;
 }
 
-/* Keeps a letter for rank r, which does not wait for it yet. */
+/* Keeps a message from rank `from` as a letter for rank r, which does not wait for it yet. arrival: in seconds. */
 HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
 {
     if (s->free_letter < 0) {
@@ -8663,7 +8683,7 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
 }
 
 /* Plays the rounds of rank r until r is about to send (then r is queued), must wait for a message, or has no round
-   left. sent: the message of the current round has been sent. */
+   left. sent: the message of r's current round has been sent. */
 HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -8679,7 +8699,7 @@ HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
     }
 }
 
-/* Plays the collective turn by turn. */
+/* Plays the collective of s, whose moves hpmlc_sim_move finds, by the queue, one message at a turn. */
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
     s->runs = 0;
@@ -8693,7 +8713,7 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
         double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
         hpmlc_sim_rank *q = &s->rank[to];
-        if (q->want == r) { /* waits for this message */
+        if (q->want == r) { /* rank `to` waits for this message */
             if (s->clock[to] < arrival) s->clock[to] = arrival;
             q->want = -1;
             q->round++;
@@ -8707,9 +8727,9 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // >>simulate-fast   rings and all to all in virtual time without a queue
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns how many ranks represent all ranks of a ring: 1, those of a node, or p. Fewer than p only where blocks are
-   equal, or so many that each may count as the longest (the time is an upper bound then). free_at: (p) when the link
-   from i to i + 1 gets free, seconds. */
+/* Returns how many ranks represent all p ranks of a ring over n elements: 1, those of a node, or p. Fewer than p only
+   where blocks are equal, or so many that each may count as the longest (the time is an upper bound then). free_at: (p)
+   when the link from rank i to i + 1 gets free, in seconds. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
 {
     int q = s->per_node > 0 && !s->mixed ? s->per_node : s->p;
@@ -8721,15 +8741,15 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
 }
 
 /* Plays a ring of all ranks in which no two pairs share a card. rounds: 2 (p - 1), or p - 1 for an allgather alone. In
-   round k rank i sends block i - 1 - k; in an allgather alone block i - k. */
+   round k rank i sends block i - 1 - k, in an allgather alone block i - k, of the p blocks of the array. */
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
-    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p), (2 p) twice the same, (p) */
+    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p), (2 p) sizes, twice, (p) */
     for (int i = 0; i < p; i++) {
         int     next = (i + 1) % p, far = s->node[i] != s->node[next];
         double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
-        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* not sent in the first, second half */
+        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* left out in the 1st, 2nd half */
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
@@ -8758,7 +8778,7 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
     }
 }
 
-/* Returns whether all nodes are in the same state, so that one node represents all. */
+/* Returns whether clocks and cards of all nodes are in the same state, so that one node represents all. */
 HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
 {
     if (s->per_node == 0) return false;
@@ -8771,14 +8791,14 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
     return true;
 }
 
-/* Plays an all to all where all nodes are in the same state. Each block counts as the longest one. As in
-   hpmlc_sim_send, the receiving card is not counted. */
+/* Plays an all to all where all nodes are in the same state. Each block that one rank sends to another counts as the
+   longest one. As in hpmlc_sim_send, the receiving card is not counted. */
 HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 {
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
     double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (p) */
     double  card = s->out[p];
-    int32_t *order = s->phases; /* (m) ranks that represent all others, sorted by clock */
+    int32_t *order = s->phases; /* (m) the ranks that represent all ranks, sorted by clock */
     for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
         for (int j = 1; j < m; j++) { /* insertion sort: the ranks are nearly sorted */
@@ -8816,8 +8836,8 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     }
 }
 
-/* True when the plan is nothing but the ring that hpmlc_sim_ring plays: all ranks, the whole array, reduce-scatter and
-   allgather, or allgather alone. Rank 0's plan stands for all, because a team of all ranks has all of them. */
+/* Returns true when the collective is nothing but the ring that hpmlc_sim_ring plays: all ranks, the whole array,
+   reduce-scatter and allgather, or allgather alone. Looks at rank 0's plan, because the others have the same phases. */
 HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
     const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
@@ -8831,14 +8851,14 @@ HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
     return true;
 }
 
-/* Keeps the plan of one rank for the queue. */
+/* Copies the plan of rank `rank`, its phases in the collective, to s->phase, from which the queue is played. */
 HPMLC_FN void hpmlc_sim_set_plan(hpmlc_sim *s, int rank, const hpmlc_plan *plan)
 {
     s->phases[rank] = plan->count;
     for (int i = 0; i < plan->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = plan->phase[i];
 }
 
-/* Plays the collective whose kind, elements and plans are set, from the ranks' clocks on. */
+/* Plays the collective whose kind, elements and plans are set in s, from the ranks' clocks on. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
 {
     bool to_all = s->kind == HPMLC_SIM_ALL_TO_ALL;
@@ -8849,7 +8869,7 @@ HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
     return !s->failed;
 }
 
-/* Plays one collective of n elements, from the ranks' clocks on. False: out of memory. */
+/* Plays a collective of n elements of `size` bytes, from the ranks' clocks on; a: of an allreduce. False: no memory. */
 HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
 {
     int p = s->p;
@@ -8867,7 +8887,7 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     return hpmlc_sim_run(s);
 }
 
-/* Returns the latest clock of all ranks: seconds. */
+/* Returns the latest clock of all ranks, in seconds. */
 HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 {
     double t = s->clock[0];
@@ -8922,8 +8942,8 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     return HPML_OK;
 }
 
-/* Exchanges one bucket, which is ready on rank r at ready * slow[r] seconds. Adds its seconds to *comm. False: out of
-   memory. */
+/* Exchanges one bucket of n f32, which is ready on rank r at ready * slow[r] seconds; packed: its bytes where d->packed
+   is given. Adds the seconds of the exchange to *comm. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double ready, int64_t n, int64_t packed,
                                double *comm)
 {
@@ -8944,7 +8964,7 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     return good;
 }
 
-/* Plays one step of training, bucket by bucket. False: out of memory. */
+/* Plays one step of training, bucket by bucket, and stores its times and counts in *out. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
     double   now = 0, slowest = d->network.slow ? 0 : 1, whole = 0;
