@@ -4361,7 +4361,7 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 typedef struct hpmli_gemm_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
-    int64_t                rows, cols; /* C is cut into rows x cols rectangles */
+    int64_t                rows, cols; /* numbers of rectangles down and across C */
 } hpmli_gemm_job;
 
 /* Returns the first index of part t when indices 0 .. length - 1 are cut into `pieces` parts at multiples of `unit`. */
@@ -4533,7 +4533,7 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 #define HPMLI_MIXED_THIN  8   /* so few rows or columns of C that reading the longer operand takes most of the time */
 typedef struct hpmli_mixed {
     hpml_ctx       *ctx;
-    hpmli_gemm_desc d;          /* a and b point to elements of type[0] and type[1] */
+    hpmli_gemm_desc d;          /* d.a and d.b are addresses of elements of type[0] and type[1] */
     hpml_dtype      type[2];
     int64_t         rows, cols; /* of a tile of C */
     int64_t         depth;      /* of a block along k, the summed dimension */
@@ -4587,7 +4587,7 @@ HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
     bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
     bool    along_k = thin_m ? d->b_k == 1 : d->a_k == 1; /* k runs along memory in the operand that is not thin */
     int64_t across, down, side = HPMLI_MIXED_SIDE;
-    if (thin) side = along_k ? 8 : 1024; /* converted lines are long either way */
+    if (thin) side = along_k ? 8 : 1024; /* the rows or columns that are converted are long either way */
     j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
     j->rows  = hpmli_min(d->m, side);
     j->cols  = hpmli_min(d->n, side);
@@ -5166,7 +5166,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
     n->attr.act.act   = d.activation;
     n->attr.act.slope = 0.01f;
-    if (n->out && hpmli_act_reads_x(d.activation)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* x w^T + bias */
+    if (n->out && hpmli_act_reads_x(d.activation)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* saves x w^T + bias */
     return n->out;
 }
 
@@ -5174,7 +5174,7 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *w = n->src[1];
     hpml_act           act = n->attr.act.act;
-    hpmli_mat          z   = hpmli_values(n->out); /* (rows, out) before the activation */
+    hpmli_mat          z   = hpmli_values(n->out); /* x w^T + bias, (rows, out) */
     if (n->saved) z.p = (float *)n->saved;
     hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(x), hpmli_transposed(hpmli_values(w)), z, false);
     d.bias_n = n->src[2] ? n->src[2]->data : NULL;
@@ -5193,7 +5193,7 @@ static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* true: the step n
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
-    hpmli_mat    dz = hpmli_grads(n->out); /* (rows, out) */
+    hpmli_mat    dz = hpmli_grads(n->out); /* dy, then dz: (rows, out) */
     if (n->attr.act.act != HPML_ACT_NONE)
         hpmli_for_each_parallel(run, n, true, hpmli_chunk_count(n), 1, hpmli_act_chunk);
     if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
@@ -5261,7 +5261,7 @@ typedef struct hpmli_strided_copy {
     const float         *from;
     hpmli_broadcast_iter           w; /* the runs of `to` and `from` */
     int64_t              runs_per_task;
-    bool                 add; /* to += from */
+    bool                 add; /* backward: to += from */
 } hpmli_strided_copy;
 HPMLI_FN void hpmli_strided_copy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
@@ -5314,7 +5314,7 @@ HPMLI_FN void hpmli_tensor_range(hpml_tensor *part, const hpml_tensor *t, int di
 
 HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 {
-    hpml_tensor x = *n->out; /* the source, in the shape of the result */
+    hpml_tensor x = *n->out; /* becomes the source, in the shape of the result */
     x.grad = n->src[0]->grad;
     hpmli_strided_copy_run(run, n->out, &x, true, n->accumulate[0]);
 }
@@ -5730,7 +5730,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 // >>conv-run   convolution: its forward and backward pass
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Packs the weights of HPMLI_CONV_PANEL output channels of one group (one task), for the forward pass or for dx. */
+/* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task), for the forward pass or (want_dx) for dx. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -5797,8 +5797,8 @@ HPMLI_FN void hpmli_conv_bias(const hpmli_conv *c, hpmli_gemm_desc *d, const flo
     else d->bias_m = bias;
 }
 
-/* Computes a 1 x 1 convolution: y (OC, pixels) = w (OC, C) x (C, pixels) or, back, dx = w^T dy; in NHWC, of all
-   images. */
+/* Computes 1 x 1 convolutions of each image (NHWC: of all): y (OC, pixels) = w (OC, C) x (C, pixels), or dx = w^T
+   dy. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
@@ -5832,7 +5832,7 @@ HPMLI_FN void hpmli_conv_dz_and_db(const hpmli_conv *c, int64_t b, float *db, bo
 typedef struct hpmli_columns {
     const hpmli_conv *c;
     float            *p;         /* the matrix: (C x taps, rows x OW) */
-    int64_t           b, g;      /* image and group */
+    int64_t           b, g;      /* image and group of x */
     int64_t           row, rows; /* first row of y, number of rows */
     bool              back;      /* the matrix is added to dx, else filled from x */
 } hpmli_columns;
@@ -5856,7 +5856,7 @@ HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSE
             float  *row    = m->p + (k * m->rows + r) * c->OW;
             bool    inside = h >= 0 && h < c->H;
             for (int64_t j = 0, w = w0; j < c->OW; j++, w += stride) {
-                bool is_image = inside && w >= 0 && w < c->W; /* else padding */
+                bool is_image = inside && w >= 0 && w < c->W; /* else padding, which counts as 0 */
                 if (!m->back) row[j] = is_image ? x[(h * c->W + w) * pixel] : 0;
                 else if (is_image) x[(h * c->W + w) * pixel] += row[j];
             }
@@ -6033,8 +6033,7 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
     *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
 }
 
-/* Max-pools one plane by 2 x 2 windows with stride 2, the commonest: a kernel computes a row, saving which pixel
-   won. */
+/* Max-pools one plane by 2 x 2 windows with stride 2, the commonest: a kernel does a row and saves which pixel won. */
 HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
@@ -6371,8 +6370,8 @@ HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_re
 
 HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
-    const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
-    float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
+    const float *x   = w->n->src[0]->data + row * w->cols; /* a row: (cols) */
+    float       *y   = w->n->out->data + row * w->cols;    /* a row: (cols) */
     float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
     if (w->n->op == HPML_OP_LOG_SOFTMAX) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
     else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
@@ -6409,7 +6408,7 @@ HPMLI_OP(log_softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
 HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n = w->n;
-    const float     *x = n->src[0]->data + row * w->cols; /* (cols) */
+    const float     *x = n->src[0]->data + row * w->cols; /* a row: (cols) */
     float           *y = n->out->data + row * w->cols;
     hpmli_centre    *saved = (hpmli_centre *)n->saved + row;
     double           C = (double)w->cols, about[2] = { 0, 0 }, rest = 0, var;
@@ -6425,7 +6424,7 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
     if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
 }
 
-/* Computes dx of one row, and adds to `part`, the sums of dgamma (cols) and dbeta (cols) of its block of rows. */
+/* Computes dx of one row, and adds its terms to `part`, the sums of dgamma and dbeta of its block of rows. */
 HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
@@ -6482,8 +6481,8 @@ HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
 // >>dropout   dropout and embedding
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Drops element i if word i of the random stream of this step and node is below p 2^32. Both passes compute the mask,
-   storing none. i counts from the first sample of the global batch, so that a sample has the same mask on any rank. */
+/* Drops element i if word i of the random stream of this step and node is below p 2^32. Both passes compute the mask;
+   neither stores it. i counts from the first sample of the global batch, so that masks are the same on any rank. */
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
@@ -6520,8 +6519,8 @@ HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
               (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
               dropout_piece);
 
-/* Records y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient. Sources: tokens,
-   table. */
+/* Records y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
+   Sources of the node: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc)
 {
@@ -6551,7 +6550,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
 
 HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
 {
-    const int32_t *token = (const int32_t *)n->src[0]->raw; /* (B, T) */
+    const int32_t *token = (const int32_t *)n->src[0]->raw; /* rows of the table */
     int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
     for (int64_t i = 0; i < count; i++) {
         if (token[i] < 0 || token[i] >= vocabulary)
@@ -6639,7 +6638,7 @@ HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread
     int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
     int64_t   first = task / heads * T, col = task % heads * D;
     hpmli_mat qkv = hpmli_values(n->src[0]), out = hpmli_values(n->out); /* (B T, 3C), (B T, C) */
-    float    *lse = (float *)n->saved + task * T;                         /* (T) */
+    float    *lse = (float *)n->saved + task * T;                         /* (T) one for each query */
     for (int64_t q0 = 0; q0 < T; q0 += HPMLI_QUERIES) {
         int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
         hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
@@ -6726,7 +6725,7 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     src[3] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, w_x);
     hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
     n->saved_bytes   = (size_t)(shape[0] * shape[1]) * 5 * (size_t)hidden * sizeof(float);
-    n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* dh, dc (B, H) */
+    n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* gradients of h and c, (B, H) */
     return n->out;
 }
 
@@ -6734,7 +6733,7 @@ typedef struct hpmli_lstm_job {
     const hpmli_kernels *k;
     hpml_node           *n;
     int64_t              B, T, H, t;         /* t: the time step that is computed */
-    float               *gates, *cells;      /* (B, T, 4H), (B, T, H) */
+    float               *gates, *cells;      /* i, f, g, o: (B, T, 4H), c: (B, T, H) */
     float               *dh, *dc;            /* (B, H) gradients from the next time step */
 } hpmli_lstm_job;
 HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
@@ -6745,7 +6744,7 @@ HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
     return j;
 }
 
-/* Computes gates, cell and output of sample b at step j->t; the gates' memory contains their sums, a in >>sequence. */
+/* Computes gates, cell and output of sample b at step j->t from the sums a (see >>sequence) in the gates' memory. */
 HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -6877,7 +6876,7 @@ HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift
 HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
-    const float     *x     = n->src[0]->data + row * w->cols; /* (V) */
+    const float     *x     = n->src[0]->data + row * w->cols; /* the row's logits: (V) */
     int32_t          label = ((const int32_t *)n->src[1]->raw)[row];
     float           *max   = (float *)n->saved + row, *inverse = max + w->count, *loss = inverse + w->count;
     float            s     = n->attr.cross_entropy.smoothing;
@@ -7027,9 +7026,9 @@ enum {
 };
 typedef struct hpmli_copy {
     void    *stored; /* (n) halves; with HPMLI_ROUND n f32 numbers */
-    float   *f32;    /* (n) the copy that the op reads or writes */
+    float   *f32;    /* (n) the f32 copy that the op reads or writes */
     int64_t  n;
-    unsigned how;    /* HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND */
+    unsigned how;    /* a sum of HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND */
 } hpmli_copy;
 
 /* One op on one block of samples, with f32 copies of the halves that it reads or writes, ready to run. */
@@ -7037,12 +7036,12 @@ typedef struct hpmli_wrap {
     const hpml_ctx *ctx;
     hpml_node       node;                /* the node as recorded, but with the tensors t */
     struct hpmli_node_state state;       /* the node's state, changed for this block */
-    hpml_tensor     t[HPML_MAX_SRC + 1]; /* the sources and, last, the result */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
     hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
     int             count;               /* number of copies */
     unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: the phase that hpmli_wrap_task runs */
     char           *at;                  /* memory of the f32 copies; NULL while planning */
-    size_t          used;                /* bytes of that memory in use */
+    size_t          used;                /* bytes of the memory at `at` in use */
     int64_t         first, samples;      /* first sample and number of samples of the block */
     bool            last;                /* this is the last block of the batch */
 } hpmli_wrap;
@@ -7080,7 +7079,7 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
     }
     if (half || value & HPMLI_ROUND) raw = (char *)hpmli_wrap_copy(e, raw, n, most, value & ~once);
     if (half && has_grad) raw_grad = (char *)hpmli_wrap_copy(e, raw_grad, n, most, grad & ~once);
-    if (half) to->dtype = HPML_DTYPE_F32; /* the type of the copies */
+    if (half) to->dtype = HPML_DTYPE_F32; /* the type of the f32 copies */
     hpmli_set_memory(to, raw, raw_grad);
 }
 
@@ -7088,7 +7087,7 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
 HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
-    unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
+    unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: the values of all sources */
     bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
     memset(e, 0, sizeof *e);
     e->node       = *n;
@@ -7111,14 +7110,14 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         for (int k = i; k < n->src_count; k++)
             if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
         if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
-        if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write a part of it */
+        if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write only a part */
         hpmli_wrap_tensor(e, &e->t[i], s, value, grad);
     }
     hpml_tensor *y     = e->node.out = &e->t[HPML_MAX_SRC];
     unsigned     value = back ? 0 : HPMLI_SAVE;
     if (back && needs & HPMLI_NEED_OUT) value = HPMLI_LOAD;
     hpmli_wrap_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
-    if (hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM) && n->saved_bytes > 0) { /* stored in halves, as the result is */
+    if (hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM) && n->saved_bytes > 0) { /* n->saved is in halves, too */
         hpml_tensor z = *n->out;
         hpmli_set_memory(&z, n->saved, NULL);
         hpmli_wrap_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
@@ -7392,8 +7391,8 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         hpmli_cpu_close,
         hpmli_cpu_alloc,
         hpmli_cpu_free,
-        hpmli_cpu_copy,             /* write */
-        hpmli_cpu_copy,             /* read */
+        hpmli_cpu_copy,             /* write: to the device from the host */
+        hpmli_cpu_copy,             /* read: to the host from the device */
         hpmli_cpu_zero,
         NULL,                       /* sync: all calls are complete on return */
         ops,
@@ -7402,12 +7401,12 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         hpmli_cpu_activation_dtype,
         hpmli_wrap_plan,
         NULL,                       /* begin: passes are not recorded */
-        NULL,                       /* end */
+        NULL,                       /* end: passes are not recorded */
         NULL,                       /* correct: the trainer counts on the host */
         NULL,                       /* encode: hpml_packing_encode is the CPU's */
-        NULL,                       /* decode */
+        NULL,                       /* decode: hpml_packing_decode is the CPU's */
         NULL,                       /* time_op: the host's clock times ops */
-        true                        /* layouts */
+        true                        /* layouts: kernels take NHWC, too */
     };
     return &cpu;
 }
