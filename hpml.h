@@ -4355,17 +4355,16 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 // >>gemm-threads   cutting a matrix product into tasks for threads
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* C is cut into rectangles. One thread computes a rectangle with its own packing space, so that threads share nothing
-   and never wait for each other. Each rectangle packs its operands itself; for 100 rows or more that takes a few
-   percent of the time. */
-
+/* Splits a matrix product C = A B over threads: C is cut into rectangles, and one thread computes a rectangle with its
+   own packing space, so that threads share nothing and never wait for each other. Each rectangle packs its rows of A
+   and columns of B itself; from 100 rows on, that takes a few percent of the time. */
 typedef struct hpmli_gemm_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
-    int64_t                rows, cols; /* C is cut into rows x cols rectangles */
+    int64_t                rows, cols; /* numbers of rectangles down and across C */
 } hpmli_gemm_job;
 
-/* Returns where piece t begins when a length is cut into `pieces` at multiples of `unit`. */
+/* Returns the first index of part t when indices 0 .. length - 1 are cut into `pieces` parts at multiples of `unit`. */
 HPMLI_FN int64_t hpmli_piece_start(int64_t length, int64_t pieces, int64_t t, int64_t unit)
 {
     int64_t units = (length + unit - 1) / unit, start = units * t / pieces * unit;
@@ -4388,8 +4387,7 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
     if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
 }
 
-/* Computes a product on one thread. Called from a task, with the number of the thread that runs it, whose packing space
-   is used. */
+/* Computes the product d on the calling thread, number `thread` of the pool, whose packing space is used. */
 HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_part part;
@@ -4403,16 +4401,16 @@ HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc
         for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
 }
 
-/* A product with a small C and a long k (such as the gradient of a convolution's weights) is cut along k. The shape
-   alone decides the pieces, and their sums are added in order, so that the bits do not depend on the threads. */
+/* A product with a small C and a long k, the summed dimension (as for gradients of convolution weights), is cut along
+   k. The shape alone decides the pieces, and their sums are added in order, so that threads do not change the bits. */
 typedef struct hpmli_gemm_split {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
     int64_t                pieces;
-    float                 *sums; /* (pieces, m, n) */
+    float                 *sums; /* (pieces, m, n) one partial C for each piece */
 } hpmli_gemm_split;
 
-/* Returns into how many pieces of k a product is cut, 1 to 64. */
+/* Returns into how many pieces, 1 to 64, the summed dimension k of product d is cut; 1 for a batch or a large C. */
 HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
 {
     int64_t pieces = d->k / 2048;
@@ -4440,9 +4438,9 @@ HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
 }
 
 #ifdef HPML_USE_CBLAS
-/* HPML_USE_CBLAS: lets the BLAS library compute a single product of matrices that it can address, with its own threads
-   and rounding; the bias is copied to C before, relu is applied after. Returns false for all other products, which
-   hpml's kernels compute: batches, products inside tasks, convolutions. */
+/* Lets the BLAS library compute the product d, with its own threads and rounding, if d is a single product of matrices
+   that BLAS can address; copies the bias to C before, applies relu after. Returns false for all others (batches, a bias
+   for each row), which hpml's kernels compute, like products inside tasks. */
 HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     bool  ta = d->a_k != 1, tb = d->b_col != 1;
@@ -4466,8 +4464,8 @@ HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 }
 #endif
 
-/* Chooses how many rows and columns of rectangles C is cut into, for `want` threads: the longer side of a rectangle is
-   cut until there is a rectangle for each thread. */
+/* Sets job->rows and job->cols, the numbers of rectangles down and across C, for `want` threads: cuts the longer side
+   of a rectangle until there is a rectangle for each thread, or they are small. */
 HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
 {
     const hpmli_gemm_desc *d = job->d;
@@ -4475,7 +4473,7 @@ HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
     job->cols = 1;
     while (job->rows * job->cols * d->batch < want) {
         int64_t height = d->m / job->rows, width = d->n / job->cols;
-        /* a transposed A with columns far apart: cut rows, or else each column of rectangles packs all of A */
+        /* cut rows of C if A is stored transposed, columns far apart: each column of rectangles packs all of A */
         bool    prefer_rows = d->a_row == 1 && d->a_k * d->k >= 262144 && width >= 256;
         bool    even_cols   = width >= 256 || d->n % (32 * (job->cols + 1)) == 0; /* cut at multiples of 32 */
         if (width >= height + prefer_rows && width >= 64 && even_cols) job->cols++;
@@ -4485,13 +4483,13 @@ HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
     }
 }
 
-/* Computes a product, or a batch of them, on all threads of the context. */
+/* Computes the product d, or the batch of products, on all threads of the context; on one thread if it is small. */
 HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_job   job;
     hpmli_gemm_split split;
     double           elements = (double)d->m * (double)d->n * (double)d->batch;
-    /* one thread for a product that takes less time than waking the others and moving C between caches */
+    /* threads: 1 for a product that takes less time than waking other threads and moving C between caches */
     int64_t          want = elements * (double)d->k < 250e3 + 4 * fmin(elements, 65536) ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
@@ -4514,7 +4512,7 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     job.d   = d;
     hpmli_gemm_cut(&job, want);
     /* Rectangles of more than 8e6 multiply-adds are cut into up to four, so that a slow core can take fewer of them:
-       along columns, so that no part of B is packed twice. */
+       along the columns of C, so that no part of B is packed twice. */
     double each = elements * (double)d->k / (double)(job.rows * job.cols * d->batch);
     if (d->a_k == 1) job.cols *= (int64_t)fmax(1, fmin(fmin(each / 8e6, 4), (double)(d->n / job.cols / 128)));
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
@@ -4524,27 +4522,25 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 // >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Products whose operands are not all f32 are computed in tiles of C, one a task, and in blocks of k. A task converts
-   its blocks of A and B to f32, in the part of its packing space that products of this size do not use, and adds the
-   product of the two blocks to its tile. The shape alone decides the cuts, so that the bits do not depend on the number
-   of threads. */
-#define HPMLI_MIXED_SIDE  512 /* rows and columns of a tile, at most */
-#define HPMLI_MIXED_DEPTH 256 /* a block of k */
+/* A product with halves (bf16, f16) in A or B is computed in tiles of C, one a task, and in blocks of k, the summed
+   dimension. A task converts its blocks of A and B to f32, in the part of its packing space that products of this size
+   leave free, and adds their product to its tile. The shape alone decides the cuts: threads do not change the bits. */
+#define HPMLI_MIXED_SIDE  512 /* rows and columns of a tile of C, at most */
+#define HPMLI_MIXED_DEPTH 256 /* length of a block along k, the summed dimension */
 #define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
-#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* offset of the block of A, behind packed B */
-#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK) /* offset of the block of B; it ends before packed A */
-#define HPMLI_MIXED_THIN  8   /* so few rows or columns that most of the time is spent on reading the other operand */
-
+#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* offset of A's f32 block, behind packed B */
+#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK) /* offset of B's f32 block, before packed A */
+#define HPMLI_MIXED_THIN  8   /* so few rows or columns of C that reading the longer operand takes most of the time */
 typedef struct hpmli_mixed {
     hpml_ctx       *ctx;
-    hpmli_gemm_desc d;          /* a and b point to elements of type[0] and type[1] */
+    hpmli_gemm_desc d;          /* d.a and d.b are addresses of elements of type[0] and type[1] */
     hpml_dtype      type[2];
-    int64_t         rows, cols; /* of a tile */
-    int64_t         depth;      /* of a block of k */
+    int64_t         rows, cols; /* of a tile of C */
+    int64_t         depth;      /* of a block along k, the summed dimension */
 } hpmli_mixed;
 
-/* Returns the block (rows, cols) of operand x from (row, col) on, as f32. An operand of another type is converted to
-   `space`, and *row_stride and *col_stride become those of the converted block. */
+/* Returns rows x cols elements of the matrix x, from (row, col) on, as f32. Elements of another type are converted to
+   `space`, and *row_stride and *col_stride (in elements) become those of the converted block. */
 HPMLI_FN const float *hpmli_mixed_block(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row,
                                         int64_t col, int64_t rows, int64_t cols, int64_t *row_stride,
                                         int64_t *col_stride, float *space)
@@ -4561,7 +4557,7 @@ HPMLI_FN const float *hpmli_mixed_block(const hpmli_kernels *k, hpml_dtype type,
     return space;
 }
 
-/* Computes one tile of C: converts and multiplies block after block of k. */
+/* Computes one tile of C: converts one block of k after another to f32, and adds its product to the tile. */
 HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
 {
     const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
@@ -4583,7 +4579,7 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
     } while (k0 < j->d.k);
 }
 
-/* Chooses the tiles of C and runs the tasks. Tiles are large, because each number that is converted is used in all rows
+/* Chooses the tiles of C and runs a task for each. Tiles are large, because each converted number is used in all rows
    or columns of its tile; but small enough to give 16 tasks. */
 HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
 {
@@ -4591,7 +4587,7 @@ HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
     bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
     bool    along_k = thin_m ? d->b_k == 1 : d->a_k == 1; /* k runs along memory in the operand that is not thin */
     int64_t across, down, side = HPMLI_MIXED_SIDE;
-    if (thin) side = along_k ? 8 : 1024; /* converted lines are long either way */
+    if (thin) side = along_k ? 8 : 1024; /* the rows or columns that are converted are long either way */
     j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
     j->rows  = hpmli_min(d->m, side);
     j->cols  = hpmli_min(d->n, side);
@@ -4644,7 +4640,6 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
     else hpmli_mixed_run(&j);
     return HPML_OK;
 }
-
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc)
@@ -4653,7 +4648,7 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
                      ldc);
 }
 
-/* Returns n numbers of x, `inc` apart, as a contiguous array: x itself for inc 1, else a copy in `space`. */
+/* Returns n numbers of x, `inc` elements apart, as a contiguous array: x itself for inc 1, else a copy in `space`. */
 HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t inc, int64_t n)
 {
     if (inc == 1) return x;
@@ -4661,16 +4656,14 @@ HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t in
     return space;
 }
 
-/* A matrix times a vector is a product with one column. A transposed matrix times a vector, with a contiguous y, is
-   a product with one row, which reads A row by row. Neither packs its operands, so that the packing space can hold
-   copies of vectors that are not contiguous. */
-#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* elements of such a copy; longer vectors are not copied */
-
+/* Matrix times vector is a product with one column; transposed matrix times vector, with a contiguous y, a product with
+   one row, which reads A row by row. Neither packs operands: the packing space can hold copies of strided vectors. */
+#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* elements of such a copy, at most; longer vectors are not copied */
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
 {
     hpmli_gemm_desc d;
-    int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* elements of y, of x */
+    int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* elements of y (rows) and of x (k) */
     float          *to = y;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
@@ -4716,18 +4709,18 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
     return HPML_OK;
 }
 
-/* Vectors are cut into pieces of HPMLI_GRAIN elements, one a task; strided pieces are copied to a contiguous array. */
+/* Vectors of saxpy, sscal or isamax, cut into tasks; parts that are strided are copied to a contiguous array. */
 typedef struct hpmli_vectors {
     const hpmli_kernels *k;
     int64_t              n, inc_x, inc_y, pieces;
     float                alpha;
     const float         *x;
     float               *y;
-    float                most[HPMLI_SUM_TASKS];  /* isamax: the largest magnitude in a piece, NaN if it has one */
-    int64_t              first[HPMLI_SUM_TASKS]; /* isamax: index of the first element of that magnitude */
+    float                most[HPMLI_SUM_TASKS];  /* isamax: the largest magnitude in each task's part, or NaN */
+    int64_t              first[HPMLI_SUM_TASKS]; /* isamax: index of the part's first element of that magnitude */
 } hpmli_vectors;
 
-/* y = alpha x + y; x NULL: y = alpha y. */
+/* Computes HPMLI_GRAIN elements (one task) of y = alpha x + y, or of y = alpha y if v->x is NULL. */
 HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_vectors *v = (const hpmli_vectors *)arg;
@@ -4744,7 +4737,7 @@ HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     }
 }
 
-/* Checks the arguments of an operation that writes y, and runs it. */
+/* Checks the arguments of saxpy or sscal (`name`) and computes y = alpha x + y, or y = alpha y if x is NULL. */
 HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, float alpha, const float *x, int64_t inc_x,
                                 float *y, int64_t inc_y, bool reads_x)
 {
@@ -4768,16 +4761,15 @@ HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, floa
 HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
                                 int64_t inc_y)
 {
-    if (alpha == 0) n = hpmli_min(n, 0); /* y stays as it is; only the arguments are checked */
+    if (alpha == 0) n = hpmli_min(n, 0); /* y does not change; only the arguments are checked */
     return hpmli_axpy(ctx, "saxpy", n, alpha, x, inc_x, y, inc_y, true);
 }
-
 HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x)
 {
     return hpmli_axpy(ctx, "sscal", n, alpha, NULL, 1, x, inc_x, false);
 }
 
-/* Finds the first element of the largest magnitude in one piece; a NaN counts as the largest. */
+/* Finds the first element of the largest magnitude in one task's part of x; a NaN counts as the largest. */
 HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     hpmli_vectors *v   = (hpmli_vectors *)arg;
@@ -4822,20 +4814,19 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Two operands with numpy's broadcasting, see hpmli_broadcast_iter. The gradient of an operand that is repeated is the
-   sum over its repetitions. A batch that becomes a later dimension of the result cannot be shortened. */
-
+/* add, sub, mul and div, with numpy's broadcasting (hpmli_broadcast_iter). The gradient of a repeated operand is the
+   sum over its repetitions. A source's batch that becomes a later dimension of the result cannot be shortened. */
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
-    void (*op)(float *y, const float *a, const float *b, int64_t n); /* forward */
+    void (*op)(float *y, const float *a, const float *b, int64_t n); /* forward: y = a op b */
     hpmli_broadcast_iter           w;
-    int64_t              chunks; /* of HPMLI_GRAIN elements in a run */
+    int64_t              chunks; /* chunks of HPMLI_GRAIN elements in a run */
     int                  side;   /* backward: the operand whose gradient is computed; -1: forward */
 } hpmli_binary;
 
-/* Returns n elements of operand s, from element `from` of a run on: their address, or `piece` filled with the one value
-   that is repeated. */
+/* Returns n elements of operand s (0 or 1) in run number `run`, from element `from` on: their address, or `piece`
+   filled with the operand's one value if that is repeated over the run. */
 HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, int64_t from, int64_t n, float *piece)
 {
     const float *x = b->n->src[s]->data + hpmli_broadcast_offset(&b->w, s, run);
@@ -4844,7 +4835,7 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, i
     return piece;
 }
 
-/* d = the contribution of dy to the gradient of operand b->side, for n elements. */
+/* Sets d to what dy, the gradient of the result, adds to the gradient of operand b->side (0 or 1), for n elements. */
 HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const float *dy, const float *x0,
                                       const float *x1, int64_t n)
 {
@@ -4861,7 +4852,7 @@ HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const flo
     }
 }
 
-/* One chunk of a run: its results, or its contribution to the gradient of one operand. */
+/* Computes one chunk of a run: its results if b->side is -1, else what it adds to the gradient of operand b->side. */
 HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_binary *b   = (const hpmli_binary *)arg;
@@ -4879,12 +4870,12 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
         float *dx = b->n->src[b->side]->grad + hpmli_broadcast_offset(&b->w, b->side, run);
         hpmli_binary_derivative(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
         if (b->w.stride[b->side][b->w.ndim - 1] != 0) b->k->vadd(dx + i, dx + i, d, c);
-        else dx[0] += b->k->vsum(d, c); /* one value, repeated over the run */
+        else dx[0] += b->k->vsum(d, c); /* the operand is one value, repeated over the run */
     }
 }
 
-/* Computes the sides first .. end - 1, see hpmli_binary.side. The gradient of a repeated operand is summed by one
-   thread, in order; other arrays are computed by all threads. */
+/* Computes the result of n (side -1) or the gradient of operand 0 or 1 (that side), for sides first .. end - 1. The
+   gradient of a repeated operand is summed by one thread, in order; other arrays are computed by all threads. */
 HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int end)
 {
     hpmli_binary b = HPMLI_ZEROED;
@@ -4902,7 +4893,7 @@ HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int
         hpml_tensor *s     = b.side < 0 ? n->out : n->src[b.side];
         int64_t      tasks = b.w.runs * b.chunks;
         if (b.side >= 0 && !s->grad) continue;
-        if (b.side == 1 && s == n->src[0]) n->accumulate[1] = true; /* x + x */
+        if (b.side == 1 && s == n->src[0]) n->accumulate[1] = true; /* x + x: both operands are one tensor */
         if (b.side >= 0 && !n->accumulate[b.side]) b.k->vfill(s->grad, 0, hpml_tensor_count(s));
         if (hpml_tensor_count(s) == hpml_tensor_count(n->out)) hpmli_parallel(run->ctx, tasks, hpmli_binary_task, &b);
         else
@@ -4928,7 +4919,6 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
     n->mixes_batch |= (a->batch_rows && a->ndim < ndim) || (b->batch_rows && b->ndim < ndim);
     return n->out;
 }
-
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_ADD, a, b); }
 HPML_API hpml_tensor *hpml_sub(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_SUB, a, b); }
 HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_MUL, a, b); }
@@ -4942,7 +4932,7 @@ HPMLI_BINARY_OP(sub, 0);
 HPMLI_BINARY_OP(mul, HPMLI_NEED_BOTH);
 HPMLI_BINARY_OP(div, HPMLI_NEED_BOTH);
 
-/* Number of chunks of HPMLI_GRAIN elements in the result of n: the tasks of an op that works element by element. */
+/* Returns the number of chunks of HPMLI_GRAIN elements in the result of n: the tasks of an elementwise op. */
 HPMLI_FN int64_t hpmli_chunk_count(const hpml_node *n)
 {
     return (hpml_tensor_count(n->out) + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
@@ -4957,7 +4947,7 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
     return n->out;
 }
 
-/* y = a x + b; backward dx = a dy, or dx += a dy. */
+/* Computes one chunk of y = a x + b or, if w->back, of dx = a dy (dx += a dy if it accumulates). */
 HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t chunk, int thread HPMLI_UNUSED)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
@@ -4967,11 +4957,10 @@ HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t chunk, int thread H
     else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
     else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
-
 HPMLI_WORK_OP(scale, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
               scale_chunk);
 
-/* True if the derivative is computed from the argument x; false if it is computed from the result. */
+/* Returns true if the derivative of act is computed from its argument; false if it is computed from its result. */
 HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
 {
     return act == HPML_ACT_GELU || act == HPML_ACT_GELU_ERF || act == HPML_ACT_SILU || act == HPML_ACT_LOG ||
@@ -4988,7 +4977,6 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
     n->attr.act.slope = slope == 0 ? 0.01f : slope;
     return n->out;
 }
-
 HPML_API hpml_tensor *hpml_relu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_RELU, 0); }
 HPML_API hpml_tensor *hpml_leaky_relu(hpml_tensor *x, float s) { return hpml_activation(x, HPML_ACT_LEAKY_RELU, s); }
 HPML_API hpml_tensor *hpml_gelu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU, 0); }
@@ -4997,8 +4985,8 @@ HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
 
-/* y = act(z); backward dz = dy act'(z), or dz += dy act'(z). As an op of its own the source is z. At the end of linear
-   and conv2d, z is saved or stands in the memory of y, and dz overwrites dy, which no other op reads. */
+/* Computes one chunk of y = act(z); backward dz = dy act'(z), or dz += dy act'(z). z is the source of an activation op;
+   at the end of linear and conv2d, z is saved or in the memory of y, and dz overwrites dy, which no other op reads. */
 HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t chunk, int thread HPMLI_UNUSED)
 {
     const hpml_node *n    = w->n;
@@ -5012,7 +5000,6 @@ HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t chunk, int thread HPM
     if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
     else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
 }
-
 HPMLI_WORK_OP(activation, 0,
               hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
               hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, act_chunk, act_chunk);
@@ -5021,45 +5008,41 @@ HPMLI_WORK_OP(activation, 0,
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* C = A B. Given dC, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed matrix is the same
+/* The products C = A B and, backward, dA = dC B^T and dB = A^T dC are of the same kind: a transposed matrix is the same
    memory with rows and columns exchanged, so one function computes all of them. */
-
 typedef struct hpmli_mat {
     float  *p;
     int64_t rows, cols, ld; /* ld: elements from one row to the next; if trans, from one column to the next */
     int64_t count, apart;   /* number of matrices in a batch; elements from one to the next */
-    bool    trans;          /* stored transposed */
+    bool    trans;          /* stored transposed: columns are contiguous */
 } hpmli_mat;
-
 HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
 {
     hpmli_mat m = { p, rows, cols, ld, 1, 0, false };
     return m;
 }
-
 HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
 {
     hpmli_mat t = { m.p, m.cols, m.rows, m.ld, m.count, m.apart, !m.trans };
     return t;
 }
 
-/* The values, or the gradient, of a tensor as one matrix whose rows are the last dimension. */
+/* Returns the values of t, or if `grad` its gradient, as one matrix whose rows run along the last dimension. */
 HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
 {
     int64_t cols = t->shape[t->ndim - 1];
     return hpmli_matrix(grad ? t->grad : t->data, hpml_tensor_count(t) / cols, cols, cols);
 }
-
 HPMLI_FN hpmli_mat hpmli_values(const hpml_tensor *t) { return hpmli_mat_of(t, false); }
 HPMLI_FN hpmli_mat hpmli_grads(const hpml_tensor *t) { return hpmli_mat_of(t, true); }
 
-/* The rectangle of `rows` x `cols` elements at (row, col) of a matrix that is not transposed. */
+/* Returns the `rows` x `cols` elements at (row, col) of m, which is not transposed, as a matrix in its memory. */
 HPMLI_FN hpmli_mat hpmli_mat_at(hpmli_mat m, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
     return hpmli_matrix(m.p + row * m.ld + col, rows, cols, m.ld);
 }
 
-/* The product c = a b, or c += a b. If c is stored transposed: c^T = b^T a^T. */
+/* Describes for hpmli_gemm the product c = a b, or c += a b if `accumulate`; for a transposed c it is c^T = b^T a^T. */
 HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
 {
     hpmli_gemm_desc d = HPMLI_ZEROED;
@@ -5107,7 +5090,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
     n->attr.matmul.trans_a = trans_a;
     n->attr.matmul.trans_b = trans_b;
-    if (b->ndim == 2) { /* rows of A are rows of C; a batch that is summed over is a shorter sum */
+    if (b->ndim == 2) { /* rows of A are rows of C; a batch that the product sums over is just a shorter sum */
         bool contracts = a->ndim == 2 && trans_a;
         hpmli_node_batch(n, contracts ? 0 : a->batch_rows);
         n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
@@ -5115,8 +5098,8 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     return n->out;
 }
 
-/* The matrices a, b and c of matmul, values or gradients. If all matrices of a batch are multiplied by one b, and a is
-   not transposed, they are one tall matrix. */
+/* Sets m to the matrices a, b and c of the matmul n: values, or gradients if `grad`. If all matrices of a batch are
+   multiplied by one b, and a is not transposed, those of the batch are one tall matrix. */
 HPMLI_FN void hpmli_matmul_of(const hpml_node *n, bool grad, hpmli_mat m[3])
 {
     const hpml_tensor *t[3]     = { n->src[0], n->src[1], n->out };
@@ -5153,12 +5136,11 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
         d[2].p += d[2].apart;
     }
 }
-
 HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_BOTH,
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
-/* Linear: sources x, w, bias (NULL without). */
+/* Records y = act(x w^T + bias). Sources of the node: x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
 {
     hpml_linear_desc d;
@@ -5184,7 +5166,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
     n->attr.act.act   = d.activation;
     n->attr.act.slope = 0.01f;
-    if (n->out && hpmli_act_reads_x(d.activation)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* x w^T + bias */
+    if (n->out && hpmli_act_reads_x(d.activation)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* saves x w^T + bias */
     return n->out;
 }
 
@@ -5192,7 +5174,7 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *w = n->src[1];
     hpml_act           act = n->attr.act.act;
-    hpmli_mat          z   = hpmli_values(n->out); /* (rows, out) before the activation */
+    hpmli_mat          z   = hpmli_values(n->out); /* x w^T + bias, (rows, out) */
     if (n->saved) z.p = (float *)n->saved;
     hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(x), hpmli_transposed(hpmli_values(w)), z, false);
     d.bias_n = n->src[2] ? n->src[2]->data : NULL;
@@ -5202,25 +5184,25 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* Steps one parameter, and with d computes the product that makes its gradient; see >>optimizers. */
+/* Takes the optimizer step u; d: NULL, or the product that makes the gradient, computed by pieces; see >>optimizers. */
 static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d);
-static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* no number of the step depends on the whole gradient */
+static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* true: the step needs no sum over the whole gradient */
 
-/* dz = dy act'(z), in the memory of dy; dbias = sums of the columns of dz; dx = dz w; last dw = dz^T x, because w may
-   take its optimizer step then. */
+/* Computes dz = dy act'(z), in the memory of dy; dbias = sums of the columns of dz; dx = dz w; and last dw = dz^T x,
+   because w may take its optimizer step then. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
-    hpmli_mat    dz = hpmli_grads(n->out); /* (rows, out) */
+    hpmli_mat    dz = hpmli_grads(n->out); /* dy, then dz: (rows, out) */
     if (n->attr.act.act != HPML_ACT_NONE)
         hpmli_for_each_parallel(run, n, true, hpmli_chunk_count(n), 1, hpmli_act_chunk);
     if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
     if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
     if (!w->grad) return;
     hpmli_gemm_desc d = hpmli_gemm_of(hpmli_transposed(dz), hpmli_values(x), hpmli_grads(w), n->accumulate[1]);
-    /* The step is fused with large products only: small ones stay in the cache, may be cut along k, or would leave
-       threads idle. A long batch would be packed again for each block, and some optimizers need the norm of the whole
-       gradient first. */
+    /* The optimizer step is fused with a large product only: a small one stays in the cache, may be cut along k, or
+       would leave threads idle. A batch of more than 256 rows would be packed again for each block of dw, and some
+       optimizers need the norm of the whole gradient first. */
     hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->state->update[1] : NULL;
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
     if (!large || !hpmli_optimizer_by_pieces(u) || HPMLI_BLAS) {
@@ -5230,7 +5212,6 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     hpmli_optimizer_step(run->ctx, u, &d);
     u->n = 0;
 }
-
 HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
          HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->shape[1]), hpmli_linear_pass(run, n), hpmli_linear_back(run, n));
@@ -5239,41 +5220,35 @@ HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
 // >>shape   reshape, permute, slice, concat, sum
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A reshape of a result costs nothing: the planner gives it the memory of its source, and the same for gradients. The
-   other ops copy between a tensor and a range of another one, or a tensor whose dimensions are reordered, in runs as
-   long as the strides allow. */
-
+/* A reshape of a result costs nothing: the planner gives it, and its gradient, the memory of its source. Other ops copy
+   between a tensor and a range of another one, or one with reordered dimensions, in runs as long as strides allow. */
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
     int64_t full[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
     hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
-    if (x->batch_rows) { /* samples stay in the order of the rows if each has the same number of rows */
+    if (x->batch_rows) { /* there is a batch dimension if the new number of rows is a multiple of the samples */
         int64_t batch = x->shape[0] / x->batch_rows;
         hpmli_node_batch(n, ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0);
     }
     return n->out;
 }
-
 HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
 {
     const int64_t shape[2] = { d0, d1 };
     return hpml_reshape(x, 2, shape);
 }
-
 HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2)
 {
     const int64_t shape[3] = { d0, d1, d2 };
     return hpml_reshape(x, 3, shape);
 }
-
 HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
 {
     const int64_t shape[4] = { d0, d1, d2, d3 };
     return hpml_reshape(x, 4, shape);
 }
-
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
 {
     if (x && x->ndim == 4) x = hpml_to_layout(x, HPML_NCHW);
@@ -5284,11 +5259,10 @@ typedef struct hpmli_strided_copy {
     const hpmli_kernels *k;
     float               *to;
     const float         *from;
-    hpmli_broadcast_iter           w; /* of `to` and `from` */
+    hpmli_broadcast_iter           w; /* the runs of `to` and `from` */
     int64_t              runs_per_task;
-    bool                 add; /* to += from */
+    bool                 add; /* backward: to += from */
 } hpmli_strided_copy;
-
 HPMLI_FN void hpmli_strided_copy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_strided_copy *m = (const hpmli_strided_copy *)arg;
@@ -5315,8 +5289,8 @@ HPMLI_FN void hpmli_strided_copy_task(void *arg, int64_t task, int thread HPMLI_
     }
 }
 
-/* Copies values of x to y, or the gradient of y to that of x. One of the two may be a range of a larger tensor, or have
-   its dimensions reordered. The shape is that of y, which follows the current batch. */
+/* Copies values of x to y or, backward, the gradient of y to that of x (if `add`: adds it). x or y may be a range of a
+   larger tensor or have reordered dimensions. The shape is that of y, which follows the current batch. */
 HPMLI_FN void hpmli_strided_copy_run(const hpml_run *run, const hpml_tensor *y, const hpml_tensor *x, bool backward,
                                      bool add)
 {
@@ -5328,8 +5302,8 @@ HPMLI_FN void hpmli_strided_copy_run(const hpml_run *run, const hpml_tensor *y, 
     hpmli_parallel(run->ctx, (m.w.runs + m.runs_per_task - 1) / m.runs_per_task, hpmli_strided_copy_task, &m);
 }
 
-/* *part = the range of t with the indices start .. start + count - 1 in dimension dim. A parameter, because gcc 12 for
-   Arm miscompiles the callers of a function that returns this struct. */
+/* Sets *part to the range of t with the indices start .. start + count - 1 in dimension dim, in the memory of t. *part
+   is not returned, because gcc 12 for Arm miscompiles the callers of a function that returns this struct. */
 HPMLI_FN void hpmli_tensor_range(hpml_tensor *part, const hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
     *part = *t;
@@ -5340,12 +5314,12 @@ HPMLI_FN void hpmli_tensor_range(hpml_tensor *part, const hpml_tensor *t, int di
 
 HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 {
-    hpml_tensor x = *n->out; /* the source, in the shape of the result */
+    hpml_tensor x = *n->out; /* becomes the source, in the shape of the result */
     x.grad = n->src[0]->grad;
     hpmli_strided_copy_run(run, n->out, &x, true, n->accumulate[0]);
 }
 
-/* The reshape of an input or a parameter is a copy, of any dtype, because these have memory of their own. */
+/* Copies the array, of any dtype, if the source is an input or a parameter, because these have memory of their own. */
 HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS, 0, 0,
          if (n->out->raw != n->src[0]->raw) memcpy(n->out->raw, n->src[0]->raw, hpmli_tensor_bytes(n->out)),
          hpmli_reshape_back(run, n));
@@ -5398,13 +5372,13 @@ HPML_API hpml_status hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout)
     return HPML_OK;
 }
 
-/* Number of channels (i 0), height (1) or width (2) of images. */
+/* Returns the number of channels (i 0), the height (i 1) or the width (i 2) of the images t, in either layout. */
 HPMLI_FN int64_t hpmli_image(const hpml_tensor *t, int i)
 {
     return t->shape[t->layout == HPML_NHWC ? (i + 2) % 3 + 1 : i + 1];
 }
 
-/* The shape of images with the batch and layout of x. */
+/* Sets `shape` (4 numbers) to that of images with the batch and layout of x and the given sizes. */
 HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t height, int64_t width, int64_t *shape)
 {
     bool nhwc = x->layout == HPML_NHWC;
@@ -5414,7 +5388,7 @@ HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t 
     shape[3] = nhwc ? channels : width;
 }
 
-/* True if the backend has no kernels for the layout of x. */
+/* Returns true if x is images in NHWC and the backend of its context has no kernels for NHWC. */
 HPMLI_FN bool hpmli_image_foreign(const hpml_tensor *x)
 {
     return x->ndim == 4 && x->layout == HPML_NHWC && !x->ctx->backend->layouts;
@@ -5431,7 +5405,7 @@ HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
     return hpml_permute(x, dims);
 }
 
-/* True if n permutes between NCHW and NHWC, as hpml_to_layout does: it transposes each image, seen as a matrix. */
+/* Returns true if n permutes between NCHW and NHWC, as hpml_to_layout does: it transposes images, seen as matrices. */
 HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
 {
     const int32_t *d = n->attr.permute.dims;
@@ -5447,7 +5421,7 @@ HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread
     w->k->conv_to_nhwc(to, from, rows, 1, size / rows, size);
 }
 
-/* Copies in the order of the destination, with the dimensions of the source reordered. */
+/* Copies x to y or, backward, dy to dx, in the order of the destination, reordering the source's dimensions. */
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -5463,7 +5437,6 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     }
     hpmli_strided_copy_run(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
-
 HPMLI_OP(permute, HPMLI_OP_REORDERS, 0, hpmli_flops_pointwise(n, back), hpmli_permute_run(run, n, false),
          hpmli_permute_run(run, n, true));
 
@@ -5488,7 +5461,6 @@ HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
     hpmli_strided_copy_run(run, n->out, &x, backward, true);
 }
-
 HPMLI_OP(slice, 0, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
@@ -5521,7 +5493,6 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
         hpmli_strided_copy_run(run, &y, n->src[i], backward, n->accumulate[i]);
     }
 }
-
 HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS, 0, hpmli_flops_pointwise(n, back), hpmli_concat_run(run, n, false),
          hpmli_concat_run(run, n, true));
 
@@ -5540,12 +5511,10 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
     n->mixes_batch = false; /* a sum over a short batch is a shorter sum */
     return n->out;
 }
-
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
 
-/* y (outer, inner) = sums of x (outer, size, inner) over `size`; backward adds dy to dx. HPML_ALL_DIMS: (1, count, 1).
-   */
+/* Sums x (outer, size, inner) to y (outer, inner); backward adds dy to dx. HPML_ALL_DIMS: outer and inner are 1. */
 HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpmli_kernels *k   = run->ctx->k;
@@ -5566,44 +5535,36 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
     }
     if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
 }
-
 HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution: recording, sizes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions of some channels
-   each, which are computed one after another. With kernel K x K, stride S, padding P and dilation D, as plain C for one
-   image and group in the order NCHW:
-
-       for (int64_t oc = 0; oc < OC; oc++)
-           for (int64_t oh = 0; oh < OH; oh++)
-               for (int64_t ow = 0; ow < OW; ow++) {
-                   float sum = bias[oc];
-                   for (int64_t c = 0; c < C; c++)
-                       for (int64_t kh = 0; kh < K; kh++)
-                           for (int64_t kw = 0; kw < K; kw++) {
-                               int64_t h = oh * S - P + kh * D, w = ow * S - P + kw * D;
-                               if (h >= 0 && h < H && w >= 0 && w < W) sum += x[c][h][w] * weight[oc][c][kh][kw];
-                           }
-                   y[oc][oh][ow] = act(sum);
-               }
-
-   DIRECT computes this by the kernels of >>conv-kernels, IM2COL by a matrix product with copies of x, in less memory.
-
-   The gradient of the weights is summed image by image into a number of partial sums that depends on the shape alone
-   and that are added up in order, so that the bits do not depend on the number of threads. */
+/* Convolution: y = act(w * x + bias), see hpml_conv2d. Sources of the node: x, w, bias (NULL without). Groups are
+   convolutions of some channels each, which are computed one after another. With kernel K x K, stride S, padding P and
+   dilation D, as plain C for one image and one group in the order NCHW:
+       for (int64_t oc = 0; oc < OC; oc++) for (int64_t oh = 0; oh < OH; oh++) for (int64_t ow = 0; ow < OW; ow++) {
+           float sum = bias[oc];
+           for (int64_t c = 0; c < C; c++) for (int64_t kh = 0; kh < K; kh++) for (int64_t kw = 0; kw < K; kw++) {
+               int64_t h = oh * S - P + kh * D, w = ow * S - P + kw * D;
+               if (h >= 0 && h < H && w >= 0 && w < W) sum += x[c][h][w] * weight[oc][c][kh][kw];
+           }
+           y[oc][oh][ow] = act(sum);
+       }
+   HPML_CONV_DIRECT computes this by the kernels of >>conv-kernels, HPML_CONV_IM2COL by a matrix product with copies of
+   x, in less memory. The gradient of the weights is summed image by image into a number of partial sums that depends on
+   the shape alone and that are added up in order, so that the bits do not depend on the number of threads. */
 
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
-/* Sets the sizes and places of the scratch memory, which serves the forward and the backward pass alike. */
+/* Sets the sizes, in floats, and the places of n's scratch memory, which serves both passes alike. */
 HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
 {
     int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
-    int64_t forward, backward; /* floats of a thread */
+    int64_t forward, backward; /* floats of scratch memory for a thread */
     c->band_rows      = hpmli_max(64 / c->OW, 1);
     c->sums           = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
     c->images_at_once = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->sums + 1), 1);
@@ -5620,7 +5581,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     c->thread_space = c->packed + c->groups * c->packed_floats;
 }
 
-/* Returns the sizes of a convolution. */
+/* Returns the sizes of the convolution n, and the places of its scratch memory if that is allocated. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -5642,7 +5603,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.taps    = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
     c.x_pitch = (c.W + 2 * a->conv.padding[1]) * c.C;
     c.x_first = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
-    /* Kernels read and write whole tiles: there is memory behind both images. */
+    /* Kernels read and write whole tiles, so there is memory behind the padded image of x and the image of dy. */
     c.x_floats     = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
     c.y_floats     = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16);
     c.x_row_step   = a->conv.stride[0] * c.x_pitch;
@@ -5656,13 +5617,13 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     return c;
 }
 
-/* Returns true for a convolution of 1 x 1 without stride and padding: a matrix product of x as it stands. */
+/* Returns true for a convolution of 1 x 1 without stride and padding, a matrix product that reads x itself. */
 HPMLI_FN bool hpmli_conv_is_1x1(const hpmli_conv *c)
 {
     return c->taps == 1 && c->x_row_step == c->x_pitch && c->x_pixel_step == c->C && c->x_first == 0;
 }
 
-/* Returns the height (i 0) or width (i 1) of the result, or 0 when the kernel is larger than the padded image. */
+/* Returns the height (i 0) or width (i 1) of the result, or 0 if the kernel is larger than the padded image of x. */
 HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
 {
     int64_t span = hpmli_image(x, 1 + i) + 2 * (int64_t)a->conv.padding[i] - 1;
@@ -5670,7 +5631,7 @@ HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i
     return span < 0 ? 0 : span / a->conv.stride[i] + 1;
 }
 
-/* Returns what is wrong with the options of a convolution, or NULL. */
+/* Returns what is wrong with the options a of a convolution of x with `out` output channels, or NULL. */
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
 {
     if (x->ndim != 4) return "the input must be (B, C, H, W) or, in NHWC, (B, H, W, C)";
@@ -5690,11 +5651,10 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
         return "this activation needs its argument in the backward pass; record it after the convolution";
     return NULL;
 }
-
 HPMLI_FN int32_t hpmli_conv_default(int32_t value, int32_t if_zero) { return value == 0 ? if_zero : value; }
 
-/* Chooses the algorithm for a result of this shape within the workspace that d allows, and sets *bytes to the workspace
-   that the algorithm needs. */
+/* Chooses the algorithm, in a, for a result of this shape within the workspace that d allows, and sets *bytes to the
+   workspace that the algorithm needs. Returns false, and reports an error, if d allows too little. */
 HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
                                 size_t *bytes)
 {
@@ -5724,7 +5684,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpml_tensor *src[3];
     int64_t      shape[4];
     size_t       bytes = 0;
-    hpml_conv2d_desc d; /* all zero is an error, because kernel_h is required */
+    hpml_conv2d_desc d; /* a desc of zeros is an error, because kernel_h is required */
     if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "conv2d", d, desc)) return NULL;
     if (hpmli_image_foreign(x))
         return hpml_to_layout(hpml_conv2d(hpml_to_layout(x, HPML_NCHW), out, desc), HPML_NHWC);
@@ -5770,7 +5730,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 // >>conv-run   convolution: its forward and backward pass
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Packs the weights of output channels [o, o + HPMLI_CONV_PANEL) of one group. */
+/* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task), for the forward pass or (want_dx) for dx. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -5782,8 +5742,8 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_for_dx(c, packed, w, o);
 }
 
-/* Returns rows [row, row + rows) of image b and group g of the array p as a matrix. p is y (OC, pixels) or its gradient
-   if is_y, else x (C, pixels) or its gradient. */
+/* Returns rows [row, row + rows) of image b and group g of the array p as a matrix: (OC, pixels) if is_y, then p is y
+   or its gradient; else (C, pixels), then p is x or its gradient. */
 HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool is_y, int64_t b, int64_t g, int64_t row,
                                   int64_t rows)
 {
@@ -5794,7 +5754,7 @@ HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool is_y, int6
     return m;
 }
 
-/* Copies one image and group of x to NHWC order with its padding. */
+/* Copies group g of image b of x to `image`, in NHWC order and with its padding. */
 HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
@@ -5804,7 +5764,7 @@ HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, fl
     else c->ctx->k->conv_to_nhwc(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
 }
 
-/* Copies one image and group of dy to NHWC order, without padding. */
+/* Copies group g of image b of dy, the gradient of the result, to `image`, in NHWC order and without padding. */
 HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
@@ -5813,7 +5773,7 @@ HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, f
     else c->ctx->k->conv_to_nhwc(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
 }
 
-/* Computes some output channels of one image. */
+/* Computes one image's output channels of one of c->channel_pieces ranges of channels (one task), in each group. */
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -5830,15 +5790,15 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     }
 }
 
-/* Sets the bias of a product whose result is y (OC, pixels), which in NHWC is computed as y^T. */
+/* Sets the bias of the product d, whose result is y (OC, pixels) or, in NHWC, y^T with a bias for columns. */
 HPMLI_FN void hpmli_conv_bias(const hpmli_conv *c, hpmli_gemm_desc *d, const float *bias)
 {
     if (c->nhwc) d->bias_n = bias;
     else d->bias_m = bias;
 }
 
-/* Computes y (OC, pixels) = w (OC, C) x (C, pixels) of a 1 x 1 convolution for each image, or, back, dx = w^T dy. In
-   NHWC all images are one matrix. */
+/* Computes 1 x 1 convolutions of each image (NHWC: of all): y (OC, pixels) = w (OC, C) x (C, pixels), or dx = w^T
+   dy. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
@@ -5855,7 +5815,7 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
     }
 }
 
-/* Overwrites dy of one image by dz = dy act', because no later op reads dy, and sums dz into the bias gradient. */
+/* Overwrites dy of image b by dz = dy act', because no later op reads dy; adds sums of dz to db (first: sets db). */
 HPMLI_FN void hpmli_conv_dz_and_db(const hpmli_conv *c, int64_t b, float *db, bool first)
 {
     int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
@@ -5868,17 +5828,17 @@ HPMLI_FN void hpmli_conv_dz_and_db(const hpmli_conv *c, int64_t b, float *db, bo
         db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
 }
 
-/* im2col: a matrix of the numbers of x that some rows of y read, with a row for each tap of each channel. */
+/* im2col: a matrix of the numbers of x that some rows of y read, a row for each kernel position (tap) and channel. */
 typedef struct hpmli_columns {
     const hpmli_conv *c;
-    float            *p;         /* (C x taps, rows x OW) */
-    int64_t           b, g;      /* image and group */
-    int64_t           row, rows; /* of y */
+    float            *p;         /* the matrix: (C x taps, rows x OW) */
+    int64_t           b, g;      /* image and group of x */
+    int64_t           row, rows; /* first row of y, number of rows */
     bool              back;      /* the matrix is added to dx, else filled from x */
 } hpmli_columns;
 
-/* Fills the row of one tap of one channel; or, back, adds the rows of all taps of a channel to dx, because these share
-   elements of dx. */
+/* Fills the matrix row of one tap of one channel from x or, back, adds the rows of all taps of a channel to dx: one
+   task, because these share elements of dx. */
 HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_columns *m = (const hpmli_columns *)arg;
@@ -5896,7 +5856,7 @@ HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSE
             float  *row    = m->p + (k * m->rows + r) * c->OW;
             bool    inside = h >= 0 && h < c->H;
             for (int64_t j = 0, w = w0; j < c->OW; j++, w += stride) {
-                bool is_image = inside && w >= 0 && w < c->W; /* else padding */
+                bool is_image = inside && w >= 0 && w < c->W; /* else padding, which counts as 0 */
                 if (!m->back) row[j] = is_image ? x[(h * c->W + w) * pixel] : 0;
                 else if (is_image) x[(h * c->W + w) * pixel] += row[j];
             }
@@ -5904,8 +5864,8 @@ HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSE
     }
 }
 
-/* Computes y (OC, pixels) = w (OC, K) columns (K, pixels), K = C x taps, or, back, dw = dy columns^T and columns =
-   w^T dy, image by image, for as many rows of y at a time as the workspace has space for. */
+/* Computes y (OC, pixels) = w (OC, K) columns (K, pixels), K = C x taps, or, back, dw = dy columns^T and columns = w^T
+   dy, with the im2col matrix `columns` of as many rows of y of one image as the workspace has space for. */
 HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
 {
     hpml_node   *n  = c->n;
@@ -5947,7 +5907,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
     else if (hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, false);
     else {
-        int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads; /* tasks */
+        int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads; /* number of tasks */
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         c.channel_pieces = hpmli_min((want - 1) / c.B + 1, panels); /* fewer images than threads: cut channels, too */
         if (run->ctx->threads == 1) c.channel_pieces = 1;
@@ -5957,7 +5917,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* Computes dx of the images of partial sum number `sum`, and sums their dw and db. */
+/* Computes dx of the images of partial sum number `sum` (one task), and sums dw and db of these images. */
 HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -5985,7 +5945,7 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
     }
 }
 
-/* Adds up the partial sums of dw, for HPMLI_CONV_PANEL output channels of one group. */
+/* Adds up the partial sums of dw for HPMLI_CONV_PANEL output channels of one group (one task). */
 HPMLI_FN void hpmli_conv_sum_parts_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -6013,7 +5973,6 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
-
 HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
@@ -6021,9 +5980,8 @@ HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_A
 // >>pool   max, average and global pooling
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One task is a plane (one channel of one image) or, in NHWC, an image. Max saves the position of each window's maximum
-   for the backward pass; average divides by the number of pixels of the window that lie in the image. */
-
+/* Pooling: a task is a plane (a channel of an image) or, in NHWC, an image. Max saves the position of each window's
+   maximum for the backward pass; average divides by the number of the window's pixels that lie in the image. */
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
                                         int32_t padding)
 {
@@ -6051,17 +6009,14 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
     if (op == HPML_OP_MAX_POOL2D) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
     return n->out;
 }
-
 HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
 {
     return hpmli_pool_record(x, HPML_OP_MAX_POOL2D, kernel, kernel, stride, padding);
 }
-
 HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
 {
     return hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kernel, kernel, stride, padding);
 }
-
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
     bool         image = x && x->ndim == 4; /* else hpmli_pool_record reports the error */
@@ -6070,7 +6025,7 @@ HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
     return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
 }
 
-/* Returns the rows (i 0) or columns (1) [*from, *to) of window o that lie in the image. */
+/* Sets [*from, *to) to the rows (i 0) or columns (i 1) of the image that window number o of that dimension covers. */
 HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, int64_t *to)
 {
     int64_t at = o * n->attr.conv.stride[i] - n->attr.conv.padding[i], end = at + n->attr.conv.kernel[i];
@@ -6078,8 +6033,7 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
     *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
 }
 
-/* Windows of 2 x 2 with stride 2, the most common ones: kernels compute a row at a time and save which of the four
-   pixels is the maximum. */
+/* Max-pools one plane by 2 x 2 windows with stride 2, the commonest: a kernel does a row and saves which pixel won. */
 HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
@@ -6092,7 +6046,7 @@ HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
     }
 }
 
-/* The maximum of each window of a plane, for any size and stride; backward adds dy at the saved positions. */
+/* Computes the maximum of each window of one plane (a channel of an image); backward adds dy at the saved positions. */
 HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpml_node   *n = w->n;
@@ -6121,7 +6075,7 @@ HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int threa
     }
 }
 
-/* The average of each window of a plane; backward adds dy / pixels to each pixel of the window. */
+/* Computes the average of each window of one plane; backward adds dy / (pixels of the window) to each pixel. */
 HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpml_node *n = w->n;
@@ -6144,7 +6098,7 @@ HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int threa
     }
 }
 
-/* Max pooling of one image in NHWC, all channels of a window together. at: index of the pixel of each maximum. */
+/* Max-pools one NHWC image, all channels of a window together; at: for each maximum the index of its pixel. */
 HPMLI_FN void hpmli_max_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
 {
     const hpml_node   *n = w->n;
@@ -6199,7 +6153,6 @@ HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hp
     bool nhwc = n->out->layout == HPML_NHWC;
     hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
 }
-
 HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
          hpmli_pooling_run(run, n, false, hpmli_max_pool_plane, hpmli_max_pool_image),
          hpmli_pooling_run(run, n, true, hpmli_max_pool_plane, hpmli_max_pool_image));
@@ -6218,14 +6171,12 @@ HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
    The mean is stored as the sum of two floats, mean + rest, and x - mean is computed as (x - mean) - rest, so that
    numbers that are far from 0 and close to each other lose no digits. A first pass over x computes `mean`; a second
    pass computes `rest`, the mean of x - mean. One task is one channel: statistics, then normalization. If the ranks
-   share a batch, the sums of all channels are added up over the ranks in between. Sources: x, gamma, beta (NULL without
-   affine), running mean, running variance. */
+   share a batch, the sums of all channels are added up over the ranks in between. Sources of the node: x, gamma, beta
+   (NULL without affine), running mean, running variance. */
 
 #define HPMLI_NORM_ROWS 32 /* rows of a block in the backward pass of layernorm and rmsnorm */
-
-/* Saved for each channel or row: its mean is mean + rest; rstd = 1 / sqrt(variance + eps). */
+/* Saved by a norm for each channel or row: its mean, as mean + rest; rstd = 1 / sqrt(variance + eps). */
 typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
-
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
     const bool     batch = op == HPML_OP_BATCHNORM;
@@ -6264,17 +6215,14 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     n->scratch_bytes = batch ? (size_t)(2 * cols + 1) * sizeof(double) : (size_t)(blocks * 2 * cols) * sizeof(float);
     return n->out;
 }
-
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
     return hpmli_norm_record(x, desc, HPML_OP_BATCHNORM);
 }
-
 HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
     return hpmli_norm_record(x, desc, HPML_OP_LAYERNORM);
 }
-
 HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
     return hpmli_norm_record(x, desc, HPML_OP_RMSNORM);
@@ -6287,10 +6235,10 @@ typedef struct hpmli_bn_job {
     int64_t              B, C, P; /* samples, channels, pixels of a plane */
     double              *sums;    /* (C, 2) two sums of each channel, then N: of this rank or of all ranks */
     bool                 backward;
-    bool                 measure, apply; /* compute the sums; use them */
+    bool                 measure, apply; /* compute the sums; use the sums */
 } hpmli_bn_job;
 
-/* Computes the sum of x and the sum of (x - mean)^2 of channel c, from sums of differences to a float near the mean. */
+/* Computes the sums of x and of (x - mean)^2 of channel c, from sums of differences to `mean`, rounded to float. */
 HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
 {
     const float *x = j->n->src[0]->data + c * j->P;
@@ -6300,10 +6248,10 @@ HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
     for (int64_t b = 0; b < j->B; b++) j->k->vmoments(about, NULL, x + b * j->C * j->P, mean, j->P);
     double square = N > 0 ? about[1] - about[0] * about[0] / N : 0;
     j->sums[2 * c]     = (double)mean * N + about[0];
-    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays a NaN */
+    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays a NaN: it is not < 0 */
 }
 
-/* Normalizes channel c and, in training, moves its running statistics. */
+/* Normalizes channel c and, in training, moves its running mean and variance towards those of the batch. */
 HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n     = j->n;
@@ -6330,7 +6278,7 @@ HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
     }
 }
 
-/* Computes s1 and s2 of channel c, this rank's parts of the gradients of beta and gamma. */
+/* Computes s1 = sum of dy and s2 = sum of dy xhat of channel c: the gradients of beta and gamma, for this rank. */
 HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
@@ -6351,7 +6299,7 @@ HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
     j->sums[2 * c + 1] = s2;
 }
 
-/* Computes dx of channel c from s1 and s2. */
+/* Computes dx, the gradient of the input, of channel c from s1 = sum of dy and s2 = sum of dy xhat. */
 HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
@@ -6377,8 +6325,8 @@ HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
     else if (j->apply) hpmli_bn_apply(j, c);
 }
 
-/* Converts the sums of squared differences to this rank's mean to sums of squares (sign 1) or back (sign -1), because
-   only the latter can be added up over ranks; a double has digits enough for that. */
+/* Converts each channel's sum of squared differences to this rank's mean to a sum of squares (sign 1), because only
+   sums of squares can be added up over ranks, or back (sign -1); a double has digits enough for that. */
 HPMLI_FN void hpmli_bn_recenter(const hpmli_bn_job *j, double sign)
 {
     double *s = j->sums, N = s[2 * j->C];
@@ -6402,15 +6350,13 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
     return status;
 }
-
 HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH,
          HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
 /* softmax: y_i = exp(x_i - max) / sum, with sum = sum over j of exp(x_j - max). log_softmax: y_i = (x_i - max) -
    log(sum), in this order, because max + log(sum) would be rounded to the precision of max. Backward: dx = y (dy - <dy,
-   y>) and dx = dy - exp(y) sum(dy). Rows are independent. */
-
+   y>) for softmax, dx = dy - exp(y) sum(dy) for log_softmax. Rows are independent. */
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_op op, hpml_tensor *x)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
@@ -6419,14 +6365,13 @@ HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_op op, hpml_tensor *x)
                           hpml_op_name(op), x->name);
     return hpmli_node_create(op, NULL, 1, &x, x->ndim, x->shape)->out;
 }
-
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(HPML_OP_SOFTMAX, x); }
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(HPML_OP_LOG_SOFTMAX, x); }
 
 HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
-    const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
-    float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
+    const float *x   = w->n->src[0]->data + row * w->cols; /* a row: (cols) */
+    float       *y   = w->n->out->data + row * w->cols;    /* a row: (cols) */
     float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
     if (w->n->op == HPML_OP_LOG_SOFTMAX) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
     else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
@@ -6449,7 +6394,6 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
         w->k->vaxpby(dx + i, 1, d, w->n->accumulate[0] ? 1.0f : 0.0f, c);
     }
 }
-
 HPMLI_OP(softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_softmax_row),
          hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
@@ -6457,15 +6401,14 @@ HPMLI_OP(log_softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_softmax_row),
          hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
 
-/* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
+/* layernorm of a row x: xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
    rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block computes
-   a partial sum of dgamma and dbeta, and these are added in order. Sources: x, gamma, beta (NULL: absent). */
-
+   a partial sum of dgamma and dbeta, and these sums are added in order. Sources: x, gamma, beta (or NULL). */
 HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n = w->n;
-    const float     *x = n->src[0]->data + row * w->cols; /* (cols) */
+    const float     *x = n->src[0]->data + row * w->cols; /* a row: (cols) */
     float           *y = n->out->data + row * w->cols;
     hpmli_centre    *saved = (hpmli_centre *)n->saved + row;
     double           C = (double)w->cols, about[2] = { 0, 0 }, rest = 0, var;
@@ -6473,7 +6416,7 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
     w->k->vmoments(about, NULL, x, saved->mean, w->cols);
     if (n->op == HPML_OP_LAYERNORM) rest = about[0] / C;
     var = about[1] / C - rest * rest;
-    if (var < 0) var = 0; /* a NaN stays a NaN */
+    if (var < 0) var = 0; /* a NaN stays a NaN: it is not < 0 */
     saved->rest = (float)rest;
     saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
     w->k->vcentred(y, x, saved->mean, saved->rstd, -saved->rest * saved->rstd, false, w->cols);
@@ -6481,7 +6424,7 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
     if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
 }
 
-/* Backward of one row. part: the sums of dgamma (cols) and dbeta (cols) of the row's block. */
+/* Computes dx of one row, and adds its terms to `part`, the sums of dgamma and dbeta of its block of rows. */
 HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
@@ -6491,7 +6434,7 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     hpmli_centre     at  = ((const hpmli_centre *)n->saved)[row];
     double           sum = 0, dot = 0;
     if (row % HPMLI_NORM_ROWS == 0) w->k->vfill(part, 0, 2 * w->cols);
-    HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's contribution to dgamma and dbeta */
+    HPMLI_PIECES(i, c, w->cols) { /* sums for mean(g) and mean(g xhat); adds the row to dgamma and dbeta */
         const float *gi = dy + i;
         w->k->vcentred(h, x + i, at.mean, at.rstd, -at.rest * at.rstd, false, c); /* xhat */
         if (gamma) {
@@ -6507,7 +6450,7 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     if (!n->src[0]->grad) return;
     sum = n->op == HPML_OP_LAYERNORM ? sum / (double)w->cols : 0;
     dot = dot / (double)w->cols;
-    HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot (x - mean) + rstd (rest rstd dot - sum) */
+    HPMLI_PIECES(i, c, w->cols) { /* dx = rstd g - rstd^2 dot (x - mean) + rstd (rest rstd dot - sum) */
         const float *gi = dy + i;
         if (gamma) {
             w->k->vmul(g, dy + i, gamma + i, c);
@@ -6529,7 +6472,6 @@ HPMLI_FN void hpmli_norm_back(const hpml_run *run, hpml_node *n)
             run->ctx->k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * cols, cols);
     }
 }
-
 HPMLI_OP(layernorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
 HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
@@ -6539,10 +6481,8 @@ HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
 // >>dropout   dropout and embedding
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Element i is dropped if word i of the random stream (step, node) is below p 2^32. Both passes compute the mask;
-   neither stores it. i counts from the first sample of the global batch, so that the mask of a sample does not depend
-   on the rank that holds the sample. */
-
+/* Drops element i if word i of the random stream of this step and node is below p 2^32. Both passes compute the mask;
+   neither stores it. i counts from the first sample of the global batch, so that masks are the same on any rank. */
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
@@ -6575,13 +6515,12 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
         to[at + i] = add ? to[at + i] + v : v;
     }
 }
-
 HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
               (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
               dropout_piece);
 
-/* Embedding: y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
-   Sources: tokens, table. */
+/* Records y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
+   Sources of the node: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc)
 {
@@ -6611,7 +6550,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
 
 HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
 {
-    const int32_t *token = (const int32_t *)n->src[0]->raw; /* (B, T) */
+    const int32_t *token = (const int32_t *)n->src[0]->raw; /* rows of the table */
     int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
     for (int64_t i = 0; i < count; i++) {
         if (token[i] < 0 || token[i] >= vocabulary)
@@ -6632,7 +6571,6 @@ HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
     for (int64_t i = 0; dw && i < count; i++)
         run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
 }
-
 HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
          return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
 
@@ -6642,19 +6580,16 @@ HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n
 
 /* Multi-head attention. For each sample and head, with Q, K, V (T, D) and D = C / heads:
        S = scale Q K^T,  P = softmax of the rows of S (causal: row t has the columns 0 .. t),  O = P V.
-   A scalar reference of the forward pass; q(t)[d] is number h D + d of position t, k and v are C and 2 C numbers
-   further:
+   A scalar reference of the forward pass; q(t)[d] is number h D + d of position t in head h, k and v are C and 2 C
+   numbers further:
        for (int t = 0; t < T; t++) {                         // query
-           int    keys = causal ? t + 1 : T;
-           double p[T], o[D] = { 0 }, sum = 0, max = -INFINITY;
+           int keys = causal ? t + 1 : T; double p[T], o[D] = { 0 }, sum = 0, max = -INFINITY;
            for (int s = 0; s < keys; s++) {                  // key: scores
-               p[s] = 0;
-               for (int d = 0; d < D; d++) p[s] += scale * q(t)[d] * k(s)[d];
+               p[s] = 0; for (int d = 0; d < D; d++) p[s] += scale * q(t)[d] * k(s)[d];
                max = fmax(max, p[s]);
            }
            for (int s = 0; s < keys; s++) sum += p[s] = exp(p[s] - max);
-           for (int s = 0; s < keys; s++)
-               for (int d = 0; d < D; d++) o[d] += p[s] / sum * v(s)[d];
+           for (int s = 0; s < keys; s++) for (int d = 0; d < D; d++) o[d] += p[s] / sum * v(s)[d];
            lse[t] = max + log(sum);                          // saved for the backward pass
        }
    The functions below do the same for a block of HPMLI_QUERIES queries at a time, with matrix products. Only this block
@@ -6664,9 +6599,7 @@ HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n
        dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
    Backward goes from the last block to the first, because with a causal mask the last block attends to all keys: it
    overwrites dK and dV, and the other blocks add to them. One task is one sample and head. */
-
-#define HPMLI_QUERIES 64
-
+#define HPMLI_QUERIES 64 /* queries in a block, see the comment above */
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc)
 {
     hpml_attention_desc d;
@@ -6684,13 +6617,13 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     return n->out;
 }
 
-/* Number of keys to which a query attends. */
+/* Returns the number of keys to which query number `query` attends: with a causal mask those up to its own position. */
 HPMLI_FN int64_t hpmli_visible(const hpml_node *n, int64_t query)
 {
     return n->attr.attention.causal ? query + 1 : n->out->shape[1];
 }
 
-/* c = alpha a b, or c += alpha a b, computed by one thread. */
+/* Computes c = alpha a b, or c += alpha a b if `accumulate`, on the calling thread, number `thread` of the pool. */
 HPMLI_FN void hpmli_head_product(const hpmli_work *w, int thread, float alpha, hpmli_mat a, hpmli_mat b, hpmli_mat c,
                                  bool accumulate)
 {
@@ -6705,7 +6638,7 @@ HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread
     int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
     int64_t   first = task / heads * T, col = task % heads * D;
     hpmli_mat qkv = hpmli_values(n->src[0]), out = hpmli_values(n->out); /* (B T, 3C), (B T, C) */
-    float    *lse = (float *)n->saved + task * T;                         /* (T) */
+    float    *lse = (float *)n->saved + task * T;                         /* (T) one for each query */
     for (int64_t q0 = 0; q0 < T; q0 += HPMLI_QUERIES) {
         int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
         hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
@@ -6761,24 +6694,21 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-/* Operations: two products of (T, T) with (T, C), half of which a causal mask makes unnecessary; backward needs
-   twice as many. */
+/* Returns operations: two products (T, T) by (T, C) a sample, halved by a causal mask; backward needs twice as many. */
 HPMLI_FN double hpmli_flops_attention(const hpml_node *n, bool back)
 {
     double forward = 4 * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1];
     if (n->attr.attention.causal) forward *= 0.5;
     return back ? 2 * forward : forward;
 }
-
 HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_flops_attention(n, back),
               n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
 
-/* LSTM, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are the sigmoid, g the tanh
-   of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The products with x of all time
-   steps are one matrix product; the recurrent product with h is one for each time step. Backward goes from the last
-   time step to the first, overwrites the saved gates with da, and ends with one product for each gradient. Sources: x,
-   w_x, w_h, bias. Saved: gates (B, T, 4H), cells (B, T, H). */
-
+/* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are the
+   sigmoid, g the tanh of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The
+   products with x of all time steps are one matrix product; the recurrent product with h is one for each time step.
+   Backward goes from the last time step to the first, overwrites the saved gates with da, and ends with one product for
+   each gradient. Sources of the node: x, w_x, w_h, bias. Saved: gates i, f, g, o (B, T, 4H), cells c (B, T, H). */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
     hpml_tensor *src[4];
@@ -6795,7 +6725,7 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     src[3] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, w_x);
     hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
     n->saved_bytes   = (size_t)(shape[0] * shape[1]) * 5 * (size_t)hidden * sizeof(float);
-    n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* dh, dc (B, H) */
+    n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* gradients of h and c, (B, H) */
     return n->out;
 }
 
@@ -6803,10 +6733,9 @@ typedef struct hpmli_lstm_job {
     const hpmli_kernels *k;
     hpml_node           *n;
     int64_t              B, T, H, t;         /* t: the time step that is computed */
-    float               *gates, *cells;      /* (B, T, 4H), (B, T, H) */
-    float               *dh, *dc;            /* (B, H) of the next time step */
+    float               *gates, *cells;      /* i, f, g, o: (B, T, 4H), c: (B, T, H) */
+    float               *dh, *dc;            /* (B, H) gradients from the next time step */
 } hpmli_lstm_job;
-
 HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
 {
     int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2];
@@ -6815,7 +6744,7 @@ HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
     return j;
 }
 
-/* Computes gates, cell and output of sample b at time step t, from a, which stands in the gates' memory. */
+/* Computes gates, cell and output of sample b at step j->t from the sums a (see >>sequence) in the gates' memory. */
 HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -6850,7 +6779,7 @@ HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
     }
 }
 
-/* Overwrites the gates of sample b at time step t with da, and updates dc. */
+/* Overwrites gates of sample b at step j->t with the gradient of their sums, and dc with that of the cell before. */
 HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -6890,7 +6819,6 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
         hpmli_product(run->ctx, hpmli_transposed(hpmli_mat_at(da, b * j.T + 1, j.T - 1, 0, 4 * H)),
                       hpmli_mat_at(hpmli_values(n->out), b * j.T, j.T - 1, 0, H), hpmli_grads(w_h), true);
 }
-
 HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 4 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
          hpmli_lstm_back(run, n));
@@ -6902,10 +6830,9 @@ HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEE
 /* All losses are means over elements or over the rows that are not ignored; sums are added in double, in order. The
    gradient of the loss itself is out->grad[0]. Cross-entropy of logits x and label l, with smoothing s and V classes:
        loss = log(sum) - (1 - s) d_l - s mean(d),  dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V,
-       with d_i = x_i - max(x),  sum = sum of exp(d_i).
-   Each row saves max and 1 / sum, not max + log(sum), because the latter is rounded to the precision of max: a constant
-   added to all logits would cost digits. Probabilities are not saved: backward computes the exponentials again. */
-
+       with d_i = x_i - max(x),  sum = sum of exp(d_i),  [i = l] = 1 for i = l, else 0.
+   Each row saves max and 1 / sum, not max + log(sum), because that is rounded to the precision of max: a constant added
+   to all logits would cost digits. Probabilities are not saved: backward computes the exponentials again. */
 HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target, float delta)
 {
     hpml_tensor *src[2] = { y, target };
@@ -6938,7 +6865,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     return n->out;
 }
 
-/* Returns the sum of exp(x - shift) without storing the exponentials. */
+/* Returns the sum of exp(x[i] - shift) over n elements, without storing the exponentials. */
 HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
 {
     float piece[HPMLI_PIECE], sum = 0;
@@ -6949,7 +6876,7 @@ HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift
 HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
-    const float     *x     = n->src[0]->data + row * w->cols; /* (V) */
+    const float     *x     = n->src[0]->data + row * w->cols; /* the row's logits: (V) */
     int32_t          label = ((const int32_t *)n->src[1]->raw)[row];
     float           *max   = (float *)n->saved + row, *inverse = max + w->count, *loss = inverse + w->count;
     float            s     = n->attr.cross_entropy.smoothing;
@@ -7009,7 +6936,6 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     }
     dx[label] -= scale * (1 - s);
 }
-
 HPMLI_OP(cross_entropy, HPMLI_OP_IS_MEAN | HPMLI_OP_INDEX_1, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
          return hpmli_cross_entropy_pass(run, n), hpmli_for_each_row(run, n, true, hpmli_cross_entropy_back_row));
 
@@ -7017,19 +6943,17 @@ HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *tar
 {
     return hpmli_loss_record(HPML_OP_BCE_WITH_LOGITS, logits, target, 0);
 }
-
 HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
 {
     return hpmli_loss_record(HPML_OP_MSE, y, target, 0);
 }
-
 HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
 {
     return hpmli_loss_record(HPML_OP_HUBER, y, target, delta);
 }
 
-/* The loss of one element. bce_with_logits: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with
-   d = x - t. huber: d^2 / 2 if |d| <= delta, else delta (|d| - delta / 2); with delta 0: |d|. */
+/* Returns the loss of x with target t. bce_with_logits: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows.
+   mse: d^2 with d = x - t. huber: d^2 / 2 if |d| <= delta, else delta (|d| - delta / 2); with delta 0: |d|. */
 HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 {
     double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
@@ -7039,7 +6963,7 @@ HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
     return d <= delta ? d * d / 2 : delta * (d - delta / 2);
 }
 
-/* The derivative of the loss of one element with respect to x. */
+/* Returns the derivative of the loss of an element x with target t, with respect to x. */
 HPMLI_FN float hpmli_pair_derivative(const hpml_node *n, float x, float t)
 {
     float d = x - t, delta = n->attr.huber.delta;
@@ -7073,7 +6997,6 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
     }
     return HPML_OK;
 }
-
 HPMLI_OP(bce_with_logits, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
          return hpmli_pairs_back(run, n));
 HPMLI_OP(mse, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back), hpmli_pairs_pass(n),
@@ -7086,49 +7009,44 @@ HPMLI_OP(huber, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients are stored in 2 bytes a number;
-   arithmetic, parameters, their gradients and optimizer states stay f32. The ops themselves know f32 only. One wrapper
-   replaces all of them in ctx->ops: it gives an op f32 copies, in scratch memory, of the halves that the op reads, and
-   rounds the results of the op (to nearest, ties to even) to their stored type. Most ops treat samples independently,
-   so the wrapper cuts a batch into blocks of samples whose copies stay in the cache; gradients of parameters are added
-   up over the blocks in f32. An op that joins samples (batchnorm, a sum over the batch) gets a copy of the whole batch;
-   a loss is the mean over the blocks, weighted by the number of rows that are not ignored in each. The blocks do not
-   depend on the number of threads, so neither do the results.
-
-   The weights of products (parameters of two or more dimensions) are rounded, too, in an f32 copy. In a model of few
-   samples and large layers the copy of the largest weight is most of the scratch memory. */
-
+   arithmetic, parameters, their gradients and optimizer states stay f32. The ops know f32 only. One wrapper replaces
+   all ops in ctx->ops: it gives an op f32 copies, in scratch memory, of the halves that the op reads, and rounds the
+   results of the op (to nearest, ties to even) to their stored type. Most ops treat samples independently, so the
+   wrapper cuts a batch into blocks of samples whose copies stay in the cache; gradients of parameters are added up over
+   the blocks in f32. An op that joins samples (batchnorm, a sum over the batch) gets a copy of the whole batch; a loss
+   is the mean over the blocks, weighted by the number of rows that are not ignored in each. Blocks and results do not
+   depend on the threads. The weights of products (parameters of two or more dimensions) are rounded, too, in an f32
+   copy. With few samples and large layers, the copy of the largest weight is most of the scratch memory. */
 #define HPMLI_WRAP_NUMBERS ((int64_t)1 << 18) /* numbers in the f32 copies of a block: 1 MB, or one sample if larger */
 #define HPMLI_WRAP_ROWS    256 /* least rows of a block: with fewer, packing would slow matrix products down */
-
 enum {
     HPMLI_LOAD  = 1, /* before the op: copy halves to f32 */
     HPMLI_SAVE  = 2, /* after the op: round the f32 copy to halves */
     HPMLI_ROUND = 4  /* before the op: copy f32 to f32, rounded to the precision of halves */
 };
-
 typedef struct hpmli_copy {
-    void    *stored; /* (n) halves; with HPMLI_ROUND f32 */
-    float   *f32;    /* (n) the copy that the op reads or writes */
+    void    *stored; /* (n) halves; with HPMLI_ROUND n f32 numbers */
+    float   *f32;    /* (n) the f32 copy that the op reads or writes */
     int64_t  n;
-    unsigned how;    /* HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND */
+    unsigned how;    /* a sum of HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND */
 } hpmli_copy;
 
-/* An op and a block of samples, ready to run. */
+/* One op on one block of samples, with f32 copies of the halves that it reads or writes, ready to run. */
 typedef struct hpmli_wrap {
     const hpml_ctx *ctx;
-    hpml_node       node;                /* the op as recorded, but with the tensors t ... */
-    struct hpmli_node_state state;       /* ... and this state */
-    hpml_tensor     t[HPML_MAX_SRC + 1]; /* the sources and, last, the result */
+    hpml_node       node;                /* the node as recorded, but with the tensors t */
+    struct hpmli_node_state state;       /* the node's state, changed for this block */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
     hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
     int             count;               /* number of copies */
     unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: the phase that hpmli_wrap_task runs */
     char           *at;                  /* memory of the f32 copies; NULL while planning */
-    size_t          used;                /* bytes of that memory in use */
-    int64_t         first, samples;      /* the first sample and the number of samples of this block */
-    bool            last;                /* the last block of the batch */
+    size_t          used;                /* bytes of the memory at `at` in use */
+    int64_t         first, samples;      /* first sample and number of samples of the block */
+    bool            last;                /* this is the last block of the batch */
 } hpmli_wrap;
 
-/* Adds a copy of n numbers, with memory for `most`, and returns the copy's address. */
+/* Adds to e a copy of n numbers, with memory for `most`, and returns the copy's address (NULL while planning). */
 HPMLI_FN float *hpmli_wrap_copy(hpmli_wrap *e, void *stored, int64_t n, int64_t most, unsigned how)
 {
     float     *f32 = e->at ? (float *)(void *)(e->at + e->used) : NULL;
@@ -7138,10 +7056,9 @@ HPMLI_FN float *hpmli_wrap_copy(hpmli_wrap *e, void *stored, int64_t n, int64_t 
     return f32;
 }
 
-/* *to = the tensor that the op gets instead of t: this block's samples, with f32 copies of halves. value and grad say
-   how values and gradient are copied (HPMLI_LOAD ...); with 0 there is memory for the copy, because kernels may read
-   numbers that they do not use. A tensor without a batch dimension is loaded before the first block and saved after the
-   last. */
+/* Sets *to to the tensor that the op gets instead of t: this block's samples, with f32 copies of halves. value and grad
+   say how values and gradient are copied (HPMLI_LOAD ...; 0: not, but there is memory, because kernels may read numbers
+   that they do not use). Without a batch dimension, t is loaded for the first block, saved after the last. */
 HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, unsigned value, unsigned grad)
 {
     int64_t  block = e->state.block_samples, n = hpml_tensor_count(t), most = n;
@@ -7162,15 +7079,15 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
     }
     if (half || value & HPMLI_ROUND) raw = (char *)hpmli_wrap_copy(e, raw, n, most, value & ~once);
     if (half && has_grad) raw_grad = (char *)hpmli_wrap_copy(e, raw_grad, n, most, grad & ~once);
-    if (half) to->dtype = HPML_DTYPE_F32; /* the type of the copies */
+    if (half) to->dtype = HPML_DTYPE_F32; /* the type of the f32 copies */
     hpmli_set_memory(to, raw, raw_grad);
 }
 
-/* Sets up the op of n on samples first .. first + samples - 1, with its copies from address `at` on. */
+/* Sets up e: the op of n on samples first .. first + samples - 1, with its f32 copies from address `at` on. */
 HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
-    unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
+    unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: the values of all sources */
     bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
     memset(e, 0, sizeof *e);
     e->node       = *n;
@@ -7193,14 +7110,14 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         for (int k = i; k < n->src_count; k++)
             if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
         if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
-        if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write a part of it */
+        if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write only a part */
         hpmli_wrap_tensor(e, &e->t[i], s, value, grad);
     }
     hpml_tensor *y     = e->node.out = &e->t[HPML_MAX_SRC];
     unsigned     value = back ? 0 : HPMLI_SAVE;
     if (back && needs & HPMLI_NEED_OUT) value = HPMLI_LOAD;
     hpmli_wrap_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
-    if (hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM) && n->saved_bytes > 0) { /* stored in halves, as the result is */
+    if (hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM) && n->saved_bytes > 0) { /* n->saved is in halves, too */
         hpml_tensor z = *n->out;
         hpmli_set_memory(&z, n->saved, NULL);
         hpmli_wrap_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
@@ -7209,14 +7126,14 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         e->node.saved = (char *)n->saved + (size_t)(first / n->state->block_samples) * n->state->block_saved;
 }
 
-/* Number of tasks that a copy needs in this phase. */
+/* Returns the number of tasks, of HPMLI_GRAIN numbers each, that the copy c needs when e->now is loaded or saved. */
 HPMLI_FN int64_t hpmli_wrap_tasks(const hpmli_wrap *e, const hpmli_copy *c)
 {
     bool wanted = c->how & (e->now == HPMLI_LOAD ? HPMLI_LOAD | HPMLI_ROUND : HPMLI_SAVE);
     return wanted ? (c->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN : 0;
 }
 
-/* One task: loads or saves a chunk of one of the copies. */
+/* Loads or saves, as e->now says, up to HPMLI_GRAIN numbers of one of the copies (one task). */
 HPMLI_FN void hpmli_wrap_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_wrap    *e = (const hpmli_wrap *)arg;
@@ -7236,7 +7153,7 @@ HPMLI_FN void hpmli_wrap_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
         }
 }
 
-/* Loads or saves all copies, by all threads. */
+/* Loads (now: HPMLI_LOAD) or saves (HPMLI_SAVE) all copies of e, by all threads. */
 HPMLI_FN void hpmli_wrap_move(hpmli_wrap *e, hpml_ctx *ctx, unsigned now)
 {
     int64_t tasks = 0;
@@ -7246,12 +7163,10 @@ HPMLI_FN void hpmli_wrap_move(hpmli_wrap *e, hpml_ctx *ctx, unsigned now)
 }
 
 HPMLI_FN bool hpmli_is_mean(const hpml_node *n) { return hpmli_has_trait(n, HPMLI_OP_IS_MEAN); }
-
-/* Returns the tensor whose samples are cut into blocks. */
+/* Returns the tensor whose samples are cut into blocks: source 0 of a loss, else the result. */
 HPMLI_FN const hpml_tensor *hpmli_wrap_batch(const hpml_node *n) { return hpmli_is_mean(n) ? n->src[0] : n->out; }
 
-/* Returns the number of samples of a block; 0: one block of all samples, because the op mixes samples or the batch is
-   small. */
+/* Returns the number of samples of a block, or 0 for one block of all: the op mixes samples or the batch is small. */
 HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
 {
     const hpml_tensor *y = hpmli_wrap_batch(n);
@@ -7270,8 +7185,7 @@ HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
     return block < batch ? block : 0;
 }
 
-/* hpml_backend.plan of the CPU, once for each node: sets the samples of a block and the bytes of its copies and saved
-   values. */
+/* Plans node n once (hpml_backend.plan of the CPU): samples of a block, bytes of its f32 copies and saved values. */
 HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
@@ -7294,7 +7208,7 @@ HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
     n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
 }
 
-/* Returns the number of rows or elements of which the loss n is the mean. */
+/* Returns the number of rows or elements, without ignored rows, of which the loss n is the mean. */
 HPMLI_FN double hpmli_wrap_weight(const hpml_node *n)
 {
     bool           labels = hpmli_has_trait(n, HPMLI_OP_INDEX_1);
@@ -7305,7 +7219,7 @@ HPMLI_FN double hpmli_wrap_weight(const hpml_node *n)
     return (double)(count - ignored);
 }
 
-/* Runs both passes of all ops, block by block; a reshape runs as it is, because it copies bytes of any type. */
+/* Runs one pass of any op, block by block; a reshape runs at once, because it copies bytes of any type. */
 HPMLI_FN hpml_status hpmli_wrap_run(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpml_op_impl *op = &hpmli_op_of(n)->run;
@@ -7336,10 +7250,8 @@ HPMLI_FN hpml_status hpmli_wrap_run(const hpml_run *run, hpml_node *n, bool back
     if (mean && !back) n->out->data[0] = (float)sum;
     return status;
 }
-
 HPMLI_FN hpml_status hpmli_wrap_forward(const hpml_run *run, hpml_node *n) { return hpmli_wrap_run(run, n, false); }
 HPMLI_FN hpml_status hpmli_wrap_backward(const hpml_run *run, hpml_node *n) { return hpmli_wrap_run(run, n, true); }
-
 HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
@@ -7360,28 +7272,24 @@ HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED
     if (ctx->activation_dtype != HPML_DTYPE_F32) ctx->ops = hpmli_wrap_ops();
     return HPML_OK;
 }
-
 HPMLI_FN hpml_dtype hpmli_cpu_activation_dtype(void *device)
 {
     return ((const hpml_ctx *)device)->activation_dtype;
 }
-
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
-/* New memory is zeroed by all threads, in pieces of HPMLI_CLEAR bytes, because the first access to each page is slow:
-   the system has to provide the page. Requesting the pages of a piece at once halves the time. */
+/* hpmli_cpu_alloc zeroes new memory by all threads, in pieces of HPMLI_CLEAR bytes, because the first access to each
+   page is slow: the system has to provide the page. Requesting the pages of a piece at once halves the time. */
 #define HPMLI_CLEAR (UINT32_C(1) << 21)
-
 typedef struct hpmli_clear_job {
     char  *p;
     size_t bytes;
 } hpmli_clear_job;
-
 HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
     size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
-    for (size_t n; at < end; at += n) { /* parts that are in the cache when they are zeroed */
+    for (size_t n; at < end; at += n) { /* an eighth at a time: it is still in the cache when it is zeroed */
         n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
 #ifdef MADV_POPULATE_WRITE
         char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
@@ -7398,15 +7306,12 @@ HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
     if (j.p) hpmli_parallel(ctx, (int64_t)((bytes + HPMLI_CLEAR - 1) / HPMLI_CLEAR), hpmli_clear_task, &j);
     return j.p;
 }
-
 HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
-
 HPMLI_FN hpml_status hpmli_cpu_copy(void *device HPMLI_UNUSED, void *to, const void *from, size_t bytes)
 {
     memcpy(to, from, bytes);
     return HPML_OK;
 }
-
 HPMLI_FN hpml_status hpmli_cpu_zero(void *device HPMLI_UNUSED, void *dst, size_t bytes)
 {
     memset(dst, 0, bytes);
@@ -7420,7 +7325,6 @@ typedef struct hpmli_sumsq_job {
     int64_t              n, piece;
     double               part[HPMLI_SUM_TASKS];
 } hpmli_sumsq_job;
-
 HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     hpmli_sumsq_job *j = (hpmli_sumsq_job *)arg;
@@ -7461,7 +7365,7 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
     return HPML_OK;
 }
 
-/* Steps parameters; see >>optimizers. */
+/* Takes the optimizer steps of `count` parameters; see >>optimizers. */
 static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count);
 
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
@@ -7487,8 +7391,8 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         hpmli_cpu_close,
         hpmli_cpu_alloc,
         hpmli_cpu_free,
-        hpmli_cpu_copy,             /* write */
-        hpmli_cpu_copy,             /* read */
+        hpmli_cpu_copy,             /* write: to the device from the host */
+        hpmli_cpu_copy,             /* read: to the host from the device */
         hpmli_cpu_zero,
         NULL,                       /* sync: all calls are complete on return */
         ops,
@@ -7497,12 +7401,12 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         hpmli_cpu_activation_dtype,
         hpmli_wrap_plan,
         NULL,                       /* begin: passes are not recorded */
-        NULL,                       /* end */
+        NULL,                       /* end: passes are not recorded */
         NULL,                       /* correct: the trainer counts on the host */
         NULL,                       /* encode: hpml_packing_encode is the CPU's */
-        NULL,                       /* decode */
+        NULL,                       /* decode: hpml_packing_decode is the CPU's */
         NULL,                       /* time_op: the host's clock times ops */
-        true                        /* layouts */
+        true                        /* layouts: kernels take NHWC, too */
     };
     return &cpu;
 }
