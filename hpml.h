@@ -1845,7 +1845,7 @@ struct hpml_ctx {
     const hpml_backend  *backend;
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend; on the CPU with stored halves: wrappers */
     hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
-    void                *device;     /* what backend->open gave */
+    void                *device;     /* the object that backend->open returned */
     float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
@@ -11708,14 +11708,12 @@ HPMLI_COMPILE_FAST_END
 // ---------------------------------------------------------------------------------------------------------------------
 // >>passes   the header includes itself, once for each instruction set
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* A pass is one inclusion of this file by itself with HPMLI_ISA defined: only the rest of PART VII is compiled, for
-   that instruction set. If you rename the file, define HPML_SELF as its new name.
-
-   A further instruction set whose vectors have a fixed width (SSE4, AVX10/256, LSX ..) needs: a constant and a pass
-   here, a row in hpmli_kernels_find, a block of constants in >>isa, and its primitive operations (about 30 functions of
-   one line) in a section like >>simd-neon. Scalable vectors (SVE, RVV) are not covered: HV_LANES is a compile-time
-   constant, on which tile sizes and arrays depend. */
+/* A pass is one inclusion of this file by itself with HPMLI_ISA defined as an instruction set: only the rest of PART
+   VII is compiled, for that set. If you rename the file, define HPML_SELF as its new name. A further instruction set
+   whose vectors have a fixed width (SSE4, AVX10/256, LSX ..) needs: a constant and a pass here, a row in
+   hpmli_kernels_find, a block of constants in >>isa, and its primitive operations (about 30 functions of one line) in a
+   section like >>simd-neon. Scalable vectors (SVE, RVV) are not covered, because HV_LANES, on which tile sizes and
+   arrays depend, is a compile-time constant. */
 #ifndef HPML_SELF
 #define HPML_SELF "hpml.h"
 #endif
@@ -11724,7 +11722,7 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_AVX512 2
 #define HPMLI_NEON   3
 
-#ifdef HPMLI_EDITOR /* editors cannot include a file in itself: what follows is the scalar pass */
+#ifdef HPMLI_EDITOR /* editors cannot include a file in itself: they compile only the scalar pass, which follows here */
 #define HPMLI_ISA HPMLI_SCALAR
 #else
 #define HPMLI_ISA HPMLI_SCALAR
@@ -11743,7 +11741,7 @@ HPMLI_COMPILE_FAST_END
 #undef HPMLI_ISA
 #endif
 #endif /* !HPMLI_EDITOR */
-#define HPMLI_CHOOSE /* all passes are compiled: section >>choose follows */
+#define HPMLI_CHOOSE /* all passes are compiled: section >>choose, at the end of this file, is compiled next */
 #endif /* HPMLI_BODY_INCLUDED */
 #endif /* !HPMLI_ISA */
 
@@ -11751,33 +11749,29 @@ HPMLI_COMPILE_FAST_END
 // ---------------------------------------------------------------------------------------------------------------------
 // >>isa   instruction sets: for each one block of constants
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* All of PART VII below this line is compiled once for each instruction set, see >>passes. Each set is described here,
-   and by its primitive operations in the next three sections; no other section asks which set it is compiled for.
-
+/* All of PART VII below this line is compiled once for each instruction set, see >>passes. A set is described by the
+   constants of this section and its primitive operations in the next three; no other code asks which set it is for.
      HPMLI_ISA_NAME        name of the set: hpml_ctx_desc.cpu
-     HPMLI_SUFFIX          end of the names of its functions
-     HPMLI_TARGET          target attribute of its functions, so that a plain `cc -O2` compiles all sets
+     HPMLI_SUFFIX          end of the names of the set's functions: _avx2
+     HPMLI_TARGET          target attribute of the set's functions, so that a plain `cc -O2` compiles all sets
      HPMLI_RUNS_HERE       true when this CPU has the instructions
      HV_LANES              floats in a vector
      HV(f32) (u32) (u64)   vectors of the same size: of float, uint32_t, uint64_t
-     HPMLI_NV              vectors in a row of a tile of C, at most, see >>gemm
+     HPMLI_NV              vectors in a row of a tile of C, at most; for tiles see >>gemm
      HPMLI_MR              rows of a tile of 1 or 2 vectors, at most; HPMLI_ROWS repeats a macro for each row
      HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4; HPMLI_ROWS_3, _ROWS_4
-     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin; HPMLI_DOT_ROWS
+     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin; HPMLI_DOT_ROWS repeats a macro for each
      HPMLI_ROW_VECTORS     vectors of C that a product of one row keeps in registers, at most: 8 or 16
      HPMLI_CRC32C_WORD     optional: the instruction that adds 8 bytes to a CRC-32C; without it the CRC uses tables
-     HPMLI_MM ..           only x86: the intrinsic functions of this width, see >>simd-x86
-
+     HPMLI_MM ..           only x86: the intrinsic functions of the set's width, see >>simd-x86
    Tile sizes follow from the number of vector registers: a tile of R rows and V vectors takes R V registers for its
-   sums, V for B and one for A. */
+   sums, V for B (the right operand of the product A B) and one for A. */
 
-/* Macros that are the same in each pass are just defined again. */
+/* HPMLI_CAT joins two names after their expansion. Macros that are the same in each pass are just defined again. */
 #define HPMLI_CAT_(a, b) a##b
 #define HPMLI_CAT(a, b)  HPMLI_CAT_(a, b)
-#define HV(name)         HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX)
-
-/* HPMLI_TIMES_4(X, a): X(a, 0) X(a, 1) X(a, 2) X(a, 3). */
+#define HV(name)         HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX) /* HV(exp): hpmli_exp_avx2 */
+/* Repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3). */
 #define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
 #define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
 #define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
@@ -11805,7 +11799,6 @@ HPMLI_COMPILE_FAST_END
 #undef HPMLI_MM_ALL
 #undef HPMLI_MM_HALF
 #undef HPMLI_MM_WHERE
-
 #if HPMLI_ISA == HPMLI_SCALAR
 #define HPMLI_ISA_NAME    "scalar"
 #define HPMLI_SUFFIX      _scalar
@@ -11820,7 +11813,6 @@ typedef uint32_t HV(u32);
 #define HPMLI_DOT_MR      2
 #define HPMLI_DOT_ROWS    HPMLI_TIMES_2
 #define HPMLI_ROW_VECTORS 8
-
 #elif HPMLI_ISA == HPMLI_AVX2 /* 16 registers of 8 floats; tiles of 6 x 2 vectors */
 #define HPMLI_ISA_NAME    "avx2"
 #define HPMLI_SUFFIX      _avx2
@@ -11841,7 +11833,6 @@ typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #define HPMLI_MM_ALL      __m256i
 #define HPMLI_MM_HALF     __m128i                                                         /* 16 bits for each lane */
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op))    /* a op b ? x : y */
-
 #elif HPMLI_ISA == HPMLI_AVX512 /* 32 registers of 16 floats; tiles of 14 x 2, 8 x 3 or 6 x 4 vectors */
 #define HPMLI_ISA_NAME    "avx512"
 #define HPMLI_SUFFIX      _avx512
@@ -11867,7 +11858,6 @@ typedef uint64_t HV(u64) __attribute__((vector_size(64)));
 #define HPMLI_MM_ALL      __m512i
 #define HPMLI_MM_HALF     __m256i
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
-
 #elif HPMLI_ISA == HPMLI_NEON /* 32 registers of 4 floats; tiles of 8 x 2 vectors */
 #define HPMLI_ISA_NAME    "neon"
 #define HPMLI_SUFFIX      _neon
@@ -11888,44 +11878,41 @@ typedef uint64x2_t  HV(u64);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd   vectors: one kernel text for all instruction sets; the scalar set
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Kernels are written once over a few operations on vectors. HV(name) is the name of an operation, type or kernel in
-   this pass: HV(exp) is hpmli_exp_avx2 in the pass for AVX2. HV(f32) is a vector of HV_LANES floats. gcc and clang
-   compile + - * / << & and so on for vectors as for numbers. The last, partial vector of an array is loaded by
-   HV(load_upto) and goes through the same instructions as the others, so that the result for an element does not depend
-   on its place in the array.
-
-   In the names below a, b are vectors; p is an address, which need not be a multiple of the vector's size:
+   this pass: HV(exp) is hpmli_exp_avx2 in the pass for AVX2. HV(f32) is a vector of HV_LANES floats, its lanes. gcc and
+   clang compile + - * / << & and so on for vectors as for numbers. The last, partial vector of an array is loaded by
+   HV(load_upto) and goes through the same instructions as whole vectors, so that the result for an element does not
+   depend on its place in the array. Below, a, b, c, x, y are vectors; p is an address of any alignment:
      as_floats as_words          the same bits as floats, as words of 32 bits
-     set1 zero                   all lanes alike
-     load store                  all lanes; load_words store_words: a vector of words
+     set1 zero                   all lanes are the number x; are 0
+     load store                  all lanes at p; load_words store_words: a vector of words
      load_partial store_partial  the first n lanes, n < HV_LANES; a load sets the others to 0
-     load_upto store_upto        the first n lanes, where n is mostly HV_LANES or more, which means all
+     load_upto store_upto        the first n lanes, or all for n >= HV_LANES, which is the usual case
      load_T store_T              converted from and to T: bf16, f16, u8, i32; load_upto_T store_upto_T: the first n
      load_u32                    words converted to floats, rounded once; from_i32: integers in a register
      fma fnma                    a b + c; c - a b
-     max min                     a > b ? a : b, so that a NaN in a gives b
-     if_ge if_gt if_eq           a >= b ? x : y, lane by lane
+     max min                     a > b ? a : b, so that a NaN in a gives b; b > a ? a : b
+     if_ge if_gt if_eq           a >= b ? x : y, lane by lane; the same for > and ==
      pow2i exponent mantissa     2^a; a = 2^exponent mantissa
-     sum_lanes max_lane          of all lanes; sum4: out[0..3] = the sums of four vectors
+     sum_lanes max_lane          of all lanes; sum4: out[0..3] = the sums of the lanes of a, of b, of c, of d
      even_lanes odd_lanes        lanes 0, 2, 4 .. of a, then those of b; lanes 1, 3, 5 ..
      interleave_low _high        a0 b0 a1 b1 .., the first half of these; the second half
-     sign_bits select_bits       a bit for each lane, a >= 0; lane i is a where bit i of m is set, else b
+     sign_bits select_bits       bit i is set where lane i of a is >= 0; lane i is a where bit i of m is set, else b
      widen narrow                16-bit words in memory to and from vectors of words
      transpose                   a square of HV_LANES x HV_LANES floats
      set_u64_pairs philox_products   see >>random */
 
-#define HPMLI_KERNEL     static __attribute__((unused)) HPMLI_TARGET
-#define HPMLI_VEC_INLINE static inline __attribute__((always_inline, unused)) HPMLI_TARGET
-/* A function of one expression e. Each macro that defines functions ends in a prototype that lacks its semicolon, so
-   that its uses end in one, as editors and ctags expect of a declaration. */
+#define HPMLI_KERNEL     static __attribute__((unused)) HPMLI_TARGET /* begins a function of this set */
+#define HPMLI_VEC_INLINE static inline __attribute__((always_inline, unused)) HPMLI_TARGET /* always inlined */
+/* Defines a function that returns the expression e. Each macro that defines functions ends in a prototype without a
+   semicolon, so that a use of the macro ends in one, as editors and ctags expect of a declaration. */
 #define HPMLI_VEC_FN(name, e, ...) HPMLI_VEC_INLINE HV(f32) name(__VA_ARGS__) { return e; }                            \
     static inline HV(f32) name(__VA_ARGS__)
 #define HPMLI_VEC_FN1(name, e) HPMLI_VEC_FN(name, e, HV(f32) a)
 #define HPMLI_VEC_FN2(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b)
 #define HPMLI_VEC_FN3(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b, HV(f32) c)
 #define HPMLI_VEC_FN4(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b, HV(f32) x, HV(f32) y)
-/* for (i = 0; i < n; i += HV_LANES), where c is the number of lanes that count. */
+/* Loops over n elements by vectors, the next at index i; c is the number of lanes of that vector that are elements. */
 #define HV_LOOP(n)                                                                                                     \
     for (int64_t i = 0, c; c = HV_LANES > 1 && (n) - i < HV_LANES ? (n) - i : HV_LANES, i < (n); i += HV_LANES)
 
@@ -11933,7 +11920,7 @@ typedef uint64x2_t  HV(u64);
 HPMLI_VEC_INLINE HV(f32) HV(as_floats)(HV(u32) u) { HV(f32) a; memcpy(&a, &u, sizeof a); return a; }
 HPMLI_VEC_INLINE HV(u32) HV(as_words)(HV(f32) a) { HV(u32) u; memcpy(&u, &a, sizeof u); return u; }
 typedef HV(f32) HV(floats_anywhere) __attribute__((aligned(4)));
-typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* 1: integers from files, too */
+typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* 1: words at odd addresses */
 HPMLI_VEC_INLINE HV(u32) HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
 HPMLI_VEC_INLINE void HV(store_words)(uint32_t *p, HV(u32) a) { *(HV(words_anywhere) *)p = a; }
 HPMLI_VEC_INLINE HV(f32) HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
@@ -11945,7 +11932,7 @@ HPMLI_VEC_FN1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f80
 HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return x; }
 HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
 HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { if (n > 0) *p = a; }
-#ifdef __FP_FAST_FMAF /* fuse always where the CPU can, not where the compiler chooses to: the same bits everywhere */
+#ifdef __FP_FAST_FMAF /* always fuse where the CPU can: were it the compiler's choice, bits would differ by place */
 HPMLI_VEC_FN3(HV(fma), fmaf(a, b, c));
 HPMLI_VEC_FN3(HV(fnma), fmaf(-a, b, c));
 #else
@@ -11982,7 +11969,7 @@ HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p)
 {
     uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
     if (exponent == 31) return HV(as_floats)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
-    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* subnormal, 0 */
     return HV(as_floats)(sign | (exponent + 112) << 23 | fraction << 13);
 }
 HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
@@ -11995,7 +11982,7 @@ HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
     *p = (uint16_t)(sign | h);
 }
 HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p) { return (float)*p; }
-HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* the nearest that an int32_t can hold; NaN gives 0 */
+HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* rounds to the nearest int32_t; NaN gives 0 */
 {
     if (a != a) *p = 0;
     else if (a >= 2147483648.0f) *p = INT32_MAX;
@@ -12007,15 +11994,12 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* the nearest that a
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* HPMLI_MM(add_ps) is _mm256_add_ps or _mm512_add_ps. Each set first has the operations that differ by more than that
-   name; the operations that do not follow, once for both. */
-
+/* HPMLI_MM(add_ps) is _mm256_add_ps in the pass for AVX2, _mm512_add_ps in that for AVX-512. First come the operations
+   that differ by more than this prefix, set by set; then, once for both sets, the operations that do not. */
 #pragma GCC diagnostic push /* at -O0 some functions of gcc's own headers are macros, about which -Wconversion warns */
 #pragma GCC diagnostic ignored "-Wsign-conversion"
-
 #ifdef HPMLI_MM
-/* Add the 8 lanes of a vector of AVX2 or of half a vector of AVX-512; return the largest of them. */
+/* Defines a function that returns the sum (op add) or the largest (op max) of the 8 lanes of a. */
 #define HPMLI_FOLD_8(name, op)                                                                                         \
     HPMLI_VEC_INLINE float HV(name)(__m256 a)                                                                          \
     {                                                                                                                  \
@@ -12030,7 +12014,7 @@ HPMLI_FOLD_8(max_8_lanes, max);
 #endif
 
 #if HPMLI_ISA == HPMLI_AVX2
-HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n) /* all bits of the first n lanes */
+HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n) /* all bits set in the first n lanes */
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -12043,8 +12027,8 @@ HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0xdd)));
 #undef HPMLI_SWAP_MIDDLE
 HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20));
 HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31));
-HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* a quad: four lanes */
-HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31));
+HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* quads (four lanes) 0, 2 .. of a, of b */
+HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31)); /* quads 1, 3 .. of a, of b */
 HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a) { return HV(sum_8_lanes)(a); }
 HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return HV(max_8_lanes)(a); }
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
@@ -12062,7 +12046,7 @@ HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
     __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
 }
-HPMLI_VEC_INLINE __m128i HV(low_halves)(HV(u32) u) /* the low 16 bits of each lane */
+HPMLI_VEC_INLINE __m128i HV(low_halves)(HV(u32) u) /* returns the low 16 bits of each lane */
 {
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
 }
@@ -12082,7 +12066,7 @@ HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n)
     _mm512_mask_storeu_ps(p, HV(lane_mask)(n), a);
 }
 HPMLI_VEC_FN1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-/* Lane i of the result is the lane of a whose number is in place i; 16 and more are lanes of b. */
+/* HPMLI_PICK(n0, n1, ..): lane i of the result is lane ni of a, or, for ni >= 16, lane ni - 16 of b. */
 #define HPMLI_PICK(...) _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b)
 HPMLI_VEC_FN2(HV(even_lanes), HPMLI_PICK(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
 HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_PICK(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
@@ -12091,7 +12075,7 @@ HPMLI_VEC_FN2(HV(interleave_high), HPMLI_PICK(8, 24, 9, 25, 10, 26, 11, 27, 12, 
 #undef HPMLI_PICK
 HPMLI_VEC_FN2(HV(even_quads), _mm512_shuffle_f32x4(a, b, 0x88));
 HPMLI_VEC_FN2(HV(odd_quads), _mm512_shuffle_f32x4(a, b, 0xdd));
-/* The halves are loaded from memory, because gcc 12 warns about its own casts to half a register. */
+/* Adds all lanes; loads the halves of a from memory, because gcc 12 warns about its own casts to half a register. */
 HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a)
 {
     float t[16];
@@ -12109,7 +12093,7 @@ HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
     __m512 s  = _mm512_add_ps(HV(even_quads)(ab, cd), HV(odd_quads)(ab, cd));
-    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* s has a quad for each of a, b, c, d: add its lanes */
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* s has a quad for each of a, b, c, d: add the quad's lanes */
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
@@ -12148,7 +12132,7 @@ HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
 }
 HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 {
-    HV(f32) i = HV(as_floats)((HV(u32))HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
+    HV(f32) i = HV(as_floats)((HV(u32))HPMLI_MM(cvtps_epi32)(a)); /* out of range: INT32_MIN */
     i = HV(if_ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((HV(u32))HPMLI_MM(set1_epi32)(INT32_MAX)), i);
     i = HV(if_eq)(a, a, i, HV(set1)(0));
     memcpy(p, &i, sizeof i);
@@ -12167,9 +12151,8 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
     return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
-
-/* In each group of 2 * half vectors, joins vector i of the first half with vector i of the second: even quads of both
-   go to the first half, odd quads to the second. */
+/* Exchanges quads (four lanes) in each group of 2 * half vectors of r: vector i of the first half gets the even quads
+   of vectors i of both halves, vector i of the second half their odd quads. */
 HPMLI_VEC_INLINE void HV(exchange_quads)(HV(f32) *r, const int half)
 {
     HV(f32) t[HV_LANES];
@@ -12179,9 +12162,8 @@ HPMLI_VEC_INLINE void HV(exchange_quads)(HV(f32) *r, const int half)
     HPMLI_UNROLL
     for (int i = 0; i < HV_LANES; i++) r[i] = t[i];
 }
-
-/* Transposes HV_LANES rows of HV_LANES floats in registers: out[p * out_row + j] = in[j * in_row + p], or 0 for
-   j >= rows. First each quad becomes a transposed 4 x 4 square, then the quads themselves are transposed. */
+/* Transposes HV_LANES rows of HV_LANES floats in registers: out[p * out_row + j] = in[j * in_row + p], or 0 for j >=
+   rows. Each square of 4 x 4 floats is transposed first, then the squares are exchanged. */
 HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t rows, float *out, int64_t out_row)
 {
     HV(f32) r[HV_LANES], t[HV_LANES];
@@ -12205,13 +12187,11 @@ HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t row
     for (int i = 0; i < HV_LANES; i++) HV(store)(out + i * out_row, r[i]);
 }
 #endif
-
 #pragma GCC diagnostic pop
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd-neon   vectors: NEON; operations made of others, for all instruction sets
 // ---------------------------------------------------------------------------------------------------------------------
-
 #if HPMLI_ISA == HPMLI_NEON
 HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return vdupq_n_f32(x); }
 HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n)
@@ -12282,7 +12262,7 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
 }
 #endif
 
-#ifndef HPMLI_MM /* a transpose for sets without one of their own: scalar, NEON */
+#ifndef HPMLI_MM /* scalar and NEON transpose one number after the other; the result is that of >>simd-x86 */
 HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t rows, float *out, int64_t out_row)
 {
     for (int64_t j = 0; j < HV_LANES; j++)
@@ -12292,11 +12272,11 @@ HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t row
 
 HPMLI_VEC_INLINE HV(f32) HV(zero)(void) { return HV(set1)(0); }
 HPMLI_VEC_FN1(HV(exponent), HV(from_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f);
-/* The last bits of the sum are a + 127. */
+/* Returns 2^a for integers a: a + 127 is in the last bits of the sum, and belongs in the exponent's bits. */
 HPMLI_VEC_FN1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23));
 HPMLI_VEC_INLINE HV(f32) HV(load_i32)(const int32_t *p) { return HV(from_i32)(HV(load_words)((const uint32_t *)p)); }
 HPMLI_VEC_INLINE HV(f32) HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
-HPMLI_VEC_INLINE void HV(store_bf16)(uint16_t *p, HV(f32) a) /* to the nearest, ties to even; a NaN stays NaN */
+HPMLI_VEC_INLINE void HV(store_bf16)(uint16_t *p, HV(f32) a) /* rounds to nearest, ties to even; a NaN stays NaN */
 {
     HV(u32) u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
     HV(narrow)(p, HV(as_words)(HV(if_eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
@@ -12308,25 +12288,21 @@ HPMLI_VEC_INLINE void HV(store_u8)(uint8_t *p, HV(f32) a)
     for (int i = 0; i < HV_LANES; i++) p[i] = (uint8_t)t[i];
 }
 
-/* Returns v with 0 in lanes n and above: what HV(load_upto) would have loaded. */
-HPMLI_VEC_INLINE HV(f32) HV(zero_beyond)(HV(f32) v, int64_t n)
+HPMLI_VEC_INLINE HV(f32) HV(zero_beyond)(HV(f32) v, int64_t n) /* returns v with 0 in lanes n and above, as load_upto */
 {
     return n >= HV_LANES ? v : HV(select_bits)((1u << n) - 1, v, HV(zero)());
 }
-
-/* Load and store the first n lanes, or all of them for n >= HV_LANES, which is the usual case. */
-HPMLI_VEC_INLINE HV(f32) HV(load_upto)(const float *p, int64_t n)
+HPMLI_VEC_INLINE HV(f32) HV(load_upto)(const float *p, int64_t n) /* loads the first n lanes; n >= HV_LANES: all */
 {
     return n >= HV_LANES ? HV(load)(p) : HV(load_partial)(p, n);
 }
-HPMLI_VEC_INLINE void HV(store_upto)(float *p, HV(f32) a, int64_t n)
+HPMLI_VEC_INLINE void HV(store_upto)(float *p, HV(f32) a, int64_t n) /* stores the first n lanes; n >= HV_LANES: all */
 {
     if (n >= HV_LANES) HV(store)(p, a);
     else HV(store_partial)(p, a, n);
 }
-
-/* load_upto_T and store_upto_T convert from and to the type T. A partial vector is copied through a buffer, so that the
-   same instruction converts it. */
+/* Define load_upto_T and store_upto_T, which load or store the first n lanes (n >= HV_LANES: all) of the type T. A
+   partial vector is copied through a buffer, so that the same instruction converts it. */
 #define HPMLI_LOAD_STORE_UPTO(type, T)                                                                                 \
     HPMLI_VEC_INLINE HV(f32) HV(load_upto_##type)(const T *p, int64_t n)                                               \
     {                                                                                                                  \
@@ -12355,17 +12331,13 @@ HPMLI_LOAD_STORE_UPTO(u8, uint8_t);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vmath   exp, log, tanh, erf and the activations
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* exp after Cody & Waite: exp(x) = 2^n exp(r), where n = round(x / ln 2) and |r| <= ln 2 / 2, and exp(r) is a
-   polynomial. Its error is below 2 units in the last place over the whole range; a NaN stays NaN, and exp underflows
-   to 0. */
-
-/* Evaluate a polynomial in x by Horner's rule, highest coefficient first, where op is a fused multiply-add:
-   HV_POLY5 one with five coefficients, HV_POLY_ON one whose higher coefficients have been evaluated as p. */
+/* Evaluate a polynomial in x by Horner's rule, highest coefficient first, where op is a fused multiply-add: HV_POLY5
+   with coefficients a to e, HV_POLY_ON with b to e after p, the value of the higher coefficients. */
 #define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
     op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
-
+/* Returns e^x after Cody & Waite: exp(x) = 2^n exp(r), where n = round(x / ln 2) and |r| <= ln 2 / 2, and exp(r) is a
+   polynomial. The error is below 2 units in the last place everywhere; a NaN stays NaN, and exp underflows to 0. */
 HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
 {
     HV(f32) clamped = HV(max)(HV(min)(x, HV(set1)(88.9f)), HV(set1)(-104.0f));
@@ -12378,8 +12350,7 @@ HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
     HV(f32) low = HV(round)(n * 0.5f), high = n - low; /* 2^n as two factors, because n is from -150 to 128 */
     return HV(if_eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
 }
-
-/* log(2^e m) = e ln 2 + log m for m in [sqrt 1/2, sqrt 2), where log m is the Cephes library's polynomial in m - 1. */
+/* The Cephes library's polynomial for log m in f = m - 1, m in [sqrt 1/2, sqrt 2): log(2^e m) = e ln 2 + log m. */
 #define HPMLI_LOG_POLY(op, f)                                                                                          \
     HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
                1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
@@ -12401,10 +12372,8 @@ HPMLI_VEC_INLINE HV(f32) HV(log)(HV(f32) x)
     y = HV(if_eq)(x, HV(zero)(), HV(set1)(-INFINITY), y);
     return HV(if_ge)(x, HV(zero)(), y, HV(set1)(NAN));
 }
-
 HPMLI_VEC_INLINE HV(f32) HV(sigmoid)(HV(f32) x) { return 1.0f / (1.0f + HV(exp)(-x)); }
-
-/* tanh: a polynomial for |x| < 0.625, 1 - 2 / (exp(2|x|) + 1) with the sign of x elsewhere. */
+/* Returns tanh x: a polynomial for |x| < 0.625, elsewhere 1 - 2 / (exp(2|x|) + 1) with the sign of x. */
 HPMLI_VEC_INLINE HV(f32) HV(tanh)(HV(f32) x)
 {
     HV(f32) a = HV(abs)(x), z = x * x, far;
@@ -12415,8 +12384,7 @@ HPMLI_VEC_INLINE HV(f32) HV(tanh)(HV(f32) x)
     far = HV(if_ge)(x, HV(zero)(), far, -far);
     return HV(if_ge)(a, HV(set1)(0.625f), far, p);
 }
-
-/* erf: its series for |x| < 0.5, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
+/* Returns erf x: its series for |x| < 0.5, elsewhere Abramowitz & Stegun 7.1.26; the absolute error is below 3e-7. */
 HPMLI_VEC_INLINE HV(f32) HV(erf)(HV(f32) x)
 {
     HV(f32) a = HV(abs)(x), z = x * x, t, p, far, near_;
@@ -12425,12 +12393,11 @@ HPMLI_VEC_INLINE HV(f32) HV(erf)(HV(f32) x)
     far = HV(fnma)(p * t, HV(exp)(-z), HV(set1)(1));
     far = HV(if_ge)(x, HV(zero)(), far, -far);
     p = HV_POLY5(HV(fma), z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
-                 -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
+                 -3.7612639e-1f); /* coefficients 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
     near_ = HV(fma)(p, z, HV(set1)(1.1283792f)) * x;
     return HV(if_gt)(HV(set1)(0.5f), a, near_, far);
 }
-
-/* gelu in its tanh form is x / 2 (1 + t) with t = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3); gelu_tanh returns t. */
+/* Returns t of gelu's tanh form x / 2 (1 + t), where t = tanh(u) and u = sqrt(2/pi) (x + 0.044715 x^3). */
 HPMLI_VEC_INLINE HV(f32) HV(gelu_tanh)(HV(f32) x)
 {
     HV(f32) cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
@@ -12443,7 +12410,7 @@ HPMLI_VEC_INLINE HV(f32) HV(gelu_derivative)(HV(f32) x)
     HV(f32) dt = HV(fnma)(t, t, HV(set1)(1)) * du;
     return 0.5f * (1.0f + t + x * dt);
 }
-/* The standard normal distribution: cumulative probability, density. */
+/* Return the standard normal distribution's cumulative probability and its density at x. */
 HPMLI_VEC_INLINE HV(f32) HV(normal_cdf)(HV(f32) x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
 HPMLI_VEC_INLINE HV(f32) HV(normal_pdf)(HV(f32) x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
 HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
@@ -12451,8 +12418,8 @@ HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
     HV(f32) s = HV(sigmoid)(x);
     return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
-/* The activations: X(name, y = f(x), dy/dx as a function of x or of y, whichever is cheaper). s is the factor that
-   leaky relu applies to negative x. */
+/* The activations: X(name, y = f(x), dy/dx as an expression in x or y, the cheaper). s: leaky relu's factor for x <
+   0. */
 #define HPMLI_ACTS(X)                                                                                                  \
     X(NONE, x, HV(set1)(1))                                                                                            \
     X(RELU, HV(if_gt)(x, HV(zero)(), x, HV(if_eq)(x, x, HV(zero)(), x)),                                               \
@@ -12486,7 +12453,7 @@ HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const fl
     }
 }
 
-/* dx = dy f'(x). xs (x) or ys (y) may be NULL where the derivative does not read that array. */
+/* dx (+= with `accumulate`) = dy f'(x). xs (x) or ys (y = f(x)) may be NULL where f' does not read that array. */
 HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs,
                                    const float *ys, int64_t n, int accumulate)
 {
@@ -12521,34 +12488,27 @@ HPMLI_ELEMENTWISE(sub, -);
 HPMLI_ELEMENTWISE(mul, *);
 HPMLI_ELEMENTWISE(div, /);
 #undef HPMLI_ELEMENTWISE
-
 HPMLI_KERNEL void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(store_upto)(y + i, HV(set1)(value), c); }
-
-/* y = a x + b y; for b == 0 y is not read. */
-HPMLI_KERNEL void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
+HPMLI_KERNEL void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n) /* y = a x + b y; b 0: y not read */
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
     if (b == 0) HV_LOOP(n) HV(store_upto)(y + i, va * HV(load_upto)(x + i, c), c);
     else HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb * HV(load_upto)(y + i, c)), c);
 }
-
-/* y = a x + b */
-HPMLI_KERNEL void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
+HPMLI_KERNEL void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n) /* y = a x + b */
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
     HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb), c);
 }
-
-/* y = a (x - centre) + b, or with relu the larger of that and 0. The centre is subtracted first, because a x and
-   a centre would be rounded separately, with errors in proportion to the centre, which their difference would keep. */
+/* Computes y = a (x - centre) + b, or with relu the larger of that and 0. The centre is subtracted first, because the
+   rounding errors of a x and of a centre are in proportion to the centre, and their difference would keep them. */
 HPMLI_KERNEL void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
     if (relu) HV_LOOP(n) HV(store_upto)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb)), c);
     else HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb), c);
 }
-
-/* y (+)= a x + b (z - centre) + constant */
+/* Computes y = a x + b (z - centre) + constant, added to y when `accumulate`. */
 HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                             int64_t n, int accumulate)
 {
@@ -12563,13 +12523,11 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vreduce   sums, maxima, norms
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Four independent accumulators hide the latency of an addition; they are added up in a fixed order. The `_wide` forms
-   and vmoments add the accumulators to a double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
-
+/* Four independent accumulators hide the latency of an addition; they are added up in a fixed order. The `_wide` sums
+   and vmoments add the sum of each HPMLI_BLOCK_SUM elements to a double, for statistics over long arrays. */
 #define HPMLI_BLOCK_SUM 1024
-
-/* Defines a sum over n elements; `term` is the new value of the accumulator `sum`, from the c elements at `at`. */
+/* Defines a sum over n elements: `term` is the new value of the accumulator `sum`, from the c elements at index
+   `at`. */
 #define HPMLI_REDUCE(name, params, term)                                                                               \
     HPMLI_KERNEL float HV(name) params                                                                                 \
     {                                                                                                                  \
@@ -12610,10 +12568,8 @@ HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
 HPMLI_REDUCE_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c));
 HPMLI_REDUCE_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c));
 #undef HPMLI_REDUCE_WIDE
-
-/* Adds the sum of w to sums[0] and the sum of w d to sums[1], where d = x - centre. Without weights w = d: for a centre
-   near the mean, sums[1] then gets the sum of squared deviations and sums[0] n times the distance of the mean from the
-   centre. */
+/* Adds the sum of weights w to sums[0] and that of w d to sums[1], where d = x - centre. Not `weighted`: w = d; near
+   the mean, sums[1] then gets the sum of squared deviations, sums[0] n times the mean's distance from the centre. */
 HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre,
                                       int64_t n)
 {
@@ -12639,13 +12595,11 @@ HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const f
         sums[1] += (double)HV(sum_lanes)((t[0] + t[1]) + (t[2] + t[3]));
     }
 }
-
 HPMLI_KERNEL void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
 {
     if (w) HV(add_moments)(sums, true, w, x, centre, n);
     else HV(add_moments)(sums, false, NULL, x, centre, n);
 }
-
 HPMLI_KERNEL float HV(vmax)(const float *x, int64_t n)
 {
     HV(f32) m = HV(set1)(-INFINITY);
@@ -12655,9 +12609,7 @@ HPMLI_KERNEL float HV(vmax)(const float *x, int64_t n)
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
 }
-
-/* Returns the largest |x|, 0 for n = 0, or NaN when an element is NaN. */
-HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n)
+HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n) /* returns the largest |x|; 0 for n = 0; NaN if one is NaN */
 {
     HV(f32) m = HV(zero)(), nan = HV(zero)();
     HV_LOOP(n) {
@@ -12667,8 +12619,7 @@ HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n)
     }
     return HV(sum_lanes)(nan) == 0 ? HV(max_lane)(m) : NAN;
 }
-
-/* y = exp(x - shift); returns the sum of y. The inner loop of softmax. */
+/* Computes y = exp(x - shift), the inner loop of softmax, and returns the sum of y. */
 HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
 {
     HV(f32) s = HV(zero)(), vs = HV(set1)(shift);
@@ -12679,9 +12630,8 @@ HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n
     }
     return HV(sum_lanes)(s);
 }
-
-/* out[j] = sum over r of x[r][j], added to out when `accumulate`. Each 64 rows are summed by themselves, which keeps
-   the rounding error small. */
+/* Computes out[j] = sum over r of x[r][j], x: (rows, cols), added to out when `accumulate`. Each 64 rows are summed by
+   themselves, which keeps the rounding error small. */
 HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
@@ -12704,10 +12654,8 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vupdate   optimizer steps, one pass over the data
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The formulas of the built-in optimizers: those of PyTorch's optimizers of the same names. g = grad_scale gradient;
    b1, b2, c: beta1, beta2, weight_decay; t: the step, from 1; states m (first moment) and v (second) start with 0.
-
      SGD      g = g + c w;  m = momentum m + g (t = 1: m = g);  w = w - lr m (nesterov: lr (g + momentum m))
      Adagrad  g = g + c w;  v = v + g g;  w = w - lr g / (sqrt(v) + eps)                   Duchi et al. 2011
      RMSprop  g = g + c w;  v = b2 v + (1 - b2) g g;  m = momentum m + g / (sqrt(v) + eps);  w = w - lr m
@@ -12717,29 +12665,26 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
      LARS     SGD with lr 1; hpmli_lars_prepare has put the layer's rate into g and c      You et al. 2017
      LAMB     AdamW's r + c w, written over the gradient; hpmli_direction_apply steps      You et al. 2020 */
 
-/* Records non-finite numbers of one update: a sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient
-   was not finite. `replacement`, 0 or NaN, is added to the old weight where the new one is not finite. */
+/* Collects the non-finite results of one update in sums that are 0, or NaN once a new weight, a mean square or LAMB's
+   gradient was not finite. `replacement`, 0 or NaN, is added to the old weight where the new one is not finite. */
 typedef struct HV(update_check) { HV(f32) weight, square, gradient, replacement; } HV(update_check);
-
-/* Stores the updated weight x at w, or old + f->replacement where x is not finite. Only x is checked, because a
-   non-finite gradient makes x non-finite as well. */
+/* Stores c lanes of x, updated weights, at w, or old + f->replacement where x is not finite, which f->weight records.
+   Only x is checked, because a non-finite gradient makes x non-finite as well. */
 HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) old, HV(update_check) *f, int64_t c)
 {
     HV(f32) nan_or_0 = x * HV(zero)();
     f->weight = f->weight + nan_or_0;
     HV(store_upto)(w, HV(if_eq)(nan_or_0, nan_or_0, x, old + f->replacement), c);
 }
-
-/* Stores x, the new state of the optimizer, and returns it; denormals become 0. A state whose gradients are all 0 (a
-   dead unit) would otherwise decay to denormals, with which the CPU computes a hundred times slower. NaN stays NaN. */
+/* Stores c lanes of x, the optimizer's new state, with denormals set to 0, and returns x. Where all gradients are 0 (a
+   dead unit) it would decay to denormals, with which the CPU computes a hundred times slower. NaN stays NaN. */
 HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
 {
     x = HV(if_gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
     HV(store_upto)(state, x, c);
     return x;
 }
-
-/* state = beta state + (1 - beta) g; returns the new state. */
+/* Computes state = beta state + (1 - beta) g for c elements; returns the new state. */
 HPMLI_VEC_INLINE HV(f32) HV(update_mean)(float *state, HV(f32) g, float beta, int64_t c)
 {
     return HV(store_state)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(load_upto)(state, c)), c);
@@ -12757,7 +12702,6 @@ HPMLI_VEC_INLINE void HV(sgd)(const hpmli_opt_args *o, float *w, HV(f32) g, floa
     }
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
-
 HPMLI_VEC_INLINE void HV(adagrad)(const hpmli_opt_args *o, float *w, HV(f32) g, float *v, HV(update_check) *f,
                                   int64_t c)
 {
@@ -12768,7 +12712,6 @@ HPMLI_VEC_INLINE void HV(adagrad)(const hpmli_opt_args *o, float *w, HV(f32) g, 
     f->square = HV(fma)(s, HV(zero)(), f->square);
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
 }
-
 HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v,
                                   HV(update_check) *f, int64_t c)
 {
@@ -12780,17 +12723,15 @@ HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, 
     if (m) step = HV(store_state)(m, HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), step), c);
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
-
-/* Updates m and v and returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. */
+/* Updates the moments m and v by g; returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. */
 HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, float *m, float *v,
                                             HV(update_check) *f, int64_t c)
 {
     HV(f32) mean   = HV(update_mean)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
     HV(f32) square = HV(update_mean)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
-    f->square = HV(fma)(square, HV(zero)(), f->square); /* g / infinity would be 0 in all later steps */
+    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite v would make all later steps 0 */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
-
 HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f,
                                int64_t c)
 {
@@ -12800,9 +12741,9 @@ HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, flo
     HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), old, f, c);
 }
 
-/* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if a gradient was not finite, which
-   cannot be known after LAMB, because it has overwritten the gradient, else HPML_NONFINITE_STEP. Sets the non-finite
-   elements of the optimizer's state to 0, because no later gradient would make them finite. */
+/* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if dw has a non-finite element,
+   which LAMB may have overwritten, else HPML_NONFINITE_STEP. If found_nonfinite is set, sets the non-finite elements of
+   the states m and v to 0, because no later gradient would make them finite. */
 HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_NONFINITE_STEP;
@@ -12815,11 +12756,8 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     }
     return found;
 }
-
-/* Each optimizer has a loop of its own. Its settings are read from a local copy, because the compiler would otherwise
-   have to reload them after each store. LAMB writes its direction over the gradient, which no later op reads; an
-   element of the gradient that is not finite is taken as 0 there, because it would make the norm of the whole direction
-   non-finite. */
+/* HPMLI_STEPS(step) is an optimizer's loop over n weights; `step` updates those at i to i + c by their scaled gradient
+   g. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         HV(f32) g = HV(load_upto)(dw + i, c);                                                                          \
@@ -12830,6 +12768,9 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     for (const int64_t c = HV_LANES; i + c <= n; i += c) HPMLI_STEP(step)                                              \
     for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
     break;
+/* Writes LAMB's direction to r, over the gradient, which no later op reads. A non-finite element of the gradient is
+   taken as f->replacement (0 if found_nonfinite is set), because it would make the norm of the whole direction
+   non-finite. */
 HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) g, float *r, float *m, float *v,
                                HV(update_check) *f, int64_t c)
 {
@@ -12842,7 +12783,7 @@ HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) 
 
 HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
 {
-    const hpmli_opt_args own = *args, *o = &own;
+    const hpmli_opt_args own = *args, *o = &own; /* a copy: *args would be reloaded after each store */
     HV(update_check)     all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
     HV(update_check)    *f = &all;
     int64_t              i = 0;
@@ -12852,7 +12793,7 @@ HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, f
     case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
     case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
     case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, dw + i, m + i, v + i, f, c))
-    case HPML_OPT_CUSTOM: break; /* see hpmli_optimizer_piece */
+    case HPML_OPT_CUSTOM: break; /* updated by hpmli_optimizer_piece */
     }
     if (HV(sum_lanes)(all.weight + all.square + all.gradient) == 0) return 0;
     int found = HV(opt_restart)(o, dw, m, v, n);
@@ -12862,8 +12803,7 @@ HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, f
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vconvert   storage types, checksums
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* The types that are converted; f32 is copied. */
+/* Calls X(dtype, name, C type) for the stored types that are converted; f32 is copied. */
 #define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
 
 HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
@@ -12876,7 +12816,6 @@ HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t 
 #undef HPMLI_X
     }
 }
-
 HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
 {
     switch (dtype) {
@@ -12888,9 +12827,9 @@ HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_
     }
 }
 
-/* Returns the CRC-32C (Castagnoli's polynomial, as in iSCSI) of some bytes and n more, where crc is that of the first;
-   the CRC of no bytes is 0. Where the CPU has no instruction for it, eight bytes at a time are looked up in tables
-   (Kounavis and Berry 2005), which are made on the stack when there are 1,024 bytes or more. */
+/* Returns the CRC-32C (Castagnoli's polynomial, as in iSCSI) of some bytes followed by n more at `bytes`, where crc is
+   the CRC of the former, 0 for none. Where the CPU has no instruction for it, eight bytes at a time are looked up in
+   tables (Kounavis and Berry 2005), which are made on the stack for n >= 1,024. */
 HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 {
     const unsigned char *p = (const unsigned char *)bytes;
