@@ -1845,7 +1845,7 @@ struct hpml_ctx {
     const hpml_backend  *backend;
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend; on the CPU with stored halves: wrappers */
     hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
-    void                *device;     /* the object that backend->open returned */
+    void                *device;     /* what backend->open gave */
     float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
@@ -12418,8 +12418,7 @@ HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
     HV(f32) s = HV(sigmoid)(x);
     return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
-/* The activations: X(name, y = f(x), dy/dx as an expression in x or y, the cheaper). s: leaky relu's factor for x <
-   0. */
+/* The activations: X(name, y = f(x), dy/dx in terms of x or y, the cheaper). s: leaky relu's factor for x < 0. */
 #define HPMLI_ACTS(X)                                                                                                  \
     X(NONE, x, HV(set1)(1))                                                                                            \
     X(RELU, HV(if_gt)(x, HV(zero)(), x, HV(if_eq)(x, x, HV(zero)(), x)),                                               \
@@ -12526,8 +12525,7 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
 /* Four independent accumulators hide the latency of an addition; they are added up in a fixed order. The `_wide` sums
    and vmoments add the sum of each HPMLI_BLOCK_SUM elements to a double, for statistics over long arrays. */
 #define HPMLI_BLOCK_SUM 1024
-/* Defines a sum over n elements: `term` is the new value of the accumulator `sum`, from the c elements at index
-   `at`. */
+/* Defines a sum over n elements: `term` is the new value of the accumulator `sum`, from the c elements at `at`. */
 #define HPMLI_REDUCE(name, params, term)                                                                               \
     HPMLI_KERNEL float HV(name) params                                                                                 \
     {                                                                                                                  \
@@ -12568,8 +12566,8 @@ HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
 HPMLI_REDUCE_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c));
 HPMLI_REDUCE_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c));
 #undef HPMLI_REDUCE_WIDE
-/* Adds the sum of weights w to sums[0] and that of w d to sums[1], where d = x - centre. Not `weighted`: w = d; near
-   the mean, sums[1] then gets the sum of squared deviations, sums[0] n times the mean's distance from the centre. */
+/* Adds the sum of weights w to sums[0] and that of w d to sums[1], where d = x - centre. Not `weighted`: w = d; for a
+   centre near the mean, sums[1] gets the sum of squared deviations, sums[0] n times the mean's distance from it. */
 HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre,
                                       int64_t n)
 {
@@ -12756,8 +12754,7 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     }
     return found;
 }
-/* HPMLI_STEPS(step) is an optimizer's loop over n weights; `step` updates those at i to i + c by their scaled gradient
-   g. */
+/* HPMLI_STEPS(step): an optimizer's loop over n weights; `step` updates c weights at i by their scaled gradient g. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         HV(f32) g = HV(load_upto)(dw + i, c);                                                                          \
@@ -12866,11 +12863,9 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm   matrix product: tiles
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* C = A B after Goto & van de Geijn 2008. A tile of C stays in vector registers while k runs over a block; for AVX2 it
-   has at most 6 rows by 16 columns, which are 2 vectors. Each step of k loads 2 vectors of B, broadcasts one number of
-   each row of A, and multiplies and adds each with each:
-
+/* C (m, n) = A (m, k) B (k, n) after Goto & van de Geijn 2008. A tile of C stays in vector registers while k runs over
+   a range; for AVX2 it has at most 6 rows by 16 columns, which are 2 vectors. Each step of k loads 2 vectors of B,
+   broadcasts one number of each row of A, and multiplies and adds each with each:
                                 b0 = B[k][0..7]     b1 = B[k][8..15]
                               +-------------------+-------------------+
          x = A[0][k] x8  -->  | s0 = s0 + x b0    | t0 = t0 + x b1    |
@@ -12880,7 +12875,6 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
                               +-------------------+-------------------+
 
    These are 12 multiply-adds for 8 loads; the nearer to a square a tile is, the fewer loads it needs. In plain C:
-
          void tile(int rows, int cols, int64_t K, const float *a, int64_t a_row, int64_t a_k,
                    const float *b, int64_t b_k, float *c, int64_t ldc)
          {
@@ -12892,48 +12886,47 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
                  }
              for (int r = 0; r < rows; r++) memcpy(c + r * ldc, sum[r], (size_t)cols * sizeof(float));
          }
-
    HV(tile) is this function with the loop over r unrolled by HPMLI_ROWS. The sums of row r are the variables s##r,
    t##r, u##r, v##r (vectors 0 to 3), because compilers keep an array in registers only when they unroll every loop
-   over the array. `rows` and `cols` are constants in each of its copies, HV(tile_V_R) for V vectors and R + 1 rows.
-
+   over the array. `rows` and `cols` are constants in each variant, HV(tile_V_R) for V vectors and R + 1 rows.
    So that operands come from the nearest caches, k is cut into blocks of at most HPMLI_GEMM_KC, and A and B are packed
    into the order in which the tile reads them, unless they already are in a good one. Rows and vectors are dealt out
    evenly (16 rows are 6 + 5 + 5, not 6 + 6 + 4). Every element of C is summed over k in an order that only the shape
    decides, and not the number of threads, so that results have the same bits for any number of threads. */
 
-#define HPMLI_NR (2 * HV_LANES) /* columns of two vectors: what convolutions use in all sets */
+#define HPMLI_NR (2 * HV_LANES) /* columns of two vectors: the width of the panels of convolutions */
 
 #ifndef HPMLI_TILE_ROW
-/* One call of a tile function computes `panels` columns of `tiles` tiles, which all have the same size. */
+/* What one call of a tile function computes: `panels` columns of `tiles` tiles of C, which all have the same size. */
 typedef struct hpmli_tile_run {
-    int64_t tiles;         /* tiles below each other */
-    int64_t a_tile;        /* floats from the rows of A of one tile to those of the tile below */
-    int64_t panels;        /* panels of B, next to each other */
-    int64_t b_panel;       /* floats from one panel of B to the next */
+    int64_t tiles;         /* tiles below each other in a column */
+    int64_t a_tile;        /* floats in A from a tile's first row to that of the tile below */
+    int64_t panels;        /* panels (B's columns for one tile's width), next to each other */
+    int64_t b_panel;       /* floats in B from one panel to the next */
     int64_t c_panel;       /* floats in C from below the last tile of a panel to the first tile of the next panel */
-    float  *c;
-    int64_t ldc;
+    float  *c; /* first element of the first tile */
+    int64_t ldc; /* floats from one row of C to the next */
     int64_t prefetch_rows; /* rows of C to prefetch for each tile, or 0 */
-    int     add;           /* adds to C */
-    int64_t cols;          /* columns of a panel: a single vector may be partial, else more than HV_LANES (nv - 1) */
-    float  *packed;        /* NULL, or where the first tile of a panel copies that panel of B while it computes */
+    int     add;           /* true: the sums are added to C, else replace it */
+    int64_t cols;          /* columns of a panel: 1 vector, maybe partial, or more than HV_LANES (nv - 1) */
+    float  *packed;        /* NULL, or where the first tile of a panel packs that panel of B while it computes */
 } hpmli_tile_run;
-
-/* The operations on C that follow the product: C = relu(alpha (A B) + beta C + bias). */
+/* The operations on C that follow the product: C = alpha (A B) + beta C + bias, or 0 where that is negative (relu). */
 typedef struct hpmli_gemm_epilogue {
     float        alpha, beta;
-    const float *bias_row; /* one number for each row, or NULL */
+    const float *bias_row; /* added to the elements of each row: one number for each row, or NULL */
     const float *bias_col; /* one number for each column, or NULL */
     int          relu;
 } hpmli_gemm_epilogue;
-
+/* A tile function runs kc steps of k: from A, at a, with a_row floats from row to row and a_k from one k to the next,
+   and B, at b, with b_k floats from one k to the next and contiguous columns, to the tiles of C that `run`
+   describes. */
 #define HPMLI_TILE_ARGS                                                                                                \
     int64_t kc, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t b_k, const hpmli_tile_run *run
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
-
-/* The code for row r of a tile of mr rows and nv vectors. mr and nv are constants once inlined, so that the code for
-   further rows and vectors vanishes. Every third row of A has a pointer, the others are one or two rows from it. */
+/* A step of k for row r of a tile of mr rows, nv vectors: adds x, a number of A, times the vectors b0 .. b3 of B to the
+   sums s##r .. v##r. mr, nv are constants once inlined: the code for further rows and vectors vanishes. Every third row
+   of A has a pointer (a0, a3 ..), the others are one or two rows from it. */
 #define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_A(r)        (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * a_row]
 #define HPMLI_TILE_ROW(nv, r)                                                                                          \
@@ -12944,7 +12937,7 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
         if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
     }
-/* Offset of vector i: the last vector ends with the last column, and may overlap the vector before. */
+/* Offset of vector i in a row: the last vector ends with the last of cols columns, and may overlap the one before. */
 #define HPMLI_TILE_V(i) (nv == i + 1 ? last : i * HV_LANES)
 #define HPMLI_TILE_LOAD(i, p)                                                                                          \
     (nv <= i ? HV(zero)() : nv == 1 ? HV(load_partial)(p, cols) : HV(load)((p) + HPMLI_TILE_V(i)))
@@ -12967,10 +12960,10 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         v##r = HPMLI_TILE_LOAD(3, c) + v##r;                                                                           \
         HPMLI_TILE_STORE(nv, r)                                                                                        \
     }
-#define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
+#define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1) /* 1: for writing */
 #endif
 
-/* One step of k: loads the vectors of B, then multiplies them by the number of A of each row. */
+/* One step of k: loads the vectors of B, multiplies them by a number of A for each row, and goes to the next k. */
 #define HPMLI_TILE_B                                                                                                   \
     HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b);                                                    \
     HV(f32) b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
@@ -12980,8 +12973,7 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         HPMLI_ROWS(HPMLI_TILE_ROW, nv)                                                                                 \
         a0 += a_k, a3 += a_k, a6 += a_k, a9 += a_k, a12 += a_k, b += b_k;                                              \
     }
-
-/* Computes tiles of mr rows by nv vectors, kc steps of k each. */
+/* Computes the tiles of `run`, of mr rows by nv vectors, in kc steps of k each; arguments as in HPMLI_TILE_ARGS. */
 HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 {
     float  *c = run->c, *packed = run->packed;
@@ -12991,7 +12983,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         const float *a0 = a + t * run->a_tile, *c_row = c;
         const float *a3 = a0 + 3 * a_row, *a6 = a3 + 3 * a_row, *a9 = a6 + 3 * a_row, *a12 = a9 + 3 * a_row;
         HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
-        int64_t k = 0, special = packed ? kc : prefetch_rows; /* steps that also pack or prefetch */
+        int64_t k = 0, special = packed ? kc : prefetch_rows; /* steps of k that also pack B or prefetch C */
         for (; k < special; k++) {
             if (packed) {
                 HPMLI_TILE_B
@@ -13013,7 +13005,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         if (mr * nv < 20)
             for (; k < kc; k++) HPMLI_TILE_STEP
         else
-            HPMLI_UNROLL_4 /* large tiles are limited by the instructions other than multiply-adds */
+            HPMLI_UNROLL_4 /* here the speed is limited by the instructions other than multiply-adds */
             for (; k < kc; k++) HPMLI_TILE_STEP
         (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)cols;
         if (run->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
@@ -13025,8 +13017,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         }
     }
 }
-
-/* HV(tile_V_R): V vectors, R + 1 rows. HV(tiles)[V - 1][R] are these functions. */
+/* HV(tile_V_R) is the tile function for V vectors and R + 1 rows; HV(tiles)[V - 1][R] points to it. */
 #define HPMLI_TILE(nv, r)                                                                                              \
     HPMLI_KERNEL void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS) { HV(tile)(r + 1, nv, kc, a, a_row, a_k, b, b_k, run); }
 #define HPMLI_TILE_NAME(nv, r) HV(tile_##nv##_##r),
@@ -13044,7 +13035,7 @@ static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = {
     { HPMLI_ROWS_4(HPMLI_TILE_NAME, 4) },
 #endif
 };
-static const int HV(tile_rows)[HPMLI_NV] = { /* rows of a tile, at most, by its vectors */
+static const int HV(tile_rows)[HPMLI_NV] = { /* [V - 1]: rows of a tile of V vectors, at most */
     HPMLI_MR, HPMLI_MR,
 #if HPMLI_NV > 2
     HPMLI_MR_3, HPMLI_MR_4,
@@ -13054,9 +13045,8 @@ static const int HV(tile_rows)[HPMLI_NV] = { /* rows of a tile, at most, by its 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-pack   matrix product: packing, transposing, storing
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Packs columns into a panel: dst[k * width + j] = x[k * x_k + j * x_col] for k < kc, j < cols, and 0 up to width,
-   which is a multiple of HV_LANES. Where k runs along memory the panel is transposed in registers. */
+/* Packs `cols` columns of x into a panel: dst[k * width + j] = x[k * x_k + j * x_col] for k < kc, j < cols, and 0 for j
+   up to width, a multiple of HV_LANES. Where k runs along memory (x_k 1) the panel is transposed in registers. */
 HPMLI_KERNEL void HV(pack_columns)(const float *x, int64_t x_k, int64_t x_col, int64_t kc, int64_t cols, int64_t width,
                                    float *dst)
 {
@@ -13070,8 +13060,7 @@ HPMLI_KERNEL void HV(pack_columns)(const float *x, int64_t x_k, int64_t x_col, i
                 dst[k * width + j + q] = q < rows ? x[(j + q) * x_col + k * x_k] : 0;
     }
 }
-
-/* Applies the epilogue to n lanes of v, which belong to row r of the tile from column j on, and stores them at c. */
+/* Applies the epilogue e to the first n lanes of v, elements of row r of e's C from column j on; stores them at c. */
 HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_gemm_epilogue *e, float *c, int64_t r, int64_t j, HV(f32) v,
                                         int64_t n)
 {
@@ -13082,8 +13071,7 @@ HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_gemm_epilogue *e, float *c, 
     if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays NaN */
     HV(store_upto)(c, v, n);
 }
-
-/* Applies the epilogue to mr rows of a tile, whose rows are HPMLI_NV vectors apart, and stores them at c. */
+/* Applies the epilogue e to a tile of mr rows, which are HPMLI_NV vectors apart, and stores the rows ldc apart at c. */
 HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e, float *c,
                                   int64_t ldc)
 {
@@ -13091,9 +13079,8 @@ HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, c
         for (int64_t j = 0; j < cols; j += HV_LANES)
             HV(finish_vector)(e, c + j, r, j, HV(load)(tile + j), cols - j);
 }
-
-/* Transposes a tile of C^T, applies the epilogue and stores the result at c; rows and columns of the epilogue are those
-   of C. store_only: the epilogue is empty. */
+/* Transposes `tile`, mr rows of cols columns of C^T, applies the epilogue e and stores the result at c. Rows and
+   columns of e are those of C. store_only: e does nothing. */
 HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e,
                                              bool store_only, float *c, int64_t ldc)
 {
@@ -13112,46 +13099,41 @@ HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int6
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-part   matrix product: one rectangle of C
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* One rectangle of C is computed block after block of k, of columns and of rows; the tiles of a block read its rows of
-   P, whose numbers are broadcast, and columns of Q, which are loaded as vectors. Mostly P is A and Q is B. `swapped`
-   products, for which transposing B would cost more, compute C^T = B^T A^T instead: P is B^T, Q is A^T, and each tile
-   is transposed on its way to C. */
-
-typedef struct HV(gemm_view) { /* a product as its tiles see it */
+/* One rectangle of C is computed block after block of k, of columns and of rows. Tiles broadcast numbers from rows of
+   P, the left operand as tiles see it, and load vectors from columns of Q, the right operand. Mostly P is A and Q is B.
+   `swapped` products, for which transposing B would cost more, compute C^T = B^T A^T instead: P is B^T, Q is A^T, and
+   each tile is transposed on its way to C. */
+typedef struct HV(gemm_view) { /* a product as its tiles see it: P Q, see >>gemm-part */
     const hpmli_gemm_part *part;
-    const float *p;
+    const float *p; /* first element of P: A, or B^T when swapped */
     int64_t      p_row, p_k; /* floats in P from one row to the next, from one k to the next */
-    const float *q;
+    const float *q; /* first element of Q: B, or A^T when swapped */
     int64_t      q_k, q_col; /* floats in Q from one k to the next, from one column to the next */
-    float       *c;          /* first element of the rectangle */
-    int64_t      ldc, rows, cols, k;
-    bool         swapped;
-    bool         pack_q;     /* panels of Q are packed */
-    float       *packed_p;   /* NULL, or where blocks of P are packed */
+    float       *c;          /* first element of the rectangle of C */
+    int64_t      ldc, rows, cols, k; /* floats from row to row of C; rows of P, columns of Q, steps of k */
+    bool         swapped; /* the tiles compute C^T = B^T A^T */
+    bool         pack_q;     /* panels of Q, each as wide as a tile, are packed */
+    float       *packed_p;   /* NULL, or where blocks of rows of P are packed */
 } HV(gemm_view);
-
 #ifndef HPMLI_GEMM_BLOCK
 #define HPMLI_GEMM_BLOCK
-/* Rows of P over a range of k, cut into tiles; how the sums over this k get into C. */
+/* A block: rows of P, the left operand, over a range of k, cut into tiles, and how the tiles' sums get into C. */
 typedef struct hpmli_gemm_block {
     int64_t row, rows;      /* rows [row, row + rows) of P */
     int64_t k0, k;          /* over k [k0, k0 + k) */
-    int64_t tiles, height;  /* tiles below each other; rows of a tile, at most */
-    bool    plain;          /* the epilogue is at most an addition to C: tiles store into C themselves */
-    bool    prefetch;       /* C is worth a prefetch */
+    int64_t tiles, height;  /* tiles in a column; rows of a tile, at most */
+    bool    plain;          /* the epilogue is at most an addition to C: tiles need not be buffered */
+    bool    prefetch;       /* C is worth a prefetch, see HV(gemm_block_epilogue) */
     hpmli_gemm_epilogue epilogue;
 } hpmli_gemm_block;
-
-/* Columns of Q that form the width of a tile. */
+/* A panel: columns of Q, the right operand, that form the width of a tile. */
 typedef struct hpmli_gemm_panel {
     int64_t col, cols;  /* columns [col, col + cols) of Q */
-    int64_t count;      /* so many panels of this width, one after another */
+    int64_t count;      /* so many panels of this width, side by side */
     float  *packed;     /* space for the packed panel: (k, cols rounded up to vectors) */
-    bool    is_packed;  /* an earlier block of rows has packed the panel */
+    bool    is_packed;  /* true: the panel was packed for an earlier block of rows */
 } hpmli_gemm_panel;
-
-/* The operands of a tile function: the rows of P or of packed P, the columns of Q or of packed Q. */
+/* Where a tile function reads: rows of (packed) P at a, columns of (packed) Q at b; floats from row to row, k to k. */
 typedef struct hpmli_gemm_operands {
     const float *a;
     int64_t      a_row, a_k;
@@ -13160,14 +13142,13 @@ typedef struct hpmli_gemm_operands {
 } hpmli_gemm_operands;
 #endif
 
-/* Returns true when packing P pays: its columns are k_stride floats apart, which puts all of them into few sets of the
-   cache (conflict misses) and each into another page, and at least 4 columns of tiles read P. */
+/* Returns true when packing P pays: its k columns are k_stride floats apart, which puts all into few sets of the cache
+   (conflict misses) and each into another page, and C has at least 4 columns of tiles, which all read P. */
 HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
 {
     return row_stride == 1 && k_stride * k >= 262144 && cols >= 4 * HPMLI_NR;
 }
-
-/* Returns the rectangle's product as its tiles see it: chooses P and Q, and which of them are packed. */
+/* Returns the product for a rectangle of C as its tiles see it: chooses the operands P and Q, and which are packed. */
 HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13178,7 +13159,7 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     v.ldc  = d->ldc;
     v.k    = d->alpha == 0 ? 0 : d->k;
     v.c    = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
-    v.p    = part->ws; /* for k = 0, when nothing is read */
+    v.p    = part->ws; /* any address: nothing is read if k = 0 */
     v.q    = part->ws;
     v.rows = m;
     v.cols = n;
@@ -13189,8 +13170,8 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     v.q     = d->b + part->batch * d->b_batch + part->j0 * d->b_col;
     v.q_k   = d->b_k;
     v.q_col = d->b_col;
-    /* Numbers moved without a swap: transposing B, packing A. With: transposing A, packing B, and transposing C for
-       each block of k, where writing the columns of C costs 7/4 as much. */
+    /* Floats moved without a swap: transposing B, packing A. With a swap: transposing A, packing B, and transposing C
+       for each block of k, where writing the columns of C costs 7/4 as much. */
     int64_t moved_plain   = (v.q_col != 1) * n + HV(columns_alias_cache)(v.p_row, v.p_k, v.k, n) * m;
     int64_t moved_swapped = (v.p_row != 1) * m + HV(columns_alias_cache)(v.q_col, v.q_k, v.k, m) * n;
     if (moved_plain * v.k > moved_swapped * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
@@ -13210,17 +13191,15 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     if (HV(columns_alias_cache)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
-
-/* Returns the floats from one packed tile of P to the next. The 16 extra floats keep the distance from being a power of
-   two, and absorb the surplus that HV(pack_rows) writes behind a tile. */
+/* Returns the floats from one tile's rows in packed P to the next tile's. The 16 extra floats keep the distance from
+   being a power of two, and absorb the surplus that HV(pack_rows) writes behind a tile. */
 HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const hpmli_gemm_block *block)
 {
     return block->height * block->k + 16;
 }
-
-/* Packs a block of P: eight steps of k of all tiles, then the next eight, whose cache lines have been prefetched
-   meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: what the last eight write beyond
-   the tile's height belongs to the next step of k, which is packed later. */
+/* Packs the block's rows of P: eight steps of k of all tiles, then the next eight, whose cache lines have been
+   prefetched meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: what the last eight
+   write beyond the tile's height belongs to the next step of k, which is packed later. */
 HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *block)
 {
     const float *p = v->p + block->row * v->p_row + block->k0 * v->p_k;
@@ -13241,9 +13220,8 @@ HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *
             }
     }
 }
-
-/* Calls the tile function for the tiles of `run`, `height` rows each, and advances the operands to the tile below. The
-   first call for a panel may have packed it. */
+/* Calls the tile function for the tiles of `run`, `height` rows each, and moves the operand x->a to the tile below. The
+   first call for a panel may pack it; then x->b becomes the packed panel. */
 HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_gemm_panel *panel, int64_t height,
                                    hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -13255,13 +13233,12 @@ HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_ge
     x->b   = panel->packed;
     x->b_k = vectors * HV_LANES;
 }
-
-/* Way 1 into C: tiles store into C, or add to C, themselves. One call computes all tiles of one height, except that the
-   first tile of a panel which it packs while computing has a call of its own. */
+/* Computes a panel whose tiles store into C, or add to C, themselves. One call computes all tiles of one height, except
+   that the first tile of a panel that is packed by that tile has a call of its own. */
 HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                         const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
-    int64_t higher = block->rows % block->tiles; /* so many tiles have one row more */
+    int64_t higher = block->rows % block->tiles; /* the first `higher` tiles have one row more */
     float  *c      = v->c + block->row * v->ldc + panel->col;
     run->ldc = v->ldc;
     run->add = block->epilogue.beta != 0;
@@ -13277,14 +13254,13 @@ HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm
         c += run->tiles * height * v->ldc;
     }
 }
-
-/* Ways 2 and 3 into C: each tile is stored in a buffer. Then the epilogue is applied to the buffer, which for swapped
-   products is also transposed, and the result is stored into C. */
+/* Computes a panel tile by tile in a buffer. The epilogue is applied to the buffer, which for swapped products is also
+   transposed, and the result is stored into C. */
 HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                           const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
     float   tile[HPMLI_MR * HPMLI_NV * HV_LANES];
-    int64_t higher = block->rows % block->tiles;
+    int64_t higher = block->rows % block->tiles; /* the first `higher` tiles have one row more */
     run->c     = tile;
     run->ldc   = HPMLI_NV * HV_LANES;
     run->add   = 0;
@@ -13295,7 +13271,7 @@ HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_ge
         height = block->rows / block->tiles + (t < higher);
         run->a_tile = v->packed_p ? HV(packed_tile_floats)(block) : height * v->p_row;
         HV(gemm_run)(block, panel, height, run, x);
-        int64_t i = v->swapped ? panel->col : row, j = v->swapped ? row : panel->col; /* place in C */
+        int64_t i = v->swapped ? panel->col : row, j = v->swapped ? row : panel->col; /* row, column of C */
         hpmli_gemm_epilogue e = block->epilogue;
         if (e.bias_col) e.bias_col += j;
         if (e.bias_row) e.bias_row += i;
@@ -13305,9 +13281,8 @@ HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_ge
         else HV(finish_tile)(tile, height, panel->cols, &e, c, v->ldc);
     }
 }
-
-/* Computes the tiles of a block of rows by a panel of columns. A panel of Q is read as it stands, or packed: before the
-   first tile when it must be transposed, else by the first tile while that computes. */
+/* Computes the tiles of a block of rows of P by a panel of columns of Q. Q is read as it is, or its panel is packed:
+   before the first tile when it must be transposed, else by the first tile while that computes. */
 HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block *block, const hpmli_gemm_panel *panel)
 {
     int64_t             width = (panel->cols + HV_LANES - 1) / HV_LANES * HV_LANES;
@@ -13330,7 +13305,6 @@ HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block 
     if (block->plain && !v->swapped) HV(gemm_panel_direct)(v, block, panel, &run, &x);
     else HV(gemm_panel_buffered)(v, block, panel, &run, &x);
 }
-
 /* Sets the epilogue for the block's range of k: beta belongs to the first range, bias and relu to the last. */
 HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_block *block)
 {
@@ -13343,13 +13317,12 @@ HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_blo
     e->bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
     e->relu     = last && d->act == 1;
     block->plain = d->alpha == 1 && (e->beta == 0 || e->beta == 1) && !e->bias_col && !e->bias_row && !e->relu;
-    /* For a C that is larger than the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
+    /* Prefetching pays for a C beyond the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
     block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
 }
-
-/* Computes a block of rows by columns [col, col + cols), cut evenly into panels of at most `widest` vectors. Panels of
-   full width are computed in one call where calls would cost too much: for a single row of tiles, or a short k. Panels
-   of Q are packed one over the other if only this block of rows reads them, else (keep) one behind the other. */
+/* Computes a block of rows of P by columns [col, col + cols) of Q, cut evenly into panels of at most `widest` vectors.
+   One call computes all panels of full width where more would cost too much: for a single row of tiles, or a short k.
+   Panels are packed one over the other if only this block of rows reads them, else (keep) one behind the other. */
 HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block *block, int64_t col, int64_t cols,
                                  bool keep, bool is_packed)
 {
@@ -13370,11 +13343,10 @@ HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block 
         HV(gemm_panel)(v, block, &panel);
     }
 }
-
-/* Loops over blocks of k, of columns, of rows. The first block of rows packs the panels of Q. */
+/* Computes a product by blocks of k, of columns of Q, of rows of P, whose first block packs the panels of Q. */
 HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 {
-    int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too: C is still to be scaled */
+    int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too, because C is still to be scaled */
     int64_t          row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1;
     hpmli_gemm_block block;
     for (int64_t kb = 0; kb < k_blocks; kb++) {
@@ -13400,11 +13372,9 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-thin   matrix product: small and thin shapes
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Where C is small, or a single row, packing and transposing would cost more than the product itself. If k runs along
-   memory in both operands, each element is a dot product: vectors run along k, and the loads are shared by a tile of
-   HPMLI_DOT_MR x 4 sums, each a vector whose lanes are added up at the end. */
-
+/* Where C is small, or a single row, packing and transposing would cost more than the product. If k runs along memory
+   in both operands, each element is a dot product of a row of P with one of Q: A and B^T or, swapped, B^T and A.
+   Vectors run along k; HPMLI_DOT_MR x 4 sums, s0 t0 u0 v0 s1 .., share their loads; their lanes are added up last. */
 #ifndef HPMLI_DOT_ROW
 #define HPMLI_DOT_ZERO(L, r) HV(f32) s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
 #define HPMLI_DOT_ROW(LOAD, r)                                                                                         \
@@ -13418,7 +13388,7 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
     HV(f32) b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                \
     HPMLI_DOT_ROWS(HPMLI_DOT_ROW, LOAD)
-#define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i)
+#define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i) /* the last, partial vector */
 #define HPMLI_DOT_SAVE(L, r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
 #define HPMLI_DOT_ARGS                                                                                                 \
     int64_t k, const float *p, int64_t p_row, const float *q, int64_t q_row, int64_t n, float *out
@@ -13428,8 +13398,8 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
-/* Computes the dot products of mr rows of P with n <= 4 rows of Q: out[r * 4 + j]. For n < 4 the last row of Q is read
-   in place of the missing ones. */
+/* Computes the dot products of mr rows of P with n <= 4 rows of Q, of k floats each, p_row and q_row floats apart:
+   out[r * 4 + j]. For n < 4 the last row of Q is read in place of the missing rows. */
 HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 {
     const float *q0 = q, *q1 = n > 1 ? q0 + q_row : q0, *q2 = n > 2 ? q1 + q_row : q1, *q3 = n > 3 ? q2 + q_row : q2;
@@ -13442,11 +13412,10 @@ HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
     if (i < k) { HPMLI_DOT_STEP(HPMLI_DOT_REST) }
     HPMLI_DOT_ROWS(HPMLI_DOT_SAVE, 0)
 }
-
 HPMLI_DOT_ROWS(HPMLI_DOT, 0)
-static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOT_ROWS(HPMLI_DOT_NAME, 0) }; /* [R]: R + 1 rows */
+static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOT_ROWS(HPMLI_DOT_NAME, 0) }; /* [R] is for R + 1 rows of P */
 
-/* Applies alpha, beta, bias and relu to x, element (i, j) of one product, and stores it at c. */
+/* Applies alpha, beta, bias and relu of d to x, element (i, j) of the product A B, and stores the result at c. */
 HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
 {
     x *= d->alpha;
@@ -13455,8 +13424,7 @@ HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int
     if (d->bias_m) x += d->bias_m[i];
     *c = d->act == 1 && !(x > 0) ? 0 : x;
 }
-
-/* Stores 4 sums next to each other, `stride` floats apart. */
+/* Stores the 4 numbers at `from` so that they are `stride` floats apart. */
 HPMLI_VEC_INLINE void HV(store_4)(float *to, int64_t stride, const float *from)
 {
     if (stride == 1) {
@@ -13468,8 +13436,7 @@ HPMLI_VEC_INLINE void HV(store_4)(float *to, int64_t stride, const float *from)
     to[2 * stride] = from[2];
     to[3 * stride] = from[3];
 }
-
-/* Computes a rectangle of C by dot products; as C^T = B^T A^T (swapped) where that gives fewer groups of four. */
+/* Computes a rectangle of C by dot products; as C^T = B^T A^T (swapped) where that gives fewer groups of four sums. */
 HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13502,7 +13469,7 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
         }
 }
 
-/* The code for vector i of a piece of nv vectors of one row of C; only the last vector may be partial. */
+/* Vector i of the nv of a row of C (n columns, the last partial), summed in s##i; x: a number of A; b: a row of B. */
 #define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
 #define HPMLI_ROW_B(nv, i)                                                                                             \
     (nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES))
@@ -13511,8 +13478,7 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
 #define HPMLI_ROW_SAVE(nv, i)                                                                                          \
     if (nv > i)                                                                                                        \
         HV(finish_vector)(&e, c + i * HV_LANES, 0, j + i * HV_LANES, s##i, nv > i + 1 ? HV_LANES : n - i * HV_LANES);
-
-/* Computes columns [j, j + n) of C for a product of one row, in nv vectors; B's rows are contiguous. */
+/* Computes columns [j, j + n) of C, a product of one row, in nv vectors of sums; the rows of B are contiguous. */
 HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13531,9 +13497,8 @@ HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *pa
     }
     HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
 }
-
-/* Returns the size of the next piece, in vectors, for a row of which `left` vectors are still to be computed: as many
-   as there are registers for, so that long contiguous runs of B are read; 9 rather than 8 and then a single one. */
+/* Returns how many vectors of a row of C to compute next, when `left` are not computed: as many as there are registers
+   for, so that long contiguous runs of B are read; 9 rather than 8 and then a single one. */
 HPMLI_VEC_INLINE int64_t HV(row_piece_vectors)(int64_t left)
 {
     if (HPMLI_ROW_VECTORS >= 16 && (left == 16 || left >= 24)) return 16;
@@ -13541,8 +13506,7 @@ HPMLI_VEC_INLINE int64_t HV(row_piece_vectors)(int64_t left)
     if (left >= 8) return 8;
     return left >= 4 ? 4 : 1;
 }
-
-/* Computes a rectangle of C that is one row, where the rows of B are contiguous. */
+/* Computes a rectangle of C that is one row, where the rows of B are contiguous, a few vectors of columns at a time. */
 HPMLI_KERNEL void HV(gemm_row)(const hpmli_gemm_part *part)
 {
     for (int64_t j = part->j0, n; j < part->j1; j += n) {
@@ -13556,7 +13520,7 @@ HPMLI_KERNEL void HV(gemm_row)(const hpmli_gemm_part *part)
     }
 }
 
-/* Computes one rectangle of C, by the method that suits its shape. */
+/* Computes one rectangle of C, `part`, by the method that suits the shape of the product. */
 HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13571,7 +13535,7 @@ HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
     }
 }
 
-/* Computes row i of C from `count` partial sums over k, which are `stride` floats apart and are added up in order. */
+/* Computes row i of C from `count` partial sums of A B over k, `stride` floats apart, which are added up in order. */
 HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride)
 {
     hpmli_gemm_epilogue e;
@@ -13592,22 +13556,18 @@ HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>random   Philox: random numbers by number
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* One round of Philox takes the words c of a counter and the key k to
        (high(M1 c2) ^ c1 ^ k0,  low(M1 c2),  high(M0 c0) ^ c3 ^ k1,  low(M0 c0))
    and adds a constant to each half of the key; ten rounds make a block of four random words [Salmon et al., "Parallel
    random numbers: as easy as 1, 2, 3", SC 2011]. In a vector register that holds whole blocks the factors c0 and c2 are
    the even words, where the 32 x 32 -> 64 bit multiplication wants them; the products read backwards are (high, low,
    high, low) of the line above, and the counter shifted right by one word is (c1, 0, c3, 0): a round is five
-   instructions.
-
-   The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or ends inside a
-   chunk computes all of the chunk and copies a part. Every multiplication whose product is added to something is fused
-   with the addition, in the scalar pass too, so that all sets compute the same floats: a seed gives the same initial
-   weights on every CPU.
-
-   Primitive operations for this section, where HV(u32) holds HV_LANES / 4 blocks: HV(set_u64_pairs)(a, b) sets each
-   pair of 64-bit words to a, b; HV(philox_products)(c, M) is the line above without its ^ terms. */
+   instructions. The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or
+   ends inside a chunk computes all of the chunk and copies what it needs. HV(exact_fma) fuses every multiplication with
+   the addition that follows, in the scalar pass too, so that all sets compute the same floats: a seed gives the same
+   initial weights on every CPU. Operations for this section, where HV(u32) holds HV_LANES / 4 blocks:
+   HV(set_u64_pairs)(a, b) sets each pair of 64-bit words to a, b; HV(philox_products)(c, M) is the line above without
+   its ^ terms. */
 #if HV_LANES == 1
 HPMLI_VEC_INLINE void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
 {
@@ -13628,10 +13588,8 @@ HPMLI_VEC_INLINE void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64
     out[3] = c3;
 }
 static HPMLI_UNUSED const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
-
 HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return fmaf(a, b, c); }
-
-/* Makes chunk number `chunk` of a stream. */
+/* Writes the 64 random words of chunk number `chunk` of a stream to w. */
 HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
 {
     uint64_t block = chunk * (HPMLI_PHILOX_CHUNK / 4);
@@ -13639,18 +13597,16 @@ HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stre
 }
 #else
 HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return HV(fma)(a, b, c); }
-
 HPMLI_VEC_INLINE HV(u32) HV(philox_round)(HV(u32) c, HV(u32) key, HV(u32) m)
 {
     return HV(philox_products)(c, m) ^ key ^ (HV(u32))((HV(u64))c >> 32);
 }
-HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
+HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1 .. */
 {
     return (HV(u32))((HV(u64))HV(set_u64_pairs)((int64_t)block, (int64_t)stream) +
                      (HV(u64))HV(load_words)(hpmli_block_numbers));
 }
-
-/* Makes chunk number `chunk` of a stream, four vectors at a time to hide the latency of the multiplication. */
+/* Writes the 64 words of chunk number `chunk` to w, four vectors at a time to hide the multiplication's latency. */
 HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
 {
     uint64_t block = chunk * (HPMLI_PHILOX_CHUNK / 4);
@@ -13670,8 +13626,8 @@ HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stre
 }
 #endif
 
-/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m for m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, where log m is the
-   polynomial of HV(log); log 2 is split in two so that e times the larger part is exact. */
+/* Returns sqrt(-2 log u) for u in (0, 1]: u = 2^e m for m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, where log m
+   is the polynomial of HV(log); log 2 is split in two so that e times the larger part is exact. */
 HPMLI_VEC_INLINE HV(f32) HV(normal_radius)(HV(f32) u)
 {
     HV(f32) m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
@@ -13684,8 +13640,7 @@ HPMLI_VEC_INLINE HV(f32) HV(normal_radius)(HV(f32) u)
     y = HV(exact_fma)(e, HV(set1)(0.693359375f), y);
     return HV(sqrt)(HV(max)(y * -2.0f, HV(zero)()));
 }
-
-/* cos and sin of 2 pi t for t in [-1/2, 1/2]: exact reduction to an eighth of a turn, then polynomials (Cephes). */
+/* Computes cos and sin of 2 pi t, |t| <= 1/2: exact reduction to an eighth of a turn, then Cephes' polynomials. */
 HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
 {
     HV(f32) q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
@@ -13695,7 +13650,7 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
     s = HV(exact_fma)(x * z, HV(exact_fma)(s, z, HV(set1)(-1.6666654611e-1f)), x);
     c = HV(exact_fma)(c, z, HV(set1)(4.166664568298827e-2f));
     c = HV(exact_fma)(z, HV(exact_fma)(z, c, HV(set1)(-0.5f)), one);
-    /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    /* (cosine, sine) for q quarter turns: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
     HV(f32) u = HV(if_eq)(aq, one, s, c);
     HV(f32) v = HV(if_eq)(aq, one, c, s);
     u = HV(if_gt)(aq, one, -u, u);
@@ -13703,8 +13658,7 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
     *cosine = HV(if_eq)(q, one, -u, u);
     *sine   = HV(if_eq)(q, HV(set1)(-1), -v, v);
 }
-
-/* Two words to two independent normals: radius from the first, angle from the second (Box & Muller). */
+/* Makes independent normals x, y of words: the radius from those at a, the angle from those at b (Box & Muller). */
 HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f32) *x, HV(f32) *y)
 {
     const float scale = 1.0f / 4294967296.0f;
@@ -13713,15 +13667,13 @@ HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f3
     *x = r * c;
     *y = r * s;
 }
-
-/* Makes floats in [0, 1) of the top 24 bits of each word. */
+/* Makes 64 floats in [0, 1), x, of the top 24 bits of each of the 64 random words w. */
 HPMLI_VEC_INLINE void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += HV_LANES)
         HV(store)(x + i, HV(from_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f));
 }
-
-/* Makes normals j and j + 32 of words j and j + 32. */
+/* Makes 64 normally distributed floats: x[j] and x[j + 32] of the random words w[j] and w[j + 32]. */
 HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_PHILOX_CHUNK / 2; i += HV_LANES) {
@@ -13731,8 +13683,7 @@ HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64
         HV(store)(x + i + HPMLI_PHILOX_CHUNK / 2, b);
     }
 }
-
-/* Makes numbers first .. first + n - 1 of a stream, chunk by chunk. out: (n), of floats or of words. */
+/* Writes numbers first .. first + n - 1 of a stream to out: (n), floats or words as `kind` says, chunk by chunk. */
 HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
 {
     uint32_t w[HPMLI_PHILOX_CHUNK];
@@ -13751,24 +13702,21 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
 // ---------------------------------------------------------------------------------------------------------------------
 // >>onebit   gradient codecs: 1 bit and bf16, one row
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. With v = g + e, a row becomes a bit for each element, v >=
-   0, and two levels: the mean of the elements on each side, which for this threshold is the best reconstruction in the
-   sense of least squares. Pass 1 reads g and e, stores v in e, writes the bits and sums both sides; pass 2 finds v
-   still in the cache and subtracts the levels: e = v - level, rounded once.
-
+/* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. A row v = g + e (g: gradient, e: residual, the error of the last
+   packing) becomes a bit for each element, v >= 0, and two levels: the mean of the elements on each side, which for this
+   threshold is the best reconstruction in the sense of least squares. Pass 1 reads g and e, stores v in e, writes the
+   bits and sums both sides; pass 2 finds v still in the cache and subtracts the levels: e = v - level, rounded once.
    Every instruction set sums in the same order, hence sends the same bits: element i is added to lane i % 16 of a float
    accumulator (of one or several registers), the lanes are added by halves, and every 1,024 elements their sum is added
    to a double. A mean is limited to the range from the least to the greatest element of its side, so that the mean of
    equal elements is exact: a row that was quantized once is quantized again without loss. */
+#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the 16 lanes of an accumulator */
 
-#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the lanes */
-
-typedef struct HV(onebit_acc) { /* [0]: elements below zero, [1]: the others */
+typedef struct HV(onebit_acc) { /* [0]: of elements below zero, [1]: of the others */
     HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 
-/* Adds c elements, at most 16, to the accumulators and returns their bits. e NULL: no feedback. */
+/* Adds v = g + e, c elements, at most 16, to the accumulators a, stores v in e and returns its bits. e NULL: v = g. */
 HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
 {
     HV(f32)  zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
@@ -13778,7 +13726,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
 #endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
         int64_t at = u * HV_LANES, left = c > at ? c - at : 0;
-        HV(f32) v  = HV(load_upto)(g + at, left), least; /* 0 in lanes behind the end */
+        HV(f32) v  = HV(load_upto)(g + at, left), least; /* 0 in lanes behind the end of the row */
         if (e) {
             v += HV(load_upto)(e + at, left);
             HV(store_upto)(e + at, v, left);
@@ -13786,8 +13734,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
         bits |= HV(sign_bits)(v) << at;
         a->sum[0][u] += HV(if_ge)(v, zero, zero, v);
         a->sum[1][u] += HV(if_ge)(v, zero, v, zero);
-        /* The zeros behind the end change only one extreme that is used: the least of the elements that are not below
-           zero. There those lanes are left out. */
+        /* Lanes behind the end are 0, which can change only one extreme in use: a->least[1], which leaves them out. */
         least = HV(min)(HV(if_ge)(v, zero, v, inf), a->least[1][u]);
         a->least[0][u] = HV(min)(v, a->least[0][u]);
         a->most[0][u]  = HV(max)(HV(if_ge)(v, zero, minf, v), a->most[0][u]);
@@ -13797,7 +13744,8 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
     return bits & valid;
 }
 
-/* Pass 1. bits: ceil(n / 32) * 4 bytes. e: residual in, v out. The sums show whether an element is NaN or infinite. */
+/* Pass 1: replaces the residual e by v, writes v's bits, ceil(n / 32) * 4 bytes; sums in `row` show NaN and
+   infinity. */
 HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HV(onebit_acc) a;
@@ -13841,7 +13789,7 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
     row->count[0] = n - ones;
 }
 
-/* Pass 2: e = v - level, where e holds v. */
+/* Pass 2: turns e, which holds v, into the residual v - level; level: `low` for v < 0, else `high`. */
 HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 {
     HV(f32) l = HV(set1)(low), h = HV(set1)(high);
@@ -13872,8 +13820,8 @@ HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(load_upto)(y, c) + v);
 #undef HPMLI_ONEBIT_DECODE
 #undef HPMLI_ONEBIT_V
 
-/* packed = bf16(g + e), e = the rounding error; e NULL: no feedback. Returns false for a NaN, an infinity, or a float
-   that rounds to infinity: 0 * error is NaN then, and stays NaN in the sum. */
+/* Packs v = g + e (e NULL: v = g) as bf16 and stores the rounding error in e. Returns false for a NaN, an infinity, or
+   a float that rounds to infinity: 0 * error is NaN then, and stays NaN in the sum. */
 HPMLI_KERNEL bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
 {
     HV(f32) nan = HV(zero)();
@@ -13887,7 +13835,6 @@ HPMLI_KERNEL bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, in
     }
     return HV(sum_lanes)(nan) == 0;
 }
-
 HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
 {
     HV_LOOP(n) {
@@ -13899,18 +13846,14 @@ HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-kernels   convolution: tiles of pixels by channels
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A convolution is a matrix product: Y (pixels, OC) = columns (pixels, K) W (K, OC), K = taps x channels, see >>conv.
    The matrix of columns is never made. In a copy of the image in NHWC order, channels innermost, with its padding, the
-   numbers that a pixel of the result reads are a few contiguous runs, one for each row of the kernel, and the next
-   pixel's are the same runs moved by one pixel. For a 3 x 3 kernel, C channels and padding p:
-
+   numbers that a pixel of the result reads are a few contiguous runs, one for each row of the convolution's kernel; the
+   next pixel's are the same runs moved by one pixel. For a 3 x 3 kernel, C channels and padding p:
         padded image, a row of it:  | 0 .. 0 | pixel 0: C floats | pixel 1 | pixel 2 | ..
                                       \__________ run of 3 C floats for y[0] _________/
                                                \__________ for y[1], C floats later __________/ ..
-
    As plain C, for one image, stride 1 and no groups (x_pitch: floats of a padded row):
-
         for (int64_t oh = 0; oh < OH; oh++)
             for (int64_t ow = 0; ow < OW; ow++)
                 for (int64_t oc = 0; oc < OC; oc++) {
@@ -13921,17 +13864,14 @@ HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
                     }
                     y[(oh * OW + ow) * OC + oc] = sum;
                 }
-
    HV(conv_tile) does so for a tile of a few pixels (ow) by one or two vectors of channels (oc), whose sums stay in
    registers as in >>gemm: each number of a run is broadcast and multiplied by vectors of w. The copy of the image costs
    about a hundredth of the work; results go back to the order of y in bands of a few rows.
-
    The same tile computes all three products. The gradient of the weights has taps x channels as rows and sums over
    pixels; the gradient of the input has pixels of dy as rows, taps x channels as columns, and is added to the places
    that those taps read. */
-
-/* Computes a tile of mr rows by nv vectors of a hpmli_conv_product, with the row macros of >>gemm. All lanes are
-   stored, because the arrays have space for whole tiles. */
+/* Computes a tile of mr rows by nv vectors of the product s from its operands at a and b into c, with the row macros of
+   >>gemm. All lanes are stored, because the arrays have space for whole tiles. */
 HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_ARGS)
 {
     const int64_t a_row = s->a_row, a_k = s->a_k, b_k = s->b_k, ldc = s->c_row;
@@ -13962,7 +13902,7 @@ HPMLI_ROWS(HPMLI_CONV_TILE, 2)
 static hpmli_conv_tile_fn *const HV(conv_tiles)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 1) },
                                                                  { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 2) } };
 
-/* Computes all rows of a product, dealt out evenly to tiles, for cols <= HPMLI_NR columns. */
+/* Computes all rows of the product s of a and b into c, dealt out evenly to tiles, for cols <= HPMLI_NR columns. */
 HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t cols, const float *a, const float *b,
                                        float *c)
 {
@@ -13972,9 +13912,8 @@ HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t cols
         HV(conv_tiles)[cols > HV_LANES][mr - 1](s, a + i * s->a_row, b, c + i * s->c_row);
     }
 }
-
-/* Transposes a block of at most HV_LANES x HV_LANES floats: out[j * HV_LANES + i] = x[i * ldx + j] for i < rows,
-   j < cols; lanes i >= rows of out become 0. */
+/* Transposes a rectangle of at most HV_LANES x HV_LANES floats: out[j * HV_LANES + i] = x[i * ldx + j] for i < rows, j
+   < cols; lanes i >= rows of out become 0. */
 HPMLI_KERNEL void HV(transpose_block)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
 {
     float part[HV_LANES * HV_LANES];
@@ -13985,9 +13924,8 @@ HPMLI_KERNEL void HV(transpose_block)(const float *x, int64_t ldx, int64_t rows,
     }
     HV(transpose)(x, ldx, rows, out, HV_LANES);
 }
-
-/* y[j * ldy + i] = x[i * ldx + j] + bias[j] for i < rows, j < cols, added to y when `accumulate`. padded: whole vectors
-   may be read from the last columns of x, because there is memory behind them. */
+/* Sets y[j * ldy + i] = x[i * ldx + j] + bias[j] (or no bias) for i < rows, j < cols; `accumulate`: adds y; then relu.
+   padded: whole vectors may be read from the last columns of x, because there is memory behind them. */
 HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool padded,
                                                 float *y, int64_t ldy, const float *bias, int relu, int accumulate)
 {
@@ -14002,14 +13940,13 @@ HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int
                 HV(f32) v  = HV(load)(square + q * HV_LANES);
                 if (bias) v += HV(set1)(bias[j + q]);
                 if (accumulate) v = HV(load_upto)(to, lanes) + v;
-                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
+                if (relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays NaN */
                 HV(store_upto)(to, v, lanes);
             }
         }
     }
 }
-
-/* Packs the weights (OC, C, taps) of output channels [o, o + HPMLI_CONV_PANEL) as tiles read them, in panels of
+/* Packs the weights w (OC, C, taps) of output channels [o, o + HPMLI_CONV_PANEL) as tiles read them, in panels of
    HPMLI_NR channels: dst[panel][(tap * C + c) * HPMLI_NR + lane], with zeros in lanes without a channel. */
 HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
@@ -14023,9 +13960,8 @@ HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w,
                                       d->C * HPMLI_NR, NULL, 0, 0);
     }
 }
-
-/* Packs the weights of output channel o for the gradient of the input: for each run of taps, panels of HPMLI_NR floats
-   of the run: dst[run][panel][o * HPMLI_NR + lane]. */
+/* Packs the weights w of output channel o for the gradient of the input: for each run of contiguous taps, panels of
+   HPMLI_NR floats of the run: dst[run][panel][o * HPMLI_NR + lane]. */
 HPMLI_KERNEL void HV(conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
     int64_t runs  = d->runs[0] * d->runs[1], run_taps = d->run_floats / d->C;
@@ -14040,8 +13976,7 @@ HPMLI_KERNEL void HV(conv_pack_for_dx)(const hpmli_conv *d, float *dst, const fl
             }
         }
 }
-
-/* Copies an image (channels, height, width) to NHWC order; rows of the result are `pitch` floats apart. */
+/* Copies an image x (channels, height, width) to `image` in NHWC order, whose rows are `pitch` floats apart. */
 HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
                                    int64_t pitch)
 {
@@ -14059,7 +13994,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         return;
     }
     for (int64_t p = 0; p < plane; p += HV_LANES) {
-        float  *to[HV_LANES]; /* where each pixel goes */
+        float  *to[HV_LANES]; /* where each pixel's channels go */
         int64_t n = plane - p < HV_LANES ? plane - p : HV_LANES;
         for (int64_t i = 0; i < n; i++) {
             to[i] = image + row * pitch + col * channels;
@@ -14075,8 +14010,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         }
     }
 }
-
-/* Copies some channels of rows of pixels between NHWC images: to = from + bias, added to `to` when `accumulate`. */
+/* Copies d's rows of pixels, some channels of each: to = from + bias (or NULL), `accumulate`: adds `to`; then relu. */
 HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                                 int accumulate)
 {
@@ -14090,13 +14024,12 @@ HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float
                 HV(f32) v = HV(load_upto)(x + i, c);
                 if (bias) v += HV(load_upto)(bias + i, c);
                 if (accumulate) v += HV(load_upto)(y + i, c);
-                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
+                if (relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays NaN */
                 HV(store_upto)(y + i, v, c);
             }
         }
 }
-
-/* Copies a padded image in NHWC order to dx, (C, H, W) or some channels of NHWC, or adds it. */
+/* Copies or, if `accumulate`, adds a padded NHWC image, without padding, to dx: (C, H, W) or some channels of NHWC. */
 HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
     hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_pixel, d->x_pixel, d->x_pitch, d->C };
@@ -14110,13 +14043,12 @@ HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float
         HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0,
                                   accumulate);
 }
-
-/* Computes output channels [o0, o1) of one image and group, from its padded image in NHWC order. band: space of
-   (d->band_rows, OW, HPMLI_NR) floats. y: the first channel of the group. */
+/* Computes output channels [o0, o1) of one image and group from its padded image in NHWC order and packed weights w.
+   band: scratch of (d->band_rows, OW, HPMLI_NR) floats. y: the group's first channel of the result. */
 HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
                                    const float *bias, int relu, float *y, float *band)
 {
-    const int64_t      w_run = d->run_floats * HPMLI_NR; /* floats of the weights of a run */
+    const int64_t      w_run = d->run_floats * HPMLI_NR; /* weights of a run for a panel of channels */
     hpmli_conv_product s = { d->OW, d->x_pixel_step, 1, HPMLI_NR, HPMLI_NR, d->run_floats, { d->runs[0], d->runs[1] },
                              { d->run_step[0], d->run_step[1] }, { d->runs[1] * w_run, w_run }, 0 };
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
@@ -14134,9 +14066,8 @@ HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, const float *w, const fl
         }
     }
 }
-
-/* dx += dy W^T for padded images in NHWC order, run after run of taps. The pixels of a row of dy are added one after
-   the other, because the runs that they read overlap. */
+/* dx += dy W^T, the gradient of the input, for padded NHWC images, run after run of taps. The pixels of a row of dy are
+   added one after the other, because the runs that they read overlap. */
 HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
     hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->x_pixel_step, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
@@ -14149,8 +14080,7 @@ HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const
                                          dx + i * d->x_floats + row * d->x_row_step +
                                          u * d->run_step[0] + v * d->run_step[1] + lane);
 }
-
-/* dw (panels of OC, taps, C, HPMLI_NR) = sum over the pixels of some images, added to dw when `add`. */
+/* Sums the weights' gradient over the pixels of some images: dw (panels of OC, taps, C, HPMLI_NR), += if `add`. */
 HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
                                        int add)
 {
@@ -14161,8 +14091,7 @@ HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, cons
             for (int64_t v = 0; v < d->runs[1]; v++, dw += d->run_floats * HPMLI_NR)
                 HV(conv_product)(&s, d->OC - o, x + u * d->run_step[0] + v * d->run_step[1], dy + o, dw);
 }
-
-/* dw (OC, C, taps) = the sum of the partial sums, in order, for output channels [o, o + HPMLI_CONV_PANEL). */
+/* Adds up partial sums of dw, in order: dw (OC, C, taps) for channels [o, o + HPMLI_CONV_PANEL), += if `accumulate`. */
 HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate)
 {
     float   sum[HV_LANES * HV_LANES];
@@ -14183,9 +14112,8 @@ HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *p
             }
     }
 }
-
-/* Loads corner q of n windows of 2 x 2 pixels next to each other, in the rows at x and x + width. Corners: 0 upper
-   left, 1 upper right, 2 lower left, 3 lower right. */
+/* Loads corner q of n adjacent windows of 2 x 2 pixels in the rows at x and x + width. Corners: 0 upper left, 1 upper
+   right, 2 lower left, 3 lower right. */
 HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
@@ -14193,8 +14121,7 @@ HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, i
     HV(f32) b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
     return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
-
-/* Computes a row of n maxima; at: the corner of each maximum. The first of equal numbers wins, and the first NaN. */
+/* Computes y, maxima of n 2 x 2 windows, and at, the corner of each. The first of equals wins, and the first NaN. */
 HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
@@ -14208,8 +14135,7 @@ HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t 
         HV(store_upto)(at + i, from, c);
     }
 }
-
-/* The gradient: dx = dy at the corner of the maximum, 0 at the other three, added to dx when `accumulate`. */
+/* Sets the gradient dx of 2 x 2 windows: dy at corner `at`, 0 at the other three, added to dx when `accumulate`. */
 HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
                                         bool accumulate)
 {
@@ -14231,9 +14157,7 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>table   the kernels of this pass
 // ---------------------------------------------------------------------------------------------------------------------
-
 static bool HV(runs_here)(void) { return HPMLI_RUNS_HERE; }
-
 static const hpmli_kernels HV(kernels) = {
     HPMLI_ISA_NAME, HV(runs_here), HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
     HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
@@ -14253,19 +14177,18 @@ static const hpmli_kernels HV(kernels) = {
 // ---------------------------------------------------------------------------------------------------------------------
 // >>choose   which of the kernels run: the best instruction set of the CPU
 // ---------------------------------------------------------------------------------------------------------------------
-
 #undef HV
 #undef HV_LANES
 #undef HV_LOOP
 #undef HV_POLY5
 #undef HV_POLY_ON
 
-/* Returns the kernels called `name`, or NULL when there are none or this CPU cannot run them. For name NULL: the
-   fastest kernels that this CPU runs. */
+/* Returns the table of kernels called `name` ("avx2" ..), or NULL when there is none or this CPU cannot run it. For
+   name NULL: the fastest kernels that this CPU runs. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
     static const hpmli_kernels *const tables[] = { /* the fastest first */
-#if defined(HPMLI_EDITOR) /* which knows only the scalar pass */
+#if defined(HPMLI_EDITOR) /* an editor knows only the scalar pass */
 #elif defined(HPMLI_HAVE_X86)
         &hpmli_kernels_avx512,
         &hpmli_kernels_avx2,
