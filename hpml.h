@@ -12721,7 +12721,7 @@ HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, 
     if (m) step = HV(store_state)(m, HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), step), c);
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
-/* Updates the moments m and v by g; returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. */
+/* Updates moments m, v by gradient g; returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. */
 HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, float *m, float *v,
                                             HV(update_check) *f, int64_t c)
 {
@@ -12739,9 +12739,9 @@ HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, flo
     HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), old, f, c);
 }
 
-/* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if dw has a non-finite element,
-   which LAMB may have overwritten, else HPML_NONFINITE_STEP. If found_nonfinite is set, sets the non-finite elements of
-   the states m and v to 0, because no later gradient would make them finite. */
+/* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if a gradient in dw is non-finite
+   (unknown after LAMB, which overwrites dw), else HPML_NONFINITE_STEP. If o->u.found_nonfinite is set, sets non-finite
+   elements of the optimizer's states m and v to 0, because no later gradient would make them finite. */
 HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_NONFINITE_STEP;
@@ -12765,9 +12765,8 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     for (const int64_t c = HV_LANES; i + c <= n; i += c) HPMLI_STEP(step)                                              \
     for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
     break;
-/* Writes LAMB's direction to r, over the gradient, which no later op reads. A non-finite element of the gradient is
-   taken as f->replacement (0 if found_nonfinite is set), because it would make the norm of the whole direction
-   non-finite. */
+/* Writes LAMB's direction to r, over the gradient, which no later op reads. Non-finite gradients count as
+   f->replacement (0 if found_nonfinite is set), because they would make the norm of the whole direction non-finite. */
 HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) g, float *r, float *m, float *v,
                                HV(update_check) *f, int64_t c)
 {
@@ -12904,8 +12903,8 @@ typedef struct hpmli_tile_run {
     int64_t panels;        /* panels (B's columns for one tile's width), next to each other */
     int64_t b_panel;       /* floats in B from one panel to the next */
     int64_t c_panel;       /* floats in C from below the last tile of a panel to the first tile of the next panel */
-    float  *c; /* first element of the first tile */
-    int64_t ldc; /* floats from one row of C to the next */
+    float  *c;             /* first element of the first tile */
+    int64_t ldc;           /* floats from one row of C to the next */
     int64_t prefetch_rows; /* rows of C to prefetch for each tile, or 0 */
     int     add;           /* true: the sums are added to C, else replace it */
     int64_t cols;          /* columns of a panel: 1 vector, maybe partial, or more than HV_LANES (nv - 1) */
@@ -12918,9 +12917,8 @@ typedef struct hpmli_gemm_epilogue {
     const float *bias_col; /* one number for each column, or NULL */
     int          relu;
 } hpmli_gemm_epilogue;
-/* A tile function runs kc steps of k: from A, at a, with a_row floats from row to row and a_k from one k to the next,
-   and B, at b, with b_k floats from one k to the next and contiguous columns, to the tiles of C that `run`
-   describes. */
+/* A tile function runs kc steps of k: A is at a, with a_row floats from row to row and a_k from one k to the next; B is
+   at b, with b_k floats from one k to the next and contiguous columns; `run` describes the tiles of C. */
 #define HPMLI_TILE_ARGS                                                                                                \
     int64_t kc, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t b_k, const hpmli_tile_run *run
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
@@ -13105,13 +13103,13 @@ HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int6
    each tile is transposed on its way to C. */
 typedef struct HV(gemm_view) { /* a product as its tiles see it: P Q, see >>gemm-part */
     const hpmli_gemm_part *part;
-    const float *p; /* first element of P: A, or B^T when swapped */
+    const float *p;          /* first element of P, the left operand of the tiles: A, or B^T when swapped */
     int64_t      p_row, p_k; /* floats in P from one row to the next, from one k to the next */
-    const float *q; /* first element of Q: B, or A^T when swapped */
+    const float *q;          /* first element of Q, the right operand of the tiles: B, or A^T when swapped */
     int64_t      q_k, q_col; /* floats in Q from one k to the next, from one column to the next */
     float       *c;          /* first element of the rectangle of C */
     int64_t      ldc, rows, cols, k; /* floats from row to row of C; rows of P, columns of Q, steps of k */
-    bool         swapped; /* the tiles compute C^T = B^T A^T */
+    bool         swapped;    /* the tiles compute C^T = B^T A^T */
     bool         pack_q;     /* panels of Q, each as wide as a tile, are packed */
     float       *packed_p;   /* NULL, or where blocks of rows of P are packed */
 } HV(gemm_view);
@@ -13122,7 +13120,7 @@ typedef struct hpmli_gemm_block {
     int64_t row, rows;      /* rows [row, row + rows) of P */
     int64_t k0, k;          /* over k [k0, k0 + k) */
     int64_t tiles, height;  /* tiles in a column; rows of a tile, at most */
-    bool    plain;          /* the epilogue is at most an addition to C: tiles need not be buffered */
+    bool    plain;          /* the epilogue is at most an addition to C: tiles can store into C themselves */
     bool    prefetch;       /* C is worth a prefetch, see HV(gemm_block_epilogue) */
     hpmli_gemm_epilogue epilogue;
 } hpmli_gemm_block;
@@ -13142,13 +13140,13 @@ typedef struct hpmli_gemm_operands {
 } hpmli_gemm_operands;
 #endif
 
-/* Returns true when packing P pays: its k columns are k_stride floats apart, which puts all into few sets of the cache
-   (conflict misses) and each into another page, and C has at least 4 columns of tiles, which all read P. */
+/* Returns true when packing P, the left operand, pays: its k columns are k_stride floats apart, so that all are in few
+   sets of the cache (conflict misses) and each in another page, and C has 4 columns of tiles or more, which read P. */
 HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
 {
     return row_stride == 1 && k_stride * k >= 262144 && cols >= 4 * HPMLI_NR;
 }
-/* Returns the product for a rectangle of C as its tiles see it: chooses the operands P and Q, and which are packed. */
+/* Returns the product for a rectangle of C as its tiles see it: chooses P and Q (see >>gemm-part) and which to pack. */
 HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13191,15 +13189,15 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     if (HV(columns_alias_cache)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
-/* Returns the floats from one tile's rows in packed P to the next tile's. The 16 extra floats keep the distance from
-   being a power of two, and absorb the surplus that HV(pack_rows) writes behind a tile. */
+/* Returns the floats from one tile's rows in packed P, the left operand, to the next tile's. The 16 extra floats keep
+   the distance from being a power of two, and absorb the surplus that HV(pack_rows) writes behind a tile. */
 HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const hpmli_gemm_block *block)
 {
     return block->height * block->k + 16;
 }
-/* Packs the block's rows of P: eight steps of k of all tiles, then the next eight, whose cache lines have been
-   prefetched meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: what the last eight
-   write beyond the tile's height belongs to the next step of k, which is packed later. */
+/* Packs the block's rows of P, the left operand: eight steps of k of all tiles, then the next eight, whose cache lines
+   have been prefetched meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: what the
+   last eight write beyond the tile's height belongs to the next step of k, which is packed later. */
 HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *block)
 {
     const float *p = v->p + block->row * v->p_row + block->k0 * v->p_k;
@@ -13281,8 +13279,9 @@ HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_ge
         else HV(finish_tile)(tile, height, panel->cols, &e, c, v->ldc);
     }
 }
-/* Computes the tiles of a block of rows of P by a panel of columns of Q. Q is read as it is, or its panel is packed:
-   before the first tile when it must be transposed, else by the first tile while that computes. */
+/* Computes the tiles of a block of rows of P, the left operand, by a panel of columns of Q, the right one. Q is read as
+   it is, or its panel is packed: before the first tile when it must be transposed, else by the first tile while that
+   computes. */
 HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block *block, const hpmli_gemm_panel *panel)
 {
     int64_t             width = (panel->cols + HV_LANES - 1) / HV_LANES * HV_LANES;
@@ -13320,9 +13319,10 @@ HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_blo
     /* Prefetching pays for a C beyond the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
     block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
 }
-/* Computes a block of rows of P by columns [col, col + cols) of Q, cut evenly into panels of at most `widest` vectors.
-   One call computes all panels of full width where more would cost too much: for a single row of tiles, or a short k.
-   Panels are packed one over the other if only this block of rows reads them, else (keep) one behind the other. */
+/* Computes a block of rows of P (left operand) by columns [col, col + cols) of Q (right), cut evenly into panels of at
+   most `widest` vectors. One call computes all panels of full width where more calls would cost too much: for a single
+   row of tiles, or a short k. If only this block of rows reads the packed panels, one overwrites the other, else (keep)
+   they lie one behind the other. is_packed: an earlier block of rows has packed them. */
 HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block *block, int64_t col, int64_t cols,
                                  bool keep, bool is_packed)
 {
@@ -13343,7 +13343,7 @@ HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block 
         HV(gemm_panel)(v, block, &panel);
     }
 }
-/* Computes a product by blocks of k, of columns of Q, of rows of P, whose first block packs the panels of Q. */
+/* Computes the product P Q, see >>gemm-part, in blocks of k, columns and rows; the first block of rows packs Q. */
 HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 {
     int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too, because C is still to be scaled */
@@ -13469,7 +13469,8 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
         }
 }
 
-/* Vector i of the nv of a row of C (n columns, the last partial), summed in s##i; x: a number of A; b: a row of B. */
+/* Vector i of nv (n columns) of a row of C, summed in s##i; x: a number of A; b: a row of B; the last may be
+   partial. */
 #define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
 #define HPMLI_ROW_B(nv, i)                                                                                             \
     (nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES))
@@ -13658,7 +13659,8 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
     *cosine = HV(if_eq)(q, one, -u, u);
     *sine   = HV(if_eq)(q, HV(set1)(-1), -v, v);
 }
-/* Makes independent normals x, y of words: the radius from those at a, the angle from those at b (Box & Muller). */
+/* Makes independent normal floats x, y of random words: radius from those at a, angle from those at b (Box &
+   Muller). */
 HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f32) *x, HV(f32) *y)
 {
     const float scale = 1.0f / 4294967296.0f;
@@ -13702,14 +13704,14 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
 // ---------------------------------------------------------------------------------------------------------------------
 // >>onebit   gradient codecs: 1 bit and bf16, one row
 // ---------------------------------------------------------------------------------------------------------------------
-/* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. A row v = g + e (g: gradient, e: residual, the error of the last
-   packing) becomes a bit for each element, v >= 0, and two levels: the mean of the elements on each side, which for this
-   threshold is the best reconstruction in the sense of least squares. Pass 1 reads g and e, stores v in e, writes the
-   bits and sums both sides; pass 2 finds v still in the cache and subtracts the levels: e = v - level, rounded once.
-   Every instruction set sums in the same order, hence sends the same bits: element i is added to lane i % 16 of a float
-   accumulator (of one or several registers), the lanes are added by halves, and every 1,024 elements their sum is added
-   to a double. A mean is limited to the range from the least to the greatest element of its side, so that the mean of
-   equal elements is exact: a row that was quantized once is quantized again without loss. */
+/* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. A row v = g + e (g: gradient, e: residual, the error of the
+   last packing) becomes a bit for each element, v >= 0, and two levels: the mean of the elements on each side, which
+   for this threshold is the best reconstruction in the sense of least squares. Pass 1 reads g and e, stores v in e,
+   writes the bits and sums both sides; pass 2 finds v still in the cache and subtracts the levels: e = v - level,
+   rounded once. Every instruction set sums in the same order, hence sends the same bits: element i is added to lane
+   i % 16 of a float accumulator (of one or several registers), the lanes are added by halves, and every 1,024 elements
+   their sum is added to a double. A mean is limited to the range from the least to the greatest element of its side, so
+   that the mean of equal elements is exact: a row that was quantized once is quantized again without loss. */
 #define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the 16 lanes of an accumulator */
 
 typedef struct HV(onebit_acc) { /* [0]: of elements below zero, [1]: of the others */
@@ -13744,8 +13746,8 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
     return bits & valid;
 }
 
-/* Pass 1: replaces the residual e by v, writes v's bits, ceil(n / 32) * 4 bytes; sums in `row` show NaN and
-   infinity. */
+/* Pass 1 of 1-bit SGD: adds g to the residual e (or NULL), writes a bit for each sum, ceil(n / 32) * 4 bytes, and fills
+   `row`, whose sums show whether an element is NaN or infinite. */
 HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HV(onebit_acc) a;
@@ -13789,7 +13791,7 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
     row->count[0] = n - ones;
 }
 
-/* Pass 2: turns e, which holds v, into the residual v - level; level: `low` for v < 0, else `high`. */
+/* Pass 2 of 1-bit SGD: subtracts from e, gradient + residual, its level: `low` where e < 0, else `high`. */
 HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 {
     HV(f32) l = HV(set1)(low), h = HV(set1)(high);
@@ -13820,8 +13822,8 @@ HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(load_upto)(y, c) + v);
 #undef HPMLI_ONEBIT_DECODE
 #undef HPMLI_ONEBIT_V
 
-/* Packs v = g + e (e NULL: v = g) as bf16 and stores the rounding error in e. Returns false for a NaN, an infinity, or
-   a float that rounds to infinity: 0 * error is NaN then, and stays NaN in the sum. */
+/* Packs g + e as bf16 and stores the rounding error in the residual e, or NULL. Returns false for a NaN, an infinity,
+   or a float that rounds to infinity: 0 * error is NaN then, and stays NaN in the sum. */
 HPMLI_KERNEL bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
 {
     HV(f32) nan = HV(zero)();
@@ -14029,7 +14031,8 @@ HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float
             }
         }
 }
-/* Copies or, if `accumulate`, adds a padded NHWC image, without padding, to dx: (C, H, W) or some channels of NHWC. */
+/* Copies, or adds if `accumulate`, a padded NHWC image without its padding to dx: (C, H, W) or some channels of
+   NHWC. */
 HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
     hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_pixel, d->x_pixel, d->x_pitch, d->C };
