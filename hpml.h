@@ -12301,8 +12301,8 @@ HPMLI_VEC_INLINE void HV(store_upto)(float *p, HV(f32) a, int64_t n) /* stores t
     if (n >= HV_LANES) HV(store)(p, a);
     else HV(store_partial)(p, a, n);
 }
-/* Define load_upto_T and store_upto_T, which load or store the first n lanes (n >= HV_LANES: all) of the type T. A
-   partial vector is copied through a buffer, so that the same instruction converts it. */
+/* Define load_upto_T and store_upto_T, which convert numbers of type T at p to floats and back: n, or HV_LANES if n is
+   more. A partial vector is copied through a buffer, so that the same instruction converts it. */
 #define HPMLI_LOAD_STORE_UPTO(type, T)                                                                                 \
     HPMLI_VEC_INLINE HV(f32) HV(load_upto_##type)(const T *p, int64_t n)                                               \
     {                                                                                                                  \
@@ -13279,9 +13279,8 @@ HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_ge
         else HV(finish_tile)(tile, height, panel->cols, &e, c, v->ldc);
     }
 }
-/* Computes the tiles of a block of rows of P, the left operand, by a panel of columns of Q, the right one. Q is read as
-   it is, or its panel is packed: before the first tile when it must be transposed, else by the first tile while that
-   computes. */
+/* Computes the tiles of a block of rows of P (left operand) by a panel of columns of Q (right operand). Q is read as it
+   is, or the panel is packed: before the first tile if it must be transposed, else by that tile as it computes. */
 HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block *block, const hpmli_gemm_panel *panel)
 {
     int64_t             width = (panel->cols + HV_LANES - 1) / HV_LANES * HV_LANES;
@@ -13398,8 +13397,8 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
-/* Computes the dot products of mr rows of P with n <= 4 rows of Q, of k floats each, p_row and q_row floats apart:
-   out[r * 4 + j]. For n < 4 the last row of Q is read in place of the missing rows. */
+/* Computes the dot products of mr rows at p with n <= 4 rows at q, of k floats each, p_row and q_row floats apart:
+   out[r * 4 + j]. For n < 4 the last row at q is read in place of the missing rows. */
 HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 {
     const float *q0 = q, *q1 = n > 1 ? q0 + q_row : q0, *q2 = n > 2 ? q1 + q_row : q1, *q3 = n > 3 ? q2 + q_row : q2;
@@ -13469,8 +13468,8 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
         }
 }
 
-/* Vector i of nv (n columns) of a row of C, summed in s##i; x: a number of A; b: a row of B; the last may be
-   partial. */
+/* Vector i of nv (n columns, maybe a partial last one) of a row of C, summed in s##i; x: a number of A; b: a row of
+   B. */
 #define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
 #define HPMLI_ROW_B(nv, i)                                                                                             \
     (nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES))
@@ -13659,8 +13658,7 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
     *cosine = HV(if_eq)(q, one, -u, u);
     *sine   = HV(if_eq)(q, HV(set1)(-1), -v, v);
 }
-/* Makes independent normal floats x, y of random words: radius from those at a, angle from those at b (Box &
-   Muller). */
+/* Makes normal floats x, y, independent, of random words: radius from a, angle from b (Box & Muller). */
 HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f32) *x, HV(f32) *y)
 {
     const float scale = 1.0f / 4294967296.0f;
@@ -14031,8 +14029,7 @@ HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float
             }
         }
 }
-/* Copies, or adds if `accumulate`, a padded NHWC image without its padding to dx: (C, H, W) or some channels of
-   NHWC. */
+/* Copies, or adds if `accumulate`, a padded NHWC image without its padding to dx: (C, H, W) or channels of NHWC. */
 HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
     hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_pixel, d->x_pixel, d->x_pitch, d->C };
