@@ -13468,8 +13468,7 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
         }
 }
 
-/* Vector i of nv (n columns, maybe a partial last one) of a row of C, summed in s##i; x: a number of A; b: a row of
-   B. */
+/* Vector i of nv (n columns, the last maybe partial) of a row of C, summed in s##i; x: a number of A; b: a row of B. */
 #define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
 #define HPMLI_ROW_B(nv, i)                                                                                             \
     (nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES))
