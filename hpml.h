@@ -11500,14 +11500,12 @@ HPMLI_COMPILE_FAST_END
 // ---------------------------------------------------------------------------------------------------------------------
 // >>passes   the header includes itself, once for each instruction set
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* A pass is one inclusion of this file by itself with HPMLI_ISA defined: only the rest of PART VII is compiled, for
-   that instruction set. If you rename the file, define HPML_SELF as its new name.
-
-   A further instruction set whose vectors have a fixed width (SSE4, AVX10/256, LSX ..) needs: a constant and a pass
-   here, a row in hpmli_kernels_find, a block of constants in >>isa, and its primitive operations (about 30 functions of
-   one line) in a section like >>simd-neon. Scalable vectors (SVE, RVV) are not covered: HV_LANES is a compile-time
-   constant, on which tile sizes and arrays depend. */
+/* A pass is one inclusion of this file by itself with HPMLI_ISA defined as an instruction set: only the rest of PART
+   VII is compiled, for that set. If you rename the file, define HPML_SELF as its new name. A further instruction set
+   whose vectors have a fixed width (SSE4, AVX10/256, LSX ..) needs: a constant and a pass here, a row in
+   hpmli_kernels_find, a block of constants in >>isa, and its primitive operations (about 30 functions of one line) in a
+   section like >>simd-neon. Scalable vectors (SVE, RVV) are not covered, because HV_LANES, on which tile sizes and
+   arrays depend, is a compile-time constant. */
 #ifndef HPML_SELF
 #define HPML_SELF "hpml.h"
 #endif
@@ -11516,7 +11514,7 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_AVX512 2
 #define HPMLI_NEON   3
 
-#ifdef HPMLI_EDITOR /* editors cannot include a file in itself: what follows is the scalar pass */
+#ifdef HPMLI_EDITOR /* editors cannot include a file in itself: they compile only the scalar pass, which follows here */
 #define HPMLI_ISA HPMLI_SCALAR
 #else
 #define HPMLI_ISA HPMLI_SCALAR
@@ -11535,7 +11533,7 @@ HPMLI_COMPILE_FAST_END
 #undef HPMLI_ISA
 #endif
 #endif /* !HPMLI_EDITOR */
-#define HPMLI_CHOOSE /* all passes are compiled: section >>choose follows */
+#define HPMLI_CHOOSE /* all passes are compiled: section >>choose, at the end of this file, is compiled next */
 #endif /* HPMLI_BODY_INCLUDED */
 #endif /* !HPMLI_ISA */
 
@@ -11543,33 +11541,29 @@ HPMLI_COMPILE_FAST_END
 // ---------------------------------------------------------------------------------------------------------------------
 // >>isa   instruction sets: for each one block of constants
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* All of PART VII below this line is compiled once for each instruction set, see >>passes. Each set is described here,
-   and by its primitive operations in the next three sections; no other section asks which set it is compiled for.
-
+/* All of PART VII below this line is compiled once for each instruction set, see >>passes. A set is described by the
+   constants of this section and its primitive operations in the next three; no other code asks which set it is for.
      HPMLI_ISA_NAME        name of the set: hpml_ctx_desc.cpu
-     HPMLI_SUFFIX          end of the names of its functions
-     HPMLI_TARGET          target attribute of its functions, so that a plain `cc -O2` compiles all sets
+     HPMLI_SUFFIX          end of the names of the set's functions: _avx2
+     HPMLI_TARGET          target attribute of the set's functions, so that a plain `cc -O2` compiles all sets
      HPMLI_RUNS_HERE       true when this CPU has the instructions
      HV_LANES              floats in a vector
      HV(f32) (u32) (u64)   vectors of the same size: of float, uint32_t, uint64_t
-     HPMLI_NV              vectors in a row of a tile of C, at most, see >>gemm
+     HPMLI_NV              vectors in a row of a tile of C, at most; for tiles see >>gemm
      HPMLI_MR              rows of a tile of 1 or 2 vectors, at most; HPMLI_ROWS repeats a macro for each row
      HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4; HPMLI_ROWS_3, _ROWS_4
-     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin; HPMLI_DOT_ROWS
+     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin; HPMLI_DOT_ROWS repeats a macro for each
      HPMLI_ROW_VECTORS     vectors of C that a product of one row keeps in registers, at most: 8 or 16
      HPMLI_CRC32C_WORD     optional: the instruction that adds 8 bytes to a CRC-32C; without it the CRC uses tables
-     HPMLI_MM ..           only x86: the intrinsic functions of this width, see >>simd-x86
-
+     HPMLI_MM ..           only x86: the intrinsic functions of the set's width, see >>simd-x86
    Tile sizes follow from the number of vector registers: a tile of R rows and V vectors takes R V registers for its
-   sums, V for B and one for A. */
+   sums, V for B (the right operand of the product A B) and one for A. */
 
-/* Macros that are the same in each pass are just defined again. */
+/* HPMLI_CAT joins two names after their expansion. Macros that are the same in each pass are just defined again. */
 #define HPMLI_CAT_(a, b) a##b
 #define HPMLI_CAT(a, b)  HPMLI_CAT_(a, b)
-#define HV(name)         HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX)
-
-/* HPMLI_TIMES_4(X, a): X(a, 0) X(a, 1) X(a, 2) X(a, 3). */
+#define HV(name)         HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX) /* HV(exp): hpmli_exp_avx2 */
+/* Repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3). */
 #define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
 #define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
 #define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
@@ -11597,7 +11591,6 @@ HPMLI_COMPILE_FAST_END
 #undef HPMLI_MM_ALL
 #undef HPMLI_MM_HALF
 #undef HPMLI_MM_WHERE
-
 #if HPMLI_ISA == HPMLI_SCALAR
 #define HPMLI_ISA_NAME    "scalar"
 #define HPMLI_SUFFIX      _scalar
@@ -11612,7 +11605,6 @@ typedef uint32_t HV(u32);
 #define HPMLI_DOT_MR      2
 #define HPMLI_DOT_ROWS    HPMLI_TIMES_2
 #define HPMLI_ROW_VECTORS 8
-
 #elif HPMLI_ISA == HPMLI_AVX2 /* 16 registers of 8 floats; tiles of 6 x 2 vectors */
 #define HPMLI_ISA_NAME    "avx2"
 #define HPMLI_SUFFIX      _avx2
@@ -11633,7 +11625,6 @@ typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #define HPMLI_MM_ALL      __m256i
 #define HPMLI_MM_HALF     __m128i                                                         /* 16 bits for each lane */
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op))    /* a op b ? x : y */
-
 #elif HPMLI_ISA == HPMLI_AVX512 /* 32 registers of 16 floats; tiles of 14 x 2, 8 x 3 or 6 x 4 vectors */
 #define HPMLI_ISA_NAME    "avx512"
 #define HPMLI_SUFFIX      _avx512
@@ -11659,7 +11650,6 @@ typedef uint64_t HV(u64) __attribute__((vector_size(64)));
 #define HPMLI_MM_ALL      __m512i
 #define HPMLI_MM_HALF     __m256i
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
-
 #elif HPMLI_ISA == HPMLI_NEON /* 32 registers of 4 floats; tiles of 8 x 2 vectors */
 #define HPMLI_ISA_NAME    "neon"
 #define HPMLI_SUFFIX      _neon
@@ -11680,44 +11670,41 @@ typedef uint64x2_t  HV(u64);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd   vectors: one kernel text for all instruction sets; the scalar set
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Kernels are written once over a few operations on vectors. HV(name) is the name of an operation, type or kernel in
-   this pass: HV(exp) is hpmli_exp_avx2 in the pass for AVX2. HV(f32) is a vector of HV_LANES floats. gcc and clang
-   compile + - * / << & and so on for vectors as for numbers. The last, partial vector of an array is loaded by
-   HV(load_upto) and goes through the same instructions as the others, so that the result for an element does not depend
-   on its place in the array.
-
-   In the names below a, b are vectors; p is an address, which need not be a multiple of the vector's size:
+   this pass: HV(exp) is hpmli_exp_avx2 in the pass for AVX2. HV(f32) is a vector of HV_LANES floats, its lanes. gcc and
+   clang compile + - * / << & and so on for vectors as for numbers. The last, partial vector of an array is loaded by
+   HV(load_upto) and goes through the same instructions as whole vectors, so that the result for an element does not
+   depend on its place in the array. Below, a, b, c, x, y are vectors; p is an address of any alignment:
      as_floats as_words          the same bits as floats, as words of 32 bits
-     set1 zero                   all lanes alike
-     load store                  all lanes; load_words store_words: a vector of words
+     set1 zero                   all lanes are the number x; are 0
+     load store                  all lanes at p; load_words store_words: a vector of words
      load_partial store_partial  the first n lanes, n < HV_LANES; a load sets the others to 0
-     load_upto store_upto        the first n lanes, where n is mostly HV_LANES or more, which means all
+     load_upto store_upto        the first n lanes, or all for n >= HV_LANES, which is the usual case
      load_T store_T              converted from and to T: bf16, f16, u8, i32; load_upto_T store_upto_T: the first n
      load_u32                    words converted to floats, rounded once; from_i32: integers in a register
      fma fnma                    a b + c; c - a b
-     max min                     a > b ? a : b, so that a NaN in a gives b
-     if_ge if_gt if_eq           a >= b ? x : y, lane by lane
+     max min                     a > b ? a : b, so that a NaN in a gives b; b > a ? a : b
+     if_ge if_gt if_eq           a >= b ? x : y, lane by lane; the same for > and ==
      pow2i exponent mantissa     2^a; a = 2^exponent mantissa
-     sum_lanes max_lane          of all lanes; sum4: out[0..3] = the sums of four vectors
+     sum_lanes max_lane          of all lanes; sum4: out[0..3] = the sums of the lanes of a, of b, of c, of d
      even_lanes odd_lanes        lanes 0, 2, 4 .. of a, then those of b; lanes 1, 3, 5 ..
      interleave_low _high        a0 b0 a1 b1 .., the first half of these; the second half
-     sign_bits select_bits       a bit for each lane, a >= 0; lane i is a where bit i of m is set, else b
+     sign_bits select_bits       bit i is set where lane i of a is >= 0; lane i is a where bit i of m is set, else b
      widen narrow                16-bit words in memory to and from vectors of words
      transpose                   a square of HV_LANES x HV_LANES floats
      set_u64_pairs philox_products   see >>random */
 
-#define HPMLI_KERNEL     static __attribute__((unused)) HPMLI_TARGET
-#define HPMLI_VEC_INLINE static inline __attribute__((always_inline, unused)) HPMLI_TARGET
-/* A function of one expression e. Each macro that defines functions ends in a prototype that lacks its semicolon, so
-   that its uses end in one, as editors and ctags expect of a declaration. */
+#define HPMLI_KERNEL     static __attribute__((unused)) HPMLI_TARGET /* begins a function of this set */
+#define HPMLI_VEC_INLINE static inline __attribute__((always_inline, unused)) HPMLI_TARGET /* always inlined */
+/* Defines a function that returns the expression e. Each macro that defines functions ends in a prototype without a
+   semicolon, so that a use of the macro ends in one, as editors and ctags expect of a declaration. */
 #define HPMLI_VEC_FN(name, e, ...) HPMLI_VEC_INLINE HV(f32) name(__VA_ARGS__) { return e; }                            \
     static inline HV(f32) name(__VA_ARGS__)
 #define HPMLI_VEC_FN1(name, e) HPMLI_VEC_FN(name, e, HV(f32) a)
 #define HPMLI_VEC_FN2(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b)
 #define HPMLI_VEC_FN3(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b, HV(f32) c)
 #define HPMLI_VEC_FN4(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b, HV(f32) x, HV(f32) y)
-/* for (i = 0; i < n; i += HV_LANES), where c is the number of lanes that count. */
+/* Loops over n elements by vectors, the next at index i; c is the number of lanes of that vector that are elements. */
 #define HV_LOOP(n)                                                                                                     \
     for (int64_t i = 0, c; c = HV_LANES > 1 && (n) - i < HV_LANES ? (n) - i : HV_LANES, i < (n); i += HV_LANES)
 
@@ -11725,7 +11712,7 @@ typedef uint64x2_t  HV(u64);
 HPMLI_VEC_INLINE HV(f32) HV(as_floats)(HV(u32) u) { HV(f32) a; memcpy(&a, &u, sizeof a); return a; }
 HPMLI_VEC_INLINE HV(u32) HV(as_words)(HV(f32) a) { HV(u32) u; memcpy(&u, &a, sizeof u); return u; }
 typedef HV(f32) HV(floats_anywhere) __attribute__((aligned(4)));
-typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* 1: integers from files, too */
+typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* 1: words at odd addresses */
 HPMLI_VEC_INLINE HV(u32) HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
 HPMLI_VEC_INLINE void HV(store_words)(uint32_t *p, HV(u32) a) { *(HV(words_anywhere) *)p = a; }
 HPMLI_VEC_INLINE HV(f32) HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
@@ -11737,7 +11724,7 @@ HPMLI_VEC_FN1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f80
 HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return x; }
 HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
 HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { if (n > 0) *p = a; }
-#ifdef __FP_FAST_FMAF /* fuse always where the CPU can, not where the compiler chooses to: the same bits everywhere */
+#ifdef __FP_FAST_FMAF /* always fuse where the CPU can: were it the compiler's choice, bits would differ by place */
 HPMLI_VEC_FN3(HV(fma), fmaf(a, b, c));
 HPMLI_VEC_FN3(HV(fnma), fmaf(-a, b, c));
 #else
@@ -11774,7 +11761,7 @@ HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p)
 {
     uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
     if (exponent == 31) return HV(as_floats)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
-    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* subnormal, 0 */
     return HV(as_floats)(sign | (exponent + 112) << 23 | fraction << 13);
 }
 HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
@@ -11787,7 +11774,7 @@ HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
     *p = (uint16_t)(sign | h);
 }
 HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p) { return (float)*p; }
-HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* the nearest that an int32_t can hold; NaN gives 0 */
+HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* rounds to the nearest int32_t; NaN gives 0 */
 {
     if (a != a) *p = 0;
     else if (a >= 2147483648.0f) *p = INT32_MAX;
@@ -11799,15 +11786,12 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* the nearest that a
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* HPMLI_MM(add_ps) is _mm256_add_ps or _mm512_add_ps. Each set first has the operations that differ by more than that
-   name; the operations that do not follow, once for both. */
-
+/* HPMLI_MM(add_ps) is _mm256_add_ps in the pass for AVX2, _mm512_add_ps in that for AVX-512. First come the operations
+   that differ by more than this prefix, set by set; then, once for both sets, the operations that do not. */
 #pragma GCC diagnostic push /* at -O0 some functions of gcc's own headers are macros, about which -Wconversion warns */
 #pragma GCC diagnostic ignored "-Wsign-conversion"
-
 #ifdef HPMLI_MM
-/* Add the 8 lanes of a vector of AVX2 or of half a vector of AVX-512; return the largest of them. */
+/* Defines a function that returns the sum (op add) or the largest (op max) of the 8 lanes of a. */
 #define HPMLI_FOLD_8(name, op)                                                                                         \
     HPMLI_VEC_INLINE float HV(name)(__m256 a)                                                                          \
     {                                                                                                                  \
@@ -11822,7 +11806,7 @@ HPMLI_FOLD_8(max_8_lanes, max);
 #endif
 
 #if HPMLI_ISA == HPMLI_AVX2
-HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n) /* all bits of the first n lanes */
+HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n) /* all bits set in the first n lanes */
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -11835,8 +11819,8 @@ HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0xdd)));
 #undef HPMLI_SWAP_MIDDLE
 HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20));
 HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31));
-HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* a quad: four lanes */
-HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31));
+HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* quads (four lanes) 0, 2 .. of a, of b */
+HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31)); /* quads 1, 3 .. of a, of b */
 HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a) { return HV(sum_8_lanes)(a); }
 HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return HV(max_8_lanes)(a); }
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
@@ -11854,7 +11838,7 @@ HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
     __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
 }
-HPMLI_VEC_INLINE __m128i HV(low_halves)(HV(u32) u) /* the low 16 bits of each lane */
+HPMLI_VEC_INLINE __m128i HV(low_halves)(HV(u32) u) /* returns the low 16 bits of each lane */
 {
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
 }
@@ -11874,7 +11858,7 @@ HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n)
     _mm512_mask_storeu_ps(p, HV(lane_mask)(n), a);
 }
 HPMLI_VEC_FN1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-/* Lane i of the result is the lane of a whose number is in place i; 16 and more are lanes of b. */
+/* HPMLI_PICK(n0, n1, ..): lane i of the result is lane ni of a, or, for ni >= 16, lane ni - 16 of b. */
 #define HPMLI_PICK(...) _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b)
 HPMLI_VEC_FN2(HV(even_lanes), HPMLI_PICK(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
 HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_PICK(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
@@ -11883,7 +11867,7 @@ HPMLI_VEC_FN2(HV(interleave_high), HPMLI_PICK(8, 24, 9, 25, 10, 26, 11, 27, 12, 
 #undef HPMLI_PICK
 HPMLI_VEC_FN2(HV(even_quads), _mm512_shuffle_f32x4(a, b, 0x88));
 HPMLI_VEC_FN2(HV(odd_quads), _mm512_shuffle_f32x4(a, b, 0xdd));
-/* The halves are loaded from memory, because gcc 12 warns about its own casts to half a register. */
+/* Adds all lanes; loads the halves of a from memory, because gcc 12 warns about its own casts to half a register. */
 HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a)
 {
     float t[16];
@@ -11901,7 +11885,7 @@ HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
     __m512 s  = _mm512_add_ps(HV(even_quads)(ab, cd), HV(odd_quads)(ab, cd));
-    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* s has a quad for each of a, b, c, d: add its lanes */
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* s has a quad for each of a, b, c, d: add the quad's lanes */
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
@@ -11940,7 +11924,7 @@ HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
 }
 HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 {
-    HV(f32) i = HV(as_floats)((HV(u32))HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
+    HV(f32) i = HV(as_floats)((HV(u32))HPMLI_MM(cvtps_epi32)(a)); /* out of range: INT32_MIN */
     i = HV(if_ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((HV(u32))HPMLI_MM(set1_epi32)(INT32_MAX)), i);
     i = HV(if_eq)(a, a, i, HV(set1)(0));
     memcpy(p, &i, sizeof i);
@@ -11959,9 +11943,8 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
     return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
-
-/* In each group of 2 * half vectors, joins vector i of the first half with vector i of the second: even quads of both
-   go to the first half, odd quads to the second. */
+/* Exchanges quads (four lanes) in each group of 2 * half vectors of r: vector i of the first half gets the even quads
+   of vectors i of both halves, vector i of the second half their odd quads. */
 HPMLI_VEC_INLINE void HV(exchange_quads)(HV(f32) *r, const int half)
 {
     HV(f32) t[HV_LANES];
@@ -11971,9 +11954,8 @@ HPMLI_VEC_INLINE void HV(exchange_quads)(HV(f32) *r, const int half)
     HPMLI_UNROLL
     for (int i = 0; i < HV_LANES; i++) r[i] = t[i];
 }
-
-/* Transposes HV_LANES rows of HV_LANES floats in registers: out[p * out_row + j] = in[j * in_row + p], or 0 for
-   j >= rows. First each quad becomes a transposed 4 x 4 square, then the quads themselves are transposed. */
+/* Transposes HV_LANES rows of HV_LANES floats in registers: out[p * out_row + j] = in[j * in_row + p], or 0 for j >=
+   rows. Each square of 4 x 4 floats is transposed first, then the squares are exchanged. */
 HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t rows, float *out, int64_t out_row)
 {
     HV(f32) r[HV_LANES], t[HV_LANES];
@@ -11997,13 +11979,11 @@ HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t row
     for (int i = 0; i < HV_LANES; i++) HV(store)(out + i * out_row, r[i]);
 }
 #endif
-
 #pragma GCC diagnostic pop
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd-neon   vectors: NEON; operations made of others, for all instruction sets
 // ---------------------------------------------------------------------------------------------------------------------
-
 #if HPMLI_ISA == HPMLI_NEON
 HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return vdupq_n_f32(x); }
 HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n)
@@ -12074,7 +12054,7 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
 }
 #endif
 
-#ifndef HPMLI_MM /* a transpose for sets without one of their own: scalar, NEON */
+#ifndef HPMLI_MM /* scalar and NEON transpose one number after the other; the result is that of >>simd-x86 */
 HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t rows, float *out, int64_t out_row)
 {
     for (int64_t j = 0; j < HV_LANES; j++)
@@ -12084,11 +12064,11 @@ HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t row
 
 HPMLI_VEC_INLINE HV(f32) HV(zero)(void) { return HV(set1)(0); }
 HPMLI_VEC_FN1(HV(exponent), HV(from_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f);
-/* The last bits of the sum are a + 127. */
+/* Returns 2^a for integers a: a + 127 is in the last bits of the sum, and belongs in the exponent's bits. */
 HPMLI_VEC_FN1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23));
 HPMLI_VEC_INLINE HV(f32) HV(load_i32)(const int32_t *p) { return HV(from_i32)(HV(load_words)((const uint32_t *)p)); }
 HPMLI_VEC_INLINE HV(f32) HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
-HPMLI_VEC_INLINE void HV(store_bf16)(uint16_t *p, HV(f32) a) /* to the nearest, ties to even; a NaN stays NaN */
+HPMLI_VEC_INLINE void HV(store_bf16)(uint16_t *p, HV(f32) a) /* rounds to nearest, ties to even; a NaN stays NaN */
 {
     HV(u32) u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
     HV(narrow)(p, HV(as_words)(HV(if_eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
@@ -12100,25 +12080,21 @@ HPMLI_VEC_INLINE void HV(store_u8)(uint8_t *p, HV(f32) a)
     for (int i = 0; i < HV_LANES; i++) p[i] = (uint8_t)t[i];
 }
 
-/* Returns v with 0 in lanes n and above: what HV(load_upto) would have loaded. */
-HPMLI_VEC_INLINE HV(f32) HV(zero_beyond)(HV(f32) v, int64_t n)
+HPMLI_VEC_INLINE HV(f32) HV(zero_beyond)(HV(f32) v, int64_t n) /* returns v with 0 in lanes n and above, as load_upto */
 {
     return n >= HV_LANES ? v : HV(select_bits)((1u << n) - 1, v, HV(zero)());
 }
-
-/* Load and store the first n lanes, or all of them for n >= HV_LANES, which is the usual case. */
-HPMLI_VEC_INLINE HV(f32) HV(load_upto)(const float *p, int64_t n)
+HPMLI_VEC_INLINE HV(f32) HV(load_upto)(const float *p, int64_t n) /* loads the first n lanes; n >= HV_LANES: all */
 {
     return n >= HV_LANES ? HV(load)(p) : HV(load_partial)(p, n);
 }
-HPMLI_VEC_INLINE void HV(store_upto)(float *p, HV(f32) a, int64_t n)
+HPMLI_VEC_INLINE void HV(store_upto)(float *p, HV(f32) a, int64_t n) /* stores the first n lanes; n >= HV_LANES: all */
 {
     if (n >= HV_LANES) HV(store)(p, a);
     else HV(store_partial)(p, a, n);
 }
-
-/* load_upto_T and store_upto_T convert from and to the type T. A partial vector is copied through a buffer, so that the
-   same instruction converts it. */
+/* Define load_upto_T and store_upto_T, which convert numbers of type T at p to floats and back: n, or HV_LANES if n is
+   more. A partial vector is copied through a buffer, so that the same instruction converts it. */
 #define HPMLI_LOAD_STORE_UPTO(type, T)                                                                                 \
     HPMLI_VEC_INLINE HV(f32) HV(load_upto_##type)(const T *p, int64_t n)                                               \
     {                                                                                                                  \
@@ -12147,17 +12123,13 @@ HPMLI_LOAD_STORE_UPTO(u8, uint8_t);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vmath   exp, log, tanh, erf and the activations
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* exp after Cody & Waite: exp(x) = 2^n exp(r), where n = round(x / ln 2) and |r| <= ln 2 / 2, and exp(r) is a
-   polynomial. Its error is below 2 units in the last place over the whole range; a NaN stays NaN, and exp underflows
-   to 0. */
-
-/* Evaluate a polynomial in x by Horner's rule, highest coefficient first, where op is a fused multiply-add:
-   HV_POLY5 one with five coefficients, HV_POLY_ON one whose higher coefficients have been evaluated as p. */
+/* Evaluate a polynomial in x by Horner's rule, highest coefficient first, where op is a fused multiply-add: HV_POLY5
+   with coefficients a to e, HV_POLY_ON with b to e after p, the value of the higher coefficients. */
 #define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
     op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
-
+/* Returns e^x after Cody & Waite: exp(x) = 2^n exp(r), where n = round(x / ln 2) and |r| <= ln 2 / 2, and exp(r) is a
+   polynomial. The error is below 2 units in the last place everywhere; a NaN stays NaN, and exp underflows to 0. */
 HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
 {
     HV(f32) clamped = HV(max)(HV(min)(x, HV(set1)(88.9f)), HV(set1)(-104.0f));
@@ -12170,8 +12142,7 @@ HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
     HV(f32) low = HV(round)(n * 0.5f), high = n - low; /* 2^n as two factors, because n is from -150 to 128 */
     return HV(if_eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
 }
-
-/* log(2^e m) = e ln 2 + log m for m in [sqrt 1/2, sqrt 2), where log m is the Cephes library's polynomial in m - 1. */
+/* The Cephes library's polynomial for log m in f = m - 1, m in [sqrt 1/2, sqrt 2): log(2^e m) = e ln 2 + log m. */
 #define HPMLI_LOG_POLY(op, f)                                                                                          \
     HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
                1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
@@ -12193,10 +12164,8 @@ HPMLI_VEC_INLINE HV(f32) HV(log)(HV(f32) x)
     y = HV(if_eq)(x, HV(zero)(), HV(set1)(-INFINITY), y);
     return HV(if_ge)(x, HV(zero)(), y, HV(set1)(NAN));
 }
-
 HPMLI_VEC_INLINE HV(f32) HV(sigmoid)(HV(f32) x) { return 1.0f / (1.0f + HV(exp)(-x)); }
-
-/* tanh: a polynomial for |x| < 0.625, 1 - 2 / (exp(2|x|) + 1) with the sign of x elsewhere. */
+/* Returns tanh x: a polynomial for |x| < 0.625, elsewhere 1 - 2 / (exp(2|x|) + 1) with the sign of x. */
 HPMLI_VEC_INLINE HV(f32) HV(tanh)(HV(f32) x)
 {
     HV(f32) a = HV(abs)(x), z = x * x, far;
@@ -12207,8 +12176,7 @@ HPMLI_VEC_INLINE HV(f32) HV(tanh)(HV(f32) x)
     far = HV(if_ge)(x, HV(zero)(), far, -far);
     return HV(if_ge)(a, HV(set1)(0.625f), far, p);
 }
-
-/* erf: its series for |x| < 0.5, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
+/* Returns erf x: its series for |x| < 0.5, elsewhere Abramowitz & Stegun 7.1.26; the absolute error is below 3e-7. */
 HPMLI_VEC_INLINE HV(f32) HV(erf)(HV(f32) x)
 {
     HV(f32) a = HV(abs)(x), z = x * x, t, p, far, near_;
@@ -12217,12 +12185,11 @@ HPMLI_VEC_INLINE HV(f32) HV(erf)(HV(f32) x)
     far = HV(fnma)(p * t, HV(exp)(-z), HV(set1)(1));
     far = HV(if_ge)(x, HV(zero)(), far, -far);
     p = HV_POLY5(HV(fma), z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
-                 -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
+                 -3.7612639e-1f); /* coefficients 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
     near_ = HV(fma)(p, z, HV(set1)(1.1283792f)) * x;
     return HV(if_gt)(HV(set1)(0.5f), a, near_, far);
 }
-
-/* gelu in its tanh form is x / 2 (1 + t) with t = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3); gelu_tanh returns t. */
+/* Returns t of gelu's tanh form x / 2 (1 + t), where t = tanh(u) and u = sqrt(2/pi) (x + 0.044715 x^3). */
 HPMLI_VEC_INLINE HV(f32) HV(gelu_tanh)(HV(f32) x)
 {
     HV(f32) cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
@@ -12235,7 +12202,7 @@ HPMLI_VEC_INLINE HV(f32) HV(gelu_derivative)(HV(f32) x)
     HV(f32) dt = HV(fnma)(t, t, HV(set1)(1)) * du;
     return 0.5f * (1.0f + t + x * dt);
 }
-/* The standard normal distribution: cumulative probability, density. */
+/* Return the standard normal distribution's cumulative probability and its density at x. */
 HPMLI_VEC_INLINE HV(f32) HV(normal_cdf)(HV(f32) x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
 HPMLI_VEC_INLINE HV(f32) HV(normal_pdf)(HV(f32) x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
 HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
@@ -12243,8 +12210,7 @@ HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
     HV(f32) s = HV(sigmoid)(x);
     return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
-/* The activations: X(name, y = f(x), dy/dx as a function of x or of y, whichever is cheaper). s is the factor that
-   leaky relu applies to negative x. */
+/* The activations: X(name, y = f(x), dy/dx in terms of x or y, the cheaper). s: leaky relu's factor for x < 0. */
 #define HPMLI_ACTS(X)                                                                                                  \
     X(NONE, x, HV(set1)(1))                                                                                            \
     X(RELU, HV(if_gt)(x, HV(zero)(), x, HV(if_eq)(x, x, HV(zero)(), x)),                                               \
@@ -12278,7 +12244,7 @@ HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const fl
     }
 }
 
-/* dx = dy f'(x). xs (x) or ys (y) may be NULL where the derivative does not read that array. */
+/* dx (+= with `accumulate`) = dy f'(x). xs (x) or ys (y = f(x)) may be NULL where f' does not read that array. */
 HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs,
                                    const float *ys, int64_t n, int accumulate)
 {
@@ -12313,34 +12279,27 @@ HPMLI_ELEMENTWISE(sub, -);
 HPMLI_ELEMENTWISE(mul, *);
 HPMLI_ELEMENTWISE(div, /);
 #undef HPMLI_ELEMENTWISE
-
 HPMLI_KERNEL void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(store_upto)(y + i, HV(set1)(value), c); }
-
-/* y = a x + b y; for b == 0 y is not read. */
-HPMLI_KERNEL void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
+HPMLI_KERNEL void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n) /* y = a x + b y; b 0: y not read */
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
     if (b == 0) HV_LOOP(n) HV(store_upto)(y + i, va * HV(load_upto)(x + i, c), c);
     else HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb * HV(load_upto)(y + i, c)), c);
 }
-
-/* y = a x + b */
-HPMLI_KERNEL void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
+HPMLI_KERNEL void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n) /* y = a x + b */
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
     HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb), c);
 }
-
-/* y = a (x - centre) + b, or with relu the larger of that and 0. The centre is subtracted first, because a x and
-   a centre would be rounded separately, with errors in proportion to the centre, which their difference would keep. */
+/* Computes y = a (x - centre) + b, or with relu the larger of that and 0. The centre is subtracted first, because the
+   rounding errors of a x and of a centre are in proportion to the centre, and their difference would keep them. */
 HPMLI_KERNEL void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
     if (relu) HV_LOOP(n) HV(store_upto)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb)), c);
     else HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb), c);
 }
-
-/* y (+)= a x + b (z - centre) + constant */
+/* Computes y = a x + b (z - centre) + constant, added to y when `accumulate`. */
 HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                             int64_t n, int accumulate)
 {
@@ -12355,13 +12314,10 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vreduce   sums, maxima, norms
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Four independent accumulators hide the latency of an addition; they are added up in a fixed order. The `_wide` forms
-   and vmoments add the accumulators to a double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
-
+/* Four independent accumulators hide the latency of an addition; they are added up in a fixed order. The `_wide` sums
+   and vmoments add the sum of each HPMLI_BLOCK_SUM elements to a double, for statistics over long arrays. */
 #define HPMLI_BLOCK_SUM 1024
-
-/* Defines a sum over n elements; `term` is the new value of the accumulator `sum`, from the c elements at `at`. */
+/* Defines a sum over n elements: `term` is the new value of the accumulator `sum`, from the c elements at `at`. */
 #define HPMLI_REDUCE(name, params, term)                                                                               \
     HPMLI_KERNEL float HV(name) params                                                                                 \
     {                                                                                                                  \
@@ -12402,10 +12358,8 @@ HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
 HPMLI_REDUCE_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c));
 HPMLI_REDUCE_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c));
 #undef HPMLI_REDUCE_WIDE
-
-/* Adds the sum of w to sums[0] and the sum of w d to sums[1], where d = x - centre. Without weights w = d: for a centre
-   near the mean, sums[1] then gets the sum of squared deviations and sums[0] n times the distance of the mean from the
-   centre. */
+/* Adds the sum of weights w to sums[0] and that of w d to sums[1], where d = x - centre. Not `weighted`: w = d; for a
+   centre near the mean, sums[1] gets the sum of squared deviations, sums[0] n times the mean's distance from it. */
 HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre,
                                       int64_t n)
 {
@@ -12431,13 +12385,11 @@ HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const f
         sums[1] += (double)HV(sum_lanes)((t[0] + t[1]) + (t[2] + t[3]));
     }
 }
-
 HPMLI_KERNEL void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
 {
     if (w) HV(add_moments)(sums, true, w, x, centre, n);
     else HV(add_moments)(sums, false, NULL, x, centre, n);
 }
-
 HPMLI_KERNEL float HV(vmax)(const float *x, int64_t n)
 {
     HV(f32) m = HV(set1)(-INFINITY);
@@ -12447,9 +12399,7 @@ HPMLI_KERNEL float HV(vmax)(const float *x, int64_t n)
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
 }
-
-/* Returns the largest |x|, 0 for n = 0, or NaN when an element is NaN. */
-HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n)
+HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n) /* returns the largest |x|; 0 for n = 0; NaN if one is NaN */
 {
     HV(f32) m = HV(zero)(), nan = HV(zero)();
     HV_LOOP(n) {
@@ -12459,8 +12409,7 @@ HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n)
     }
     return HV(sum_lanes)(nan) == 0 ? HV(max_lane)(m) : NAN;
 }
-
-/* y = exp(x - shift); returns the sum of y. The inner loop of softmax. */
+/* Computes y = exp(x - shift), the inner loop of softmax, and returns the sum of y. */
 HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
 {
     HV(f32) s = HV(zero)(), vs = HV(set1)(shift);
@@ -12471,9 +12420,8 @@ HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n
     }
     return HV(sum_lanes)(s);
 }
-
-/* out[j] = sum over r of x[r][j], added to out when `accumulate`. Each 64 rows are summed by themselves, which keeps
-   the rounding error small. */
+/* Computes out[j] = sum over r of x[r][j], x: (rows, cols), added to out when `accumulate`. Each 64 rows are summed by
+   themselves, which keeps the rounding error small. */
 HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
@@ -12496,10 +12444,8 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vupdate   optimizer steps, one pass over the data
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The formulas of the built-in optimizers: those of PyTorch's optimizers of the same names. g = grad_scale gradient;
    b1, b2, c: beta1, beta2, weight_decay; t: the step, from 1; states m (first moment) and v (second) start with 0.
-
      SGD      g = g + c w;  m = momentum m + g (t = 1: m = g);  w = w - lr m (nesterov: lr (g + momentum m))
      Adagrad  g = g + c w;  v = v + g g;  w = w - lr g / (sqrt(v) + eps)                   Duchi et al. 2011
      RMSprop  g = g + c w;  v = b2 v + (1 - b2) g g;  m = momentum m + g / (sqrt(v) + eps);  w = w - lr m
@@ -12509,29 +12455,26 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
      LARS     SGD with lr 1; hpmli_lars_prepare has put the layer's rate into g and c      You et al. 2017
      LAMB     AdamW's r + c w, written over the gradient; hpmli_direction_apply steps      You et al. 2020 */
 
-/* Records non-finite numbers of one update: a sum is 0, or NaN once a new weight, a sum of squares or LAMB's gradient
-   was not finite. `replacement`, 0 or NaN, is added to the old weight where the new one is not finite. */
+/* Collects the non-finite results of one update in sums that are 0, or NaN once a new weight, a mean square or LAMB's
+   gradient was not finite. `replacement`, 0 or NaN, is added to the old weight where the new one is not finite. */
 typedef struct HV(update_check) { HV(f32) weight, square, gradient, replacement; } HV(update_check);
-
-/* Stores the updated weight x at w, or old + f->replacement where x is not finite. Only x is checked, because a
-   non-finite gradient makes x non-finite as well. */
+/* Stores c lanes of x, updated weights, at w, or old + f->replacement where x is not finite, which f->weight records.
+   Only x is checked, because a non-finite gradient makes x non-finite as well. */
 HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) old, HV(update_check) *f, int64_t c)
 {
     HV(f32) nan_or_0 = x * HV(zero)();
     f->weight = f->weight + nan_or_0;
     HV(store_upto)(w, HV(if_eq)(nan_or_0, nan_or_0, x, old + f->replacement), c);
 }
-
-/* Stores x, the new state of the optimizer, and returns it; denormals become 0. A state whose gradients are all 0 (a
-   dead unit) would otherwise decay to denormals, with which the CPU computes a hundred times slower. NaN stays NaN. */
+/* Stores c lanes of x, the optimizer's new state, with denormals set to 0, and returns x. Where all gradients are 0 (a
+   dead unit) it would decay to denormals, with which the CPU computes a hundred times slower. NaN stays NaN. */
 HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
 {
     x = HV(if_gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
     HV(store_upto)(state, x, c);
     return x;
 }
-
-/* state = beta state + (1 - beta) g; returns the new state. */
+/* Computes state = beta state + (1 - beta) g for c elements; returns the new state. */
 HPMLI_VEC_INLINE HV(f32) HV(update_mean)(float *state, HV(f32) g, float beta, int64_t c)
 {
     return HV(store_state)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(load_upto)(state, c)), c);
@@ -12549,7 +12492,6 @@ HPMLI_VEC_INLINE void HV(sgd)(const hpmli_opt_args *o, float *w, HV(f32) g, floa
     }
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
-
 HPMLI_VEC_INLINE void HV(adagrad)(const hpmli_opt_args *o, float *w, HV(f32) g, float *v, HV(update_check) *f,
                                   int64_t c)
 {
@@ -12560,7 +12502,6 @@ HPMLI_VEC_INLINE void HV(adagrad)(const hpmli_opt_args *o, float *w, HV(f32) g, 
     f->square = HV(fma)(s, HV(zero)(), f->square);
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
 }
-
 HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v,
                                   HV(update_check) *f, int64_t c)
 {
@@ -12572,17 +12513,15 @@ HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, 
     if (m) step = HV(store_state)(m, HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), step), c);
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
-
-/* Updates m and v and returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. */
+/* Updates moments m, v by gradient g; returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. */
 HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, float *m, float *v,
                                             HV(update_check) *f, int64_t c)
 {
     HV(f32) mean   = HV(update_mean)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
     HV(f32) square = HV(update_mean)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
-    f->square = HV(fma)(square, HV(zero)(), f->square); /* g / infinity would be 0 in all later steps */
+    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite v would make all later steps 0 */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
-
 HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f,
                                int64_t c)
 {
@@ -12592,9 +12531,9 @@ HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, flo
     HV(store_weight)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), old, f, c);
 }
 
-/* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if a gradient was not finite, which
-   cannot be known after LAMB, because it has overwritten the gradient, else HPML_NONFINITE_STEP. Sets the non-finite
-   elements of the optimizer's state to 0, because no later gradient would make them finite. */
+/* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if a gradient in dw is non-finite
+   (unknown after LAMB, which overwrites dw), else HPML_NONFINITE_STEP. If o->u.found_nonfinite is set, sets non-finite
+   elements of the optimizer's states m and v to 0, because no later gradient would make them finite. */
 HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_NONFINITE_STEP;
@@ -12607,11 +12546,7 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     }
     return found;
 }
-
-/* Each optimizer has a loop of its own. Its settings are read from a local copy, because the compiler would otherwise
-   have to reload them after each store. LAMB writes its direction over the gradient, which no later op reads; an
-   element of the gradient that is not finite is taken as 0 there, because it would make the norm of the whole direction
-   non-finite. */
+/* HPMLI_STEPS(step): an optimizer's loop over n weights; `step` updates c weights at i by their scaled gradient g. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         HV(f32) g = HV(load_upto)(dw + i, c);                                                                          \
@@ -12622,6 +12557,8 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     for (const int64_t c = HV_LANES; i + c <= n; i += c) HPMLI_STEP(step)                                              \
     for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
     break;
+/* Writes LAMB's direction to r, over the gradient, which no later op reads. Non-finite gradients count as
+   f->replacement (0 if found_nonfinite is set), because they would make the norm of the whole direction non-finite. */
 HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) g, float *r, float *m, float *v,
                                HV(update_check) *f, int64_t c)
 {
@@ -12634,7 +12571,7 @@ HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) 
 
 HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
 {
-    const hpmli_opt_args own = *args, *o = &own;
+    const hpmli_opt_args own = *args, *o = &own; /* a copy: *args would be reloaded after each store */
     HV(update_check)     all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
     HV(update_check)    *f = &all;
     int64_t              i = 0;
@@ -12644,7 +12581,7 @@ HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, f
     case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
     case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
     case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, dw + i, m + i, v + i, f, c))
-    case HPML_OPT_CUSTOM: break; /* see hpmli_optimizer_piece */
+    case HPML_OPT_CUSTOM: break; /* updated by hpmli_optimizer_piece */
     }
     if (HV(sum_lanes)(all.weight + all.square + all.gradient) == 0) return 0;
     int found = HV(opt_restart)(o, dw, m, v, n);
@@ -12654,8 +12591,7 @@ HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, f
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vconvert   storage types, checksums
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* The types that are converted; f32 is copied. */
+/* Calls X(dtype, name, C type) for the stored types that are converted; f32 is copied. */
 #define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
 
 HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
@@ -12668,7 +12604,6 @@ HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t 
 #undef HPMLI_X
     }
 }
-
 HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
 {
     switch (dtype) {
@@ -12680,9 +12615,9 @@ HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_
     }
 }
 
-/* Returns the CRC-32C (Castagnoli's polynomial, as in iSCSI) of some bytes and n more, where crc is that of the first;
-   the CRC of no bytes is 0. Where the CPU has no instruction for it, eight bytes at a time are looked up in tables
-   (Kounavis and Berry 2005), which are made on the stack when there are 1,024 bytes or more. */
+/* Returns the CRC-32C (Castagnoli's polynomial, as in iSCSI) of some bytes followed by n more at `bytes`, where crc is
+   the CRC of the former, 0 for none. Where the CPU has no instruction for it, eight bytes at a time are looked up in
+   tables (Kounavis and Berry 2005), which are made on the stack for n >= 1,024. */
 HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 {
     const unsigned char *p = (const unsigned char *)bytes;
@@ -12719,11 +12654,9 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm   matrix product: tiles
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* C = A B after Goto & van de Geijn 2008. A tile of C stays in vector registers while k runs over a block; for AVX2 it
-   has at most 6 rows by 16 columns, which are 2 vectors. Each step of k loads 2 vectors of B, broadcasts one number of
-   each row of A, and multiplies and adds each with each:
-
+/* C (m, n) = A (m, k) B (k, n) after Goto & van de Geijn 2008. A tile of C stays in vector registers while k runs over
+   a range; for AVX2 it has at most 6 rows by 16 columns, which are 2 vectors. Each step of k loads 2 vectors of B,
+   broadcasts one number of each row of A, and multiplies and adds each with each:
                                 b0 = B[k][0..7]     b1 = B[k][8..15]
                               +-------------------+-------------------+
          x = A[0][k] x8  -->  | s0 = s0 + x b0    | t0 = t0 + x b1    |
@@ -12733,7 +12666,6 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
                               +-------------------+-------------------+
 
    These are 12 multiply-adds for 8 loads; the nearer to a square a tile is, the fewer loads it needs. In plain C:
-
          void tile(int rows, int cols, int64_t K, const float *a, int64_t a_row, int64_t a_k,
                    const float *b, int64_t b_k, float *c, int64_t ldc)
          {
@@ -12745,48 +12677,46 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
                  }
              for (int r = 0; r < rows; r++) memcpy(c + r * ldc, sum[r], (size_t)cols * sizeof(float));
          }
-
    HV(tile) is this function with the loop over r unrolled by HPMLI_ROWS. The sums of row r are the variables s##r,
    t##r, u##r, v##r (vectors 0 to 3), because compilers keep an array in registers only when they unroll every loop
-   over the array. `rows` and `cols` are constants in each of its copies, HV(tile_V_R) for V vectors and R + 1 rows.
-
+   over the array. `rows` and `cols` are constants in each variant, HV(tile_V_R) for V vectors and R + 1 rows.
    So that operands come from the nearest caches, k is cut into blocks of at most HPMLI_GEMM_KC, and A and B are packed
    into the order in which the tile reads them, unless they already are in a good one. Rows and vectors are dealt out
    evenly (16 rows are 6 + 5 + 5, not 6 + 6 + 4). Every element of C is summed over k in an order that only the shape
    decides, and not the number of threads, so that results have the same bits for any number of threads. */
 
-#define HPMLI_NR (2 * HV_LANES) /* columns of two vectors: what convolutions use in all sets */
+#define HPMLI_NR (2 * HV_LANES) /* columns of two vectors: the width of the panels of convolutions */
 
 #ifndef HPMLI_TILE_ROW
-/* One call of a tile function computes `panels` columns of `tiles` tiles, which all have the same size. */
+/* What one call of a tile function computes: `panels` columns of `tiles` tiles of C, which all have the same size. */
 typedef struct hpmli_tile_run {
-    int64_t tiles;         /* tiles below each other */
-    int64_t a_tile;        /* floats from the rows of A of one tile to those of the tile below */
-    int64_t panels;        /* panels of B, next to each other */
-    int64_t b_panel;       /* floats from one panel of B to the next */
+    int64_t tiles;         /* tiles below each other in a column */
+    int64_t a_tile;        /* floats in A from a tile's first row to that of the tile below */
+    int64_t panels;        /* panels (B's columns for one tile's width), next to each other */
+    int64_t b_panel;       /* floats in B from one panel to the next */
     int64_t c_panel;       /* floats in C from below the last tile of a panel to the first tile of the next panel */
-    float  *c;
-    int64_t ldc;
+    float  *c;             /* first element of the first tile */
+    int64_t ldc;           /* floats from one row of C to the next */
     int64_t prefetch_rows; /* rows of C to prefetch for each tile, or 0 */
-    int     add;           /* adds to C */
-    int64_t cols;          /* columns of a panel: a single vector may be partial, else more than HV_LANES (nv - 1) */
-    float  *packed;        /* NULL, or where the first tile of a panel copies that panel of B while it computes */
+    int     add;           /* true: the sums are added to C, else replace it */
+    int64_t cols;          /* columns of a panel: 1 vector, maybe partial, or more than HV_LANES (nv - 1) */
+    float  *packed;        /* NULL, or where the first tile of a panel packs that panel of B while it computes */
 } hpmli_tile_run;
-
-/* The operations on C that follow the product: C = relu(alpha (A B) + beta C + bias). */
+/* The operations on C that follow the product: C = alpha (A B) + beta C + bias, or 0 where that is negative (relu). */
 typedef struct hpmli_gemm_epilogue {
     float        alpha, beta;
-    const float *bias_row; /* one number for each row, or NULL */
+    const float *bias_row; /* added to the elements of each row: one number for each row, or NULL */
     const float *bias_col; /* one number for each column, or NULL */
     int          relu;
 } hpmli_gemm_epilogue;
-
+/* A tile function runs kc steps of k: A is at a, with a_row floats from row to row and a_k from one k to the next; B is
+   at b, with b_k floats from one k to the next and contiguous columns; `run` describes the tiles of C. */
 #define HPMLI_TILE_ARGS                                                                                                \
     int64_t kc, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t b_k, const hpmli_tile_run *run
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
-
-/* The code for row r of a tile of mr rows and nv vectors. mr and nv are constants once inlined, so that the code for
-   further rows and vectors vanishes. Every third row of A has a pointer, the others are one or two rows from it. */
+/* A step of k for row r of a tile of mr rows, nv vectors: adds x, a number of A, times the vectors b0 .. b3 of B to the
+   sums s##r .. v##r. mr, nv are constants once inlined: the code for further rows and vectors vanishes. Every third row
+   of A has a pointer (a0, a3 ..), the others are one or two rows from it. */
 #define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_A(r)        (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * a_row]
 #define HPMLI_TILE_ROW(nv, r)                                                                                          \
@@ -12797,7 +12727,7 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
         if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
     }
-/* Offset of vector i: the last vector ends with the last column, and may overlap the vector before. */
+/* Offset of vector i in a row: the last vector ends with the last of cols columns, and may overlap the one before. */
 #define HPMLI_TILE_V(i) (nv == i + 1 ? last : i * HV_LANES)
 #define HPMLI_TILE_LOAD(i, p)                                                                                          \
     (nv <= i ? HV(zero)() : nv == 1 ? HV(load_partial)(p, cols) : HV(load)((p) + HPMLI_TILE_V(i)))
@@ -12820,10 +12750,10 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         v##r = HPMLI_TILE_LOAD(3, c) + v##r;                                                                           \
         HPMLI_TILE_STORE(nv, r)                                                                                        \
     }
-#define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
+#define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1) /* 1: for writing */
 #endif
 
-/* One step of k: loads the vectors of B, then multiplies them by the number of A of each row. */
+/* One step of k: loads the vectors of B, multiplies them by a number of A for each row, and goes to the next k. */
 #define HPMLI_TILE_B                                                                                                   \
     HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b);                                                    \
     HV(f32) b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
@@ -12833,8 +12763,7 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         HPMLI_ROWS(HPMLI_TILE_ROW, nv)                                                                                 \
         a0 += a_k, a3 += a_k, a6 += a_k, a9 += a_k, a12 += a_k, b += b_k;                                              \
     }
-
-/* Computes tiles of mr rows by nv vectors, kc steps of k each. */
+/* Computes the tiles of `run`, of mr rows by nv vectors, in kc steps of k each; arguments as in HPMLI_TILE_ARGS. */
 HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 {
     float  *c = run->c, *packed = run->packed;
@@ -12844,7 +12773,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         const float *a0 = a + t * run->a_tile, *c_row = c;
         const float *a3 = a0 + 3 * a_row, *a6 = a3 + 3 * a_row, *a9 = a6 + 3 * a_row, *a12 = a9 + 3 * a_row;
         HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
-        int64_t k = 0, special = packed ? kc : prefetch_rows; /* steps that also pack or prefetch */
+        int64_t k = 0, special = packed ? kc : prefetch_rows; /* steps of k that also pack B or prefetch C */
         for (; k < special; k++) {
             if (packed) {
                 HPMLI_TILE_B
@@ -12866,7 +12795,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         if (mr * nv < 20)
             for (; k < kc; k++) HPMLI_TILE_STEP
         else
-            HPMLI_UNROLL_4 /* large tiles are limited by the instructions other than multiply-adds */
+            HPMLI_UNROLL_4 /* here the speed is limited by the instructions other than multiply-adds */
             for (; k < kc; k++) HPMLI_TILE_STEP
         (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)cols;
         if (run->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
@@ -12878,8 +12807,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         }
     }
 }
-
-/* HV(tile_V_R): V vectors, R + 1 rows. HV(tiles)[V - 1][R] are these functions. */
+/* HV(tile_V_R) is the tile function for V vectors and R + 1 rows; HV(tiles)[V - 1][R] points to it. */
 #define HPMLI_TILE(nv, r)                                                                                              \
     HPMLI_KERNEL void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS) { HV(tile)(r + 1, nv, kc, a, a_row, a_k, b, b_k, run); }
 #define HPMLI_TILE_NAME(nv, r) HV(tile_##nv##_##r),
@@ -12897,7 +12825,7 @@ static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = {
     { HPMLI_ROWS_4(HPMLI_TILE_NAME, 4) },
 #endif
 };
-static const int HV(tile_rows)[HPMLI_NV] = { /* rows of a tile, at most, by its vectors */
+static const int HV(tile_rows)[HPMLI_NV] = { /* [V - 1]: rows of a tile of V vectors, at most */
     HPMLI_MR, HPMLI_MR,
 #if HPMLI_NV > 2
     HPMLI_MR_3, HPMLI_MR_4,
@@ -12907,9 +12835,8 @@ static const int HV(tile_rows)[HPMLI_NV] = { /* rows of a tile, at most, by its 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-pack   matrix product: packing, transposing, storing
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Packs columns into a panel: dst[k * width + j] = x[k * x_k + j * x_col] for k < kc, j < cols, and 0 up to width,
-   which is a multiple of HV_LANES. Where k runs along memory the panel is transposed in registers. */
+/* Packs `cols` columns of x into a panel: dst[k * width + j] = x[k * x_k + j * x_col] for k < kc, j < cols, and 0 for j
+   up to width, a multiple of HV_LANES. Where k runs along memory (x_k 1) the panel is transposed in registers. */
 HPMLI_KERNEL void HV(pack_columns)(const float *x, int64_t x_k, int64_t x_col, int64_t kc, int64_t cols, int64_t width,
                                    float *dst)
 {
@@ -12923,8 +12850,7 @@ HPMLI_KERNEL void HV(pack_columns)(const float *x, int64_t x_k, int64_t x_col, i
                 dst[k * width + j + q] = q < rows ? x[(j + q) * x_col + k * x_k] : 0;
     }
 }
-
-/* Applies the epilogue to n lanes of v, which belong to row r of the tile from column j on, and stores them at c. */
+/* Applies the epilogue e to the first n lanes of v, elements of row r of e's C from column j on; stores them at c. */
 HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_gemm_epilogue *e, float *c, int64_t r, int64_t j, HV(f32) v,
                                         int64_t n)
 {
@@ -12935,8 +12861,7 @@ HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_gemm_epilogue *e, float *c, 
     if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays NaN */
     HV(store_upto)(c, v, n);
 }
-
-/* Applies the epilogue to mr rows of a tile, whose rows are HPMLI_NV vectors apart, and stores them at c. */
+/* Applies the epilogue e to a tile of mr rows, which are HPMLI_NV vectors apart, and stores the rows ldc apart at c. */
 HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e, float *c,
                                   int64_t ldc)
 {
@@ -12944,9 +12869,8 @@ HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, c
         for (int64_t j = 0; j < cols; j += HV_LANES)
             HV(finish_vector)(e, c + j, r, j, HV(load)(tile + j), cols - j);
 }
-
-/* Transposes a tile of C^T, applies the epilogue and stores the result at c; rows and columns of the epilogue are those
-   of C. store_only: the epilogue is empty. */
+/* Transposes `tile`, mr rows of cols columns of C^T, applies the epilogue e and stores the result at c. Rows and
+   columns of e are those of C. store_only: e does nothing. */
 HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e,
                                              bool store_only, float *c, int64_t ldc)
 {
@@ -12965,46 +12889,41 @@ HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int6
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-part   matrix product: one rectangle of C
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* One rectangle of C is computed block after block of k, of columns and of rows; the tiles of a block read its rows of
-   P, whose numbers are broadcast, and columns of Q, which are loaded as vectors. Mostly P is A and Q is B. `swapped`
-   products, for which transposing B would cost more, compute C^T = B^T A^T instead: P is B^T, Q is A^T, and each tile
-   is transposed on its way to C. */
-
-typedef struct HV(gemm_view) { /* a product as its tiles see it */
+/* One rectangle of C is computed block after block of k, of columns and of rows. Tiles broadcast numbers from rows of
+   P, the left operand as tiles see it, and load vectors from columns of Q, the right operand. Mostly P is A and Q is B.
+   `swapped` products, for which transposing B would cost more, compute C^T = B^T A^T instead: P is B^T, Q is A^T, and
+   each tile is transposed on its way to C. */
+typedef struct HV(gemm_view) { /* a product as its tiles see it: P Q, see >>gemm-part */
     const hpmli_gemm_part *part;
-    const float *p;
+    const float *p;          /* first element of P, the left operand of the tiles: A, or B^T when swapped */
     int64_t      p_row, p_k; /* floats in P from one row to the next, from one k to the next */
-    const float *q;
+    const float *q;          /* first element of Q, the right operand of the tiles: B, or A^T when swapped */
     int64_t      q_k, q_col; /* floats in Q from one k to the next, from one column to the next */
-    float       *c;          /* first element of the rectangle */
-    int64_t      ldc, rows, cols, k;
-    bool         swapped;
-    bool         pack_q;     /* panels of Q are packed */
-    float       *packed_p;   /* NULL, or where blocks of P are packed */
+    float       *c;          /* first element of the rectangle of C */
+    int64_t      ldc, rows, cols, k; /* floats from row to row of C; rows of P, columns of Q, steps of k */
+    bool         swapped;    /* the tiles compute C^T = B^T A^T */
+    bool         pack_q;     /* panels of Q, each as wide as a tile, are packed */
+    float       *packed_p;   /* NULL, or where blocks of rows of P are packed */
 } HV(gemm_view);
-
 #ifndef HPMLI_GEMM_BLOCK
 #define HPMLI_GEMM_BLOCK
-/* Rows of P over a range of k, cut into tiles; how the sums over this k get into C. */
+/* A block: rows of P, the left operand, over a range of k, cut into tiles, and how the tiles' sums get into C. */
 typedef struct hpmli_gemm_block {
     int64_t row, rows;      /* rows [row, row + rows) of P */
     int64_t k0, k;          /* over k [k0, k0 + k) */
-    int64_t tiles, height;  /* tiles below each other; rows of a tile, at most */
-    bool    plain;          /* the epilogue is at most an addition to C: tiles store into C themselves */
-    bool    prefetch;       /* C is worth a prefetch */
+    int64_t tiles, height;  /* tiles in a column; rows of a tile, at most */
+    bool    plain;          /* the epilogue is at most an addition to C: tiles can store into C themselves */
+    bool    prefetch;       /* C is worth a prefetch, see HV(gemm_block_epilogue) */
     hpmli_gemm_epilogue epilogue;
 } hpmli_gemm_block;
-
-/* Columns of Q that form the width of a tile. */
+/* A panel: columns of Q, the right operand, that form the width of a tile. */
 typedef struct hpmli_gemm_panel {
     int64_t col, cols;  /* columns [col, col + cols) of Q */
-    int64_t count;      /* so many panels of this width, one after another */
+    int64_t count;      /* so many panels of this width, side by side */
     float  *packed;     /* space for the packed panel: (k, cols rounded up to vectors) */
-    bool    is_packed;  /* an earlier block of rows has packed the panel */
+    bool    is_packed;  /* true: the panel was packed for an earlier block of rows */
 } hpmli_gemm_panel;
-
-/* The operands of a tile function: the rows of P or of packed P, the columns of Q or of packed Q. */
+/* Where a tile function reads: rows of (packed) P at a, columns of (packed) Q at b; floats from row to row, k to k. */
 typedef struct hpmli_gemm_operands {
     const float *a;
     int64_t      a_row, a_k;
@@ -13013,14 +12932,13 @@ typedef struct hpmli_gemm_operands {
 } hpmli_gemm_operands;
 #endif
 
-/* Returns true when packing P pays: its columns are k_stride floats apart, which puts all of them into few sets of the
-   cache (conflict misses) and each into another page, and at least 4 columns of tiles read P. */
+/* Returns true when packing P, the left operand, pays: its k columns are k_stride floats apart, so that all are in few
+   sets of the cache (conflict misses) and each in another page, and C has 4 columns of tiles or more, which read P. */
 HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
 {
     return row_stride == 1 && k_stride * k >= 262144 && cols >= 4 * HPMLI_NR;
 }
-
-/* Returns the rectangle's product as its tiles see it: chooses P and Q, and which of them are packed. */
+/* Returns the product for a rectangle of C as its tiles see it: chooses P and Q (see >>gemm-part) and which to pack. */
 HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13031,7 +12949,7 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     v.ldc  = d->ldc;
     v.k    = d->alpha == 0 ? 0 : d->k;
     v.c    = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
-    v.p    = part->ws; /* for k = 0, when nothing is read */
+    v.p    = part->ws; /* any address: nothing is read if k = 0 */
     v.q    = part->ws;
     v.rows = m;
     v.cols = n;
@@ -13042,8 +12960,8 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     v.q     = d->b + part->batch * d->b_batch + part->j0 * d->b_col;
     v.q_k   = d->b_k;
     v.q_col = d->b_col;
-    /* Numbers moved without a swap: transposing B, packing A. With: transposing A, packing B, and transposing C for
-       each block of k, where writing the columns of C costs 7/4 as much. */
+    /* Floats moved without a swap: transposing B, packing A. With a swap: transposing A, packing B, and transposing C
+       for each block of k, where writing the columns of C costs 7/4 as much. */
     int64_t moved_plain   = (v.q_col != 1) * n + HV(columns_alias_cache)(v.p_row, v.p_k, v.k, n) * m;
     int64_t moved_swapped = (v.p_row != 1) * m + HV(columns_alias_cache)(v.q_col, v.q_k, v.k, m) * n;
     if (moved_plain * v.k > moved_swapped * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
@@ -13063,17 +12981,15 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     if (HV(columns_alias_cache)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
-
-/* Returns the floats from one packed tile of P to the next. The 16 extra floats keep the distance from being a power of
-   two, and absorb the surplus that HV(pack_rows) writes behind a tile. */
+/* Returns the floats from one tile's rows in packed P, the left operand, to the next tile's. The 16 extra floats keep
+   the distance from being a power of two, and absorb the surplus that HV(pack_rows) writes behind a tile. */
 HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const hpmli_gemm_block *block)
 {
     return block->height * block->k + 16;
 }
-
-/* Packs a block of P: eight steps of k of all tiles, then the next eight, whose cache lines have been prefetched
-   meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: what the last eight write beyond
-   the tile's height belongs to the next step of k, which is packed later. */
+/* Packs the block's rows of P, the left operand: eight steps of k of all tiles, then the next eight, whose cache lines
+   have been prefetched meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: what the
+   last eight write beyond the tile's height belongs to the next step of k, which is packed later. */
 HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *block)
 {
     const float *p = v->p + block->row * v->p_row + block->k0 * v->p_k;
@@ -13094,9 +13010,8 @@ HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *
             }
     }
 }
-
-/* Calls the tile function for the tiles of `run`, `height` rows each, and advances the operands to the tile below. The
-   first call for a panel may have packed it. */
+/* Calls the tile function for the tiles of `run`, `height` rows each, and moves the operand x->a to the tile below. The
+   first call for a panel may pack it; then x->b becomes the packed panel. */
 HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_gemm_panel *panel, int64_t height,
                                    hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -13108,13 +13023,12 @@ HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_ge
     x->b   = panel->packed;
     x->b_k = vectors * HV_LANES;
 }
-
-/* Way 1 into C: tiles store into C, or add to C, themselves. One call computes all tiles of one height, except that the
-   first tile of a panel which it packs while computing has a call of its own. */
+/* Computes a panel whose tiles store into C, or add to C, themselves. One call computes all tiles of one height, except
+   that the first tile of a panel that is packed by that tile has a call of its own. */
 HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                         const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
-    int64_t higher = block->rows % block->tiles; /* so many tiles have one row more */
+    int64_t higher = block->rows % block->tiles; /* the first `higher` tiles have one row more */
     float  *c      = v->c + block->row * v->ldc + panel->col;
     run->ldc = v->ldc;
     run->add = block->epilogue.beta != 0;
@@ -13130,14 +13044,13 @@ HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm
         c += run->tiles * height * v->ldc;
     }
 }
-
-/* Ways 2 and 3 into C: each tile is stored in a buffer. Then the epilogue is applied to the buffer, which for swapped
-   products is also transposed, and the result is stored into C. */
+/* Computes a panel tile by tile in a buffer. The epilogue is applied to the buffer, which for swapped products is also
+   transposed, and the result is stored into C. */
 HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                           const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
     float   tile[HPMLI_MR * HPMLI_NV * HV_LANES];
-    int64_t higher = block->rows % block->tiles;
+    int64_t higher = block->rows % block->tiles; /* the first `higher` tiles have one row more */
     run->c     = tile;
     run->ldc   = HPMLI_NV * HV_LANES;
     run->add   = 0;
@@ -13148,7 +13061,7 @@ HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_ge
         height = block->rows / block->tiles + (t < higher);
         run->a_tile = v->packed_p ? HV(packed_tile_floats)(block) : height * v->p_row;
         HV(gemm_run)(block, panel, height, run, x);
-        int64_t i = v->swapped ? panel->col : row, j = v->swapped ? row : panel->col; /* place in C */
+        int64_t i = v->swapped ? panel->col : row, j = v->swapped ? row : panel->col; /* row, column of C */
         hpmli_gemm_epilogue e = block->epilogue;
         if (e.bias_col) e.bias_col += j;
         if (e.bias_row) e.bias_row += i;
@@ -13158,9 +13071,8 @@ HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_ge
         else HV(finish_tile)(tile, height, panel->cols, &e, c, v->ldc);
     }
 }
-
-/* Computes the tiles of a block of rows by a panel of columns. A panel of Q is read as it stands, or packed: before the
-   first tile when it must be transposed, else by the first tile while that computes. */
+/* Computes the tiles of a block of rows of P (left operand) by a panel of columns of Q (right operand). Q is read as it
+   is, or the panel is packed: before the first tile if it must be transposed, else by that tile as it computes. */
 HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block *block, const hpmli_gemm_panel *panel)
 {
     int64_t             width = (panel->cols + HV_LANES - 1) / HV_LANES * HV_LANES;
@@ -13183,7 +13095,6 @@ HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block 
     if (block->plain && !v->swapped) HV(gemm_panel_direct)(v, block, panel, &run, &x);
     else HV(gemm_panel_buffered)(v, block, panel, &run, &x);
 }
-
 /* Sets the epilogue for the block's range of k: beta belongs to the first range, bias and relu to the last. */
 HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_block *block)
 {
@@ -13196,13 +13107,13 @@ HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_blo
     e->bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
     e->relu     = last && d->act == 1;
     block->plain = d->alpha == 1 && (e->beta == 0 || e->beta == 1) && !e->bias_col && !e->bias_row && !e->relu;
-    /* For a C that is larger than the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
+    /* Prefetching pays for a C beyond the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
     block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
 }
-
-/* Computes a block of rows by columns [col, col + cols), cut evenly into panels of at most `widest` vectors. Panels of
-   full width are computed in one call where calls would cost too much: for a single row of tiles, or a short k. Panels
-   of Q are packed one over the other if only this block of rows reads them, else (keep) one behind the other. */
+/* Computes a block of rows of P (left operand) by columns [col, col + cols) of Q (right), cut evenly into panels of at
+   most `widest` vectors. One call computes all panels of full width where more calls would cost too much: for a single
+   row of tiles, or a short k. If only this block of rows reads the packed panels, one overwrites the other, else (keep)
+   they lie one behind the other. is_packed: an earlier block of rows has packed them. */
 HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block *block, int64_t col, int64_t cols,
                                  bool keep, bool is_packed)
 {
@@ -13223,11 +13134,10 @@ HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block 
         HV(gemm_panel)(v, block, &panel);
     }
 }
-
-/* Loops over blocks of k, of columns, of rows. The first block of rows packs the panels of Q. */
+/* Computes the product P Q, see >>gemm-part, in blocks of k, columns and rows; the first block of rows packs Q. */
 HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 {
-    int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too: C is still to be scaled */
+    int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too, because C is still to be scaled */
     int64_t          row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1;
     hpmli_gemm_block block;
     for (int64_t kb = 0; kb < k_blocks; kb++) {
@@ -13253,11 +13163,9 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-thin   matrix product: small and thin shapes
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Where C is small, or a single row, packing and transposing would cost more than the product itself. If k runs along
-   memory in both operands, each element is a dot product: vectors run along k, and the loads are shared by a tile of
-   HPMLI_DOT_MR x 4 sums, each a vector whose lanes are added up at the end. */
-
+/* Where C is small, or a single row, packing and transposing would cost more than the product. If k runs along memory
+   in both operands, each element is a dot product of a row of P with one of Q: A and B^T or, swapped, B^T and A.
+   Vectors run along k; HPMLI_DOT_MR x 4 sums, s0 t0 u0 v0 s1 .., share their loads; their lanes are added up last. */
 #ifndef HPMLI_DOT_ROW
 #define HPMLI_DOT_ZERO(L, r) HV(f32) s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
 #define HPMLI_DOT_ROW(LOAD, r)                                                                                         \
@@ -13271,7 +13179,7 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
     HV(f32) b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                \
     HPMLI_DOT_ROWS(HPMLI_DOT_ROW, LOAD)
-#define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i)
+#define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i) /* the last, partial vector */
 #define HPMLI_DOT_SAVE(L, r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
 #define HPMLI_DOT_ARGS                                                                                                 \
     int64_t k, const float *p, int64_t p_row, const float *q, int64_t q_row, int64_t n, float *out
@@ -13281,8 +13189,8 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
-/* Computes the dot products of mr rows of P with n <= 4 rows of Q: out[r * 4 + j]. For n < 4 the last row of Q is read
-   in place of the missing ones. */
+/* Computes the dot products of mr rows at p with n <= 4 rows at q, of k floats each, p_row and q_row floats apart:
+   out[r * 4 + j]. For n < 4 the last row at q is read in place of the missing rows. */
 HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 {
     const float *q0 = q, *q1 = n > 1 ? q0 + q_row : q0, *q2 = n > 2 ? q1 + q_row : q1, *q3 = n > 3 ? q2 + q_row : q2;
@@ -13295,11 +13203,10 @@ HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
     if (i < k) { HPMLI_DOT_STEP(HPMLI_DOT_REST) }
     HPMLI_DOT_ROWS(HPMLI_DOT_SAVE, 0)
 }
-
 HPMLI_DOT_ROWS(HPMLI_DOT, 0)
-static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOT_ROWS(HPMLI_DOT_NAME, 0) }; /* [R]: R + 1 rows */
+static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOT_ROWS(HPMLI_DOT_NAME, 0) }; /* [R] is for R + 1 rows of P */
 
-/* Applies alpha, beta, bias and relu to x, element (i, j) of one product, and stores it at c. */
+/* Applies alpha, beta, bias and relu of d to x, element (i, j) of the product A B, and stores the result at c. */
 HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
 {
     x *= d->alpha;
@@ -13308,8 +13215,7 @@ HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int
     if (d->bias_m) x += d->bias_m[i];
     *c = d->act == 1 && !(x > 0) ? 0 : x;
 }
-
-/* Stores 4 sums next to each other, `stride` floats apart. */
+/* Stores the 4 numbers at `from` so that they are `stride` floats apart. */
 HPMLI_VEC_INLINE void HV(store_4)(float *to, int64_t stride, const float *from)
 {
     if (stride == 1) {
@@ -13321,8 +13227,7 @@ HPMLI_VEC_INLINE void HV(store_4)(float *to, int64_t stride, const float *from)
     to[2 * stride] = from[2];
     to[3 * stride] = from[3];
 }
-
-/* Computes a rectangle of C by dot products; as C^T = B^T A^T (swapped) where that gives fewer groups of four. */
+/* Computes a rectangle of C by dot products; as C^T = B^T A^T (swapped) where that gives fewer groups of four sums. */
 HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13355,7 +13260,7 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
         }
 }
 
-/* The code for vector i of a piece of nv vectors of one row of C; only the last vector may be partial. */
+/* Vector i of nv (n columns, the last maybe partial) of a row of C, summed in s##i; x: a number of A; b: a row of B. */
 #define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
 #define HPMLI_ROW_B(nv, i)                                                                                             \
     (nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES))
@@ -13364,8 +13269,7 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
 #define HPMLI_ROW_SAVE(nv, i)                                                                                          \
     if (nv > i)                                                                                                        \
         HV(finish_vector)(&e, c + i * HV_LANES, 0, j + i * HV_LANES, s##i, nv > i + 1 ? HV_LANES : n - i * HV_LANES);
-
-/* Computes columns [j, j + n) of C for a product of one row, in nv vectors; B's rows are contiguous. */
+/* Computes columns [j, j + n) of C, a product of one row, in nv vectors of sums; the rows of B are contiguous. */
 HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13384,9 +13288,8 @@ HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *pa
     }
     HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
 }
-
-/* Returns the size of the next piece, in vectors, for a row of which `left` vectors are still to be computed: as many
-   as there are registers for, so that long contiguous runs of B are read; 9 rather than 8 and then a single one. */
+/* Returns how many vectors of a row of C to compute next, when `left` are not computed: as many as there are registers
+   for, so that long contiguous runs of B are read; 9 rather than 8 and then a single one. */
 HPMLI_VEC_INLINE int64_t HV(row_piece_vectors)(int64_t left)
 {
     if (HPMLI_ROW_VECTORS >= 16 && (left == 16 || left >= 24)) return 16;
@@ -13394,8 +13297,7 @@ HPMLI_VEC_INLINE int64_t HV(row_piece_vectors)(int64_t left)
     if (left >= 8) return 8;
     return left >= 4 ? 4 : 1;
 }
-
-/* Computes a rectangle of C that is one row, where the rows of B are contiguous. */
+/* Computes a rectangle of C that is one row, where the rows of B are contiguous, a few vectors of columns at a time. */
 HPMLI_KERNEL void HV(gemm_row)(const hpmli_gemm_part *part)
 {
     for (int64_t j = part->j0, n; j < part->j1; j += n) {
@@ -13409,7 +13311,7 @@ HPMLI_KERNEL void HV(gemm_row)(const hpmli_gemm_part *part)
     }
 }
 
-/* Computes one rectangle of C, by the method that suits its shape. */
+/* Computes one rectangle of C, `part`, by the method that suits the shape of the product. */
 HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13424,7 +13326,7 @@ HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
     }
 }
 
-/* Computes row i of C from `count` partial sums over k, which are `stride` floats apart and are added up in order. */
+/* Computes row i of C from `count` partial sums of A B over k, `stride` floats apart, which are added up in order. */
 HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride)
 {
     hpmli_gemm_epilogue e;
@@ -13445,22 +13347,18 @@ HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>random   Philox: random numbers by number
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* One round of Philox takes the words c of a counter and the key k to
        (high(M1 c2) ^ c1 ^ k0,  low(M1 c2),  high(M0 c0) ^ c3 ^ k1,  low(M0 c0))
    and adds a constant to each half of the key; ten rounds make a block of four random words [Salmon et al., "Parallel
    random numbers: as easy as 1, 2, 3", SC 2011]. In a vector register that holds whole blocks the factors c0 and c2 are
    the even words, where the 32 x 32 -> 64 bit multiplication wants them; the products read backwards are (high, low,
    high, low) of the line above, and the counter shifted right by one word is (c1, 0, c3, 0): a round is five
-   instructions.
-
-   The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or ends inside a
-   chunk computes all of the chunk and copies a part. Every multiplication whose product is added to something is fused
-   with the addition, in the scalar pass too, so that all sets compute the same floats: a seed gives the same initial
-   weights on every CPU.
-
-   Primitive operations for this section, where HV(u32) holds HV_LANES / 4 blocks: HV(set_u64_pairs)(a, b) sets each
-   pair of 64-bit words to a, b; HV(philox_products)(c, M) is the line above without its ^ terms. */
+   instructions. The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or
+   ends inside a chunk computes all of the chunk and copies what it needs. HV(exact_fma) fuses every multiplication with
+   the addition that follows, in the scalar pass too, so that all sets compute the same floats: a seed gives the same
+   initial weights on every CPU. Operations for this section, where HV(u32) holds HV_LANES / 4 blocks:
+   HV(set_u64_pairs)(a, b) sets each pair of 64-bit words to a, b; HV(philox_products)(c, M) is the line above without
+   its ^ terms. */
 #if HV_LANES == 1
 HPMLI_VEC_INLINE void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
 {
@@ -13481,10 +13379,8 @@ HPMLI_VEC_INLINE void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64
     out[3] = c3;
 }
 static HPMLI_UNUSED const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
-
 HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return fmaf(a, b, c); }
-
-/* Makes chunk number `chunk` of a stream. */
+/* Writes the 64 random words of chunk number `chunk` of a stream to w. */
 HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
 {
     uint64_t block = chunk * (HPMLI_PHILOX_CHUNK / 4);
@@ -13492,18 +13388,16 @@ HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stre
 }
 #else
 HPMLI_VEC_INLINE HV(f32) HV(exact_fma)(HV(f32) a, HV(f32) b, HV(f32) c) { return HV(fma)(a, b, c); }
-
 HPMLI_VEC_INLINE HV(u32) HV(philox_round)(HV(u32) c, HV(u32) key, HV(u32) m)
 {
     return HV(philox_products)(c, m) ^ key ^ (HV(u32))((HV(u64))c >> 32);
 }
-HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
+HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1 .. */
 {
     return (HV(u32))((HV(u64))HV(set_u64_pairs)((int64_t)block, (int64_t)stream) +
                      (HV(u64))HV(load_words)(hpmli_block_numbers));
 }
-
-/* Makes chunk number `chunk` of a stream, four vectors at a time to hide the latency of the multiplication. */
+/* Writes the 64 words of chunk number `chunk` to w, four vectors at a time to hide the multiplication's latency. */
 HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
 {
     uint64_t block = chunk * (HPMLI_PHILOX_CHUNK / 4);
@@ -13523,8 +13417,8 @@ HPMLI_VEC_INLINE void HV(philox_chunk)(uint32_t *w, uint64_t seed, uint64_t stre
 }
 #endif
 
-/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m for m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, where log m is the
-   polynomial of HV(log); log 2 is split in two so that e times the larger part is exact. */
+/* Returns sqrt(-2 log u) for u in (0, 1]: u = 2^e m for m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, where log m
+   is the polynomial of HV(log); log 2 is split in two so that e times the larger part is exact. */
 HPMLI_VEC_INLINE HV(f32) HV(normal_radius)(HV(f32) u)
 {
     HV(f32) m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
@@ -13537,8 +13431,7 @@ HPMLI_VEC_INLINE HV(f32) HV(normal_radius)(HV(f32) u)
     y = HV(exact_fma)(e, HV(set1)(0.693359375f), y);
     return HV(sqrt)(HV(max)(y * -2.0f, HV(zero)()));
 }
-
-/* cos and sin of 2 pi t for t in [-1/2, 1/2]: exact reduction to an eighth of a turn, then polynomials (Cephes). */
+/* Computes cos and sin of 2 pi t, |t| <= 1/2: exact reduction to an eighth of a turn, then Cephes' polynomials. */
 HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
 {
     HV(f32) q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
@@ -13548,7 +13441,7 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
     s = HV(exact_fma)(x * z, HV(exact_fma)(s, z, HV(set1)(-1.6666654611e-1f)), x);
     c = HV(exact_fma)(c, z, HV(set1)(4.166664568298827e-2f));
     c = HV(exact_fma)(z, HV(exact_fma)(z, c, HV(set1)(-0.5f)), one);
-    /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    /* (cosine, sine) for q quarter turns: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
     HV(f32) u = HV(if_eq)(aq, one, s, c);
     HV(f32) v = HV(if_eq)(aq, one, c, s);
     u = HV(if_gt)(aq, one, -u, u);
@@ -13556,8 +13449,7 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
     *cosine = HV(if_eq)(q, one, -u, u);
     *sine   = HV(if_eq)(q, HV(set1)(-1), -v, v);
 }
-
-/* Two words to two independent normals: radius from the first, angle from the second (Box & Muller). */
+/* Makes normal floats x, y, independent, of random words: radius from a, angle from b (Box & Muller). */
 HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f32) *x, HV(f32) *y)
 {
     const float scale = 1.0f / 4294967296.0f;
@@ -13566,15 +13458,13 @@ HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f3
     *x = r * c;
     *y = r * s;
 }
-
-/* Makes floats in [0, 1) of the top 24 bits of each word. */
+/* Makes 64 floats in [0, 1), x, of the top 24 bits of each of the 64 random words w. */
 HPMLI_VEC_INLINE void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += HV_LANES)
         HV(store)(x + i, HV(from_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f));
 }
-
-/* Makes normals j and j + 32 of words j and j + 32. */
+/* Makes 64 normally distributed floats: x[j] and x[j + 32] of the random words w[j] and w[j + 32]. */
 HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_PHILOX_CHUNK / 2; i += HV_LANES) {
@@ -13584,8 +13474,7 @@ HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64
         HV(store)(x + i + HPMLI_PHILOX_CHUNK / 2, b);
     }
 }
-
-/* Makes numbers first .. first + n - 1 of a stream, chunk by chunk. out: (n), of floats or of words. */
+/* Writes numbers first .. first + n - 1 of a stream to out: (n), floats or words as `kind` says, chunk by chunk. */
 HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
 {
     uint32_t w[HPMLI_PHILOX_CHUNK];
@@ -13604,24 +13493,21 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
 // ---------------------------------------------------------------------------------------------------------------------
 // >>onebit   gradient codecs: 1 bit and bf16, one row
 // ---------------------------------------------------------------------------------------------------------------------
+/* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. A row v = g + e (g: gradient, e: residual, the error of the
+   last packing) becomes a bit for each element, v >= 0, and two levels: the mean of the elements on each side, which
+   for this threshold is the best reconstruction in the sense of least squares. Pass 1 reads g and e, stores v in e,
+   writes the bits and sums both sides; pass 2 finds v still in the cache and subtracts the levels: e = v - level,
+   rounded once. Every instruction set sums in the same order, hence sends the same bits: element i is added to lane
+   i % 16 of a float accumulator (of one or several registers), the lanes are added by halves, and every 1,024 elements
+   their sum is added to a double. A mean is limited to the range from the least to the greatest element of its side, so
+   that the mean of equal elements is exact: a row that was quantized once is quantized again without loss. */
+#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the 16 lanes of an accumulator */
 
-/* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. With v = g + e, a row becomes a bit for each element, v >=
-   0, and two levels: the mean of the elements on each side, which for this threshold is the best reconstruction in the
-   sense of least squares. Pass 1 reads g and e, stores v in e, writes the bits and sums both sides; pass 2 finds v
-   still in the cache and subtracts the levels: e = v - level, rounded once.
-
-   Every instruction set sums in the same order, hence sends the same bits: element i is added to lane i % 16 of a float
-   accumulator (of one or several registers), the lanes are added by halves, and every 1,024 elements their sum is added
-   to a double. A mean is limited to the range from the least to the greatest element of its side, so that the mean of
-   equal elements is exact: a row that was quantized once is quantized again without loss. */
-
-#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the lanes */
-
-typedef struct HV(onebit_acc) { /* [0]: elements below zero, [1]: the others */
+typedef struct HV(onebit_acc) { /* [0]: of elements below zero, [1]: of the others */
     HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 
-/* Adds c elements, at most 16, to the accumulators and returns their bits. e NULL: no feedback. */
+/* Adds v = g + e, c elements, at most 16, to the accumulators a, stores v in e and returns its bits. e NULL: v = g. */
 HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
 {
     HV(f32)  zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
@@ -13631,7 +13517,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
 #endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
         int64_t at = u * HV_LANES, left = c > at ? c - at : 0;
-        HV(f32) v  = HV(load_upto)(g + at, left), least; /* 0 in lanes behind the end */
+        HV(f32) v  = HV(load_upto)(g + at, left), least; /* 0 in lanes behind the end of the row */
         if (e) {
             v += HV(load_upto)(e + at, left);
             HV(store_upto)(e + at, v, left);
@@ -13639,8 +13525,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
         bits |= HV(sign_bits)(v) << at;
         a->sum[0][u] += HV(if_ge)(v, zero, zero, v);
         a->sum[1][u] += HV(if_ge)(v, zero, v, zero);
-        /* The zeros behind the end change only one extreme that is used: the least of the elements that are not below
-           zero. There those lanes are left out. */
+        /* Lanes behind the end are 0, which can change only one extreme in use: a->least[1], which leaves them out. */
         least = HV(min)(HV(if_ge)(v, zero, v, inf), a->least[1][u]);
         a->least[0][u] = HV(min)(v, a->least[0][u]);
         a->most[0][u]  = HV(max)(HV(if_ge)(v, zero, minf, v), a->most[0][u]);
@@ -13650,7 +13535,8 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
     return bits & valid;
 }
 
-/* Pass 1. bits: ceil(n / 32) * 4 bytes. e: residual in, v out. The sums show whether an element is NaN or infinite. */
+/* Pass 1 of 1-bit SGD: adds g to the residual e (or NULL), writes a bit for each sum, ceil(n / 32) * 4 bytes, and fills
+   `row`, whose sums show whether an element is NaN or infinite. */
 HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HV(onebit_acc) a;
@@ -13694,7 +13580,7 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
     row->count[0] = n - ones;
 }
 
-/* Pass 2: e = v - level, where e holds v. */
+/* Pass 2 of 1-bit SGD: subtracts from e, gradient + residual, its level: `low` where e < 0, else `high`. */
 HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 {
     HV(f32) l = HV(set1)(low), h = HV(set1)(high);
@@ -13725,8 +13611,8 @@ HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(load_upto)(y, c) + v);
 #undef HPMLI_ONEBIT_DECODE
 #undef HPMLI_ONEBIT_V
 
-/* packed = bf16(g + e), e = the rounding error; e NULL: no feedback. Returns false for a NaN, an infinity, or a float
-   that rounds to infinity: 0 * error is NaN then, and stays NaN in the sum. */
+/* Packs g + e as bf16 and stores the rounding error in the residual e, or NULL. Returns false for a NaN, an infinity,
+   or a float that rounds to infinity: 0 * error is NaN then, and stays NaN in the sum. */
 HPMLI_KERNEL bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
 {
     HV(f32) nan = HV(zero)();
@@ -13740,7 +13626,6 @@ HPMLI_KERNEL bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, in
     }
     return HV(sum_lanes)(nan) == 0;
 }
-
 HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
 {
     HV_LOOP(n) {
@@ -13752,18 +13637,14 @@ HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-kernels   convolution: tiles of pixels by channels
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A convolution is a matrix product: Y (pixels, OC) = columns (pixels, K) W (K, OC), K = taps x channels, see >>conv.
    The matrix of columns is never made. In a copy of the image in NHWC order, channels innermost, with its padding, the
-   numbers that a pixel of the result reads are a few contiguous runs, one for each row of the kernel, and the next
-   pixel's are the same runs moved by one pixel. For a 3 x 3 kernel, C channels and padding p:
-
+   numbers that a pixel of the result reads are a few contiguous runs, one for each row of the convolution's kernel; the
+   next pixel's are the same runs moved by one pixel. For a 3 x 3 kernel, C channels and padding p:
         padded image, a row of it:  | 0 .. 0 | pixel 0: C floats | pixel 1 | pixel 2 | ..
                                       \__________ run of 3 C floats for y[0] _________/
                                                \__________ for y[1], C floats later __________/ ..
-
    As plain C, for one image, stride 1 and no groups (x_pitch: floats of a padded row):
-
         for (int64_t oh = 0; oh < OH; oh++)
             for (int64_t ow = 0; ow < OW; ow++)
                 for (int64_t oc = 0; oc < OC; oc++) {
@@ -13774,17 +13655,14 @@ HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
                     }
                     y[(oh * OW + ow) * OC + oc] = sum;
                 }
-
    HV(conv_tile) does so for a tile of a few pixels (ow) by one or two vectors of channels (oc), whose sums stay in
    registers as in >>gemm: each number of a run is broadcast and multiplied by vectors of w. The copy of the image costs
    about a hundredth of the work; results go back to the order of y in bands of a few rows.
-
    The same tile computes all three products. The gradient of the weights has taps x channels as rows and sums over
    pixels; the gradient of the input has pixels of dy as rows, taps x channels as columns, and is added to the places
    that those taps read. */
-
-/* Computes a tile of mr rows by nv vectors of a hpmli_conv_product, with the row macros of >>gemm. All lanes are
-   stored, because the arrays have space for whole tiles. */
+/* Computes a tile of mr rows by nv vectors of the product s from its operands at a and b into c, with the row macros of
+   >>gemm. All lanes are stored, because the arrays have space for whole tiles. */
 HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_ARGS)
 {
     const int64_t a_row = s->a_row, a_k = s->a_k, b_k = s->b_k, ldc = s->c_row;
@@ -13815,7 +13693,7 @@ HPMLI_ROWS(HPMLI_CONV_TILE, 2)
 static hpmli_conv_tile_fn *const HV(conv_tiles)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 1) },
                                                                  { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 2) } };
 
-/* Computes all rows of a product, dealt out evenly to tiles, for cols <= HPMLI_NR columns. */
+/* Computes all rows of the product s of a and b into c, dealt out evenly to tiles, for cols <= HPMLI_NR columns. */
 HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t cols, const float *a, const float *b,
                                        float *c)
 {
@@ -13825,9 +13703,8 @@ HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t cols
         HV(conv_tiles)[cols > HV_LANES][mr - 1](s, a + i * s->a_row, b, c + i * s->c_row);
     }
 }
-
-/* Transposes a block of at most HV_LANES x HV_LANES floats: out[j * HV_LANES + i] = x[i * ldx + j] for i < rows,
-   j < cols; lanes i >= rows of out become 0. */
+/* Transposes a rectangle of at most HV_LANES x HV_LANES floats: out[j * HV_LANES + i] = x[i * ldx + j] for i < rows, j
+   < cols; lanes i >= rows of out become 0. */
 HPMLI_KERNEL void HV(transpose_block)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
 {
     float part[HV_LANES * HV_LANES];
@@ -13838,9 +13715,8 @@ HPMLI_KERNEL void HV(transpose_block)(const float *x, int64_t ldx, int64_t rows,
     }
     HV(transpose)(x, ldx, rows, out, HV_LANES);
 }
-
-/* y[j * ldy + i] = x[i * ldx + j] + bias[j] for i < rows, j < cols, added to y when `accumulate`. padded: whole vectors
-   may be read from the last columns of x, because there is memory behind them. */
+/* Sets y[j * ldy + i] = x[i * ldx + j] + bias[j] (or no bias) for i < rows, j < cols; `accumulate`: adds y; then relu.
+   padded: whole vectors may be read from the last columns of x, because there is memory behind them. */
 HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool padded,
                                                 float *y, int64_t ldy, const float *bias, int relu, int accumulate)
 {
@@ -13855,14 +13731,13 @@ HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int
                 HV(f32) v  = HV(load)(square + q * HV_LANES);
                 if (bias) v += HV(set1)(bias[j + q]);
                 if (accumulate) v = HV(load_upto)(to, lanes) + v;
-                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
+                if (relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays NaN */
                 HV(store_upto)(to, v, lanes);
             }
         }
     }
 }
-
-/* Packs the weights (OC, C, taps) of output channels [o, o + HPMLI_CONV_PANEL) as tiles read them, in panels of
+/* Packs the weights w (OC, C, taps) of output channels [o, o + HPMLI_CONV_PANEL) as tiles read them, in panels of
    HPMLI_NR channels: dst[panel][(tap * C + c) * HPMLI_NR + lane], with zeros in lanes without a channel. */
 HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
@@ -13876,9 +13751,8 @@ HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w,
                                       d->C * HPMLI_NR, NULL, 0, 0);
     }
 }
-
-/* Packs the weights of output channel o for the gradient of the input: for each run of taps, panels of HPMLI_NR floats
-   of the run: dst[run][panel][o * HPMLI_NR + lane]. */
+/* Packs the weights w of output channel o for the gradient of the input: for each run of contiguous taps, panels of
+   HPMLI_NR floats of the run: dst[run][panel][o * HPMLI_NR + lane]. */
 HPMLI_KERNEL void HV(conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
     int64_t runs  = d->runs[0] * d->runs[1], run_taps = d->run_floats / d->C;
@@ -13893,8 +13767,7 @@ HPMLI_KERNEL void HV(conv_pack_for_dx)(const hpmli_conv *d, float *dst, const fl
             }
         }
 }
-
-/* Copies an image (channels, height, width) to NHWC order; rows of the result are `pitch` floats apart. */
+/* Copies an image x (channels, height, width) to `image` in NHWC order, whose rows are `pitch` floats apart. */
 HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
                                    int64_t pitch)
 {
@@ -13912,7 +13785,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         return;
     }
     for (int64_t p = 0; p < plane; p += HV_LANES) {
-        float  *to[HV_LANES]; /* where each pixel goes */
+        float  *to[HV_LANES]; /* where each pixel's channels go */
         int64_t n = plane - p < HV_LANES ? plane - p : HV_LANES;
         for (int64_t i = 0; i < n; i++) {
             to[i] = image + row * pitch + col * channels;
@@ -13928,8 +13801,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         }
     }
 }
-
-/* Copies some channels of rows of pixels between NHWC images: to = from + bias, added to `to` when `accumulate`. */
+/* Copies d's rows of pixels, some channels of each: to = from + bias (or NULL), `accumulate`: adds `to`; then relu. */
 HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                                 int accumulate)
 {
@@ -13943,13 +13815,12 @@ HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float
                 HV(f32) v = HV(load_upto)(x + i, c);
                 if (bias) v += HV(load_upto)(bias + i, c);
                 if (accumulate) v += HV(load_upto)(y + i, c);
-                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays NaN */
+                if (relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays NaN */
                 HV(store_upto)(y + i, v, c);
             }
         }
 }
-
-/* Copies a padded image in NHWC order to dx, (C, H, W) or some channels of NHWC, or adds it. */
+/* Copies, or adds if `accumulate`, a padded NHWC image without its padding to dx: (C, H, W) or channels of NHWC. */
 HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
     hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_pixel, d->x_pixel, d->x_pitch, d->C };
@@ -13963,13 +13834,12 @@ HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float
         HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0,
                                   accumulate);
 }
-
-/* Computes output channels [o0, o1) of one image and group, from its padded image in NHWC order. band: space of
-   (d->band_rows, OW, HPMLI_NR) floats. y: the first channel of the group. */
+/* Computes output channels [o0, o1) of one image and group from its padded image in NHWC order and packed weights w.
+   band: scratch of (d->band_rows, OW, HPMLI_NR) floats. y: the group's first channel of the result. */
 HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
                                    const float *bias, int relu, float *y, float *band)
 {
-    const int64_t      w_run = d->run_floats * HPMLI_NR; /* floats of the weights of a run */
+    const int64_t      w_run = d->run_floats * HPMLI_NR; /* weights of a run for a panel of channels */
     hpmli_conv_product s = { d->OW, d->x_pixel_step, 1, HPMLI_NR, HPMLI_NR, d->run_floats, { d->runs[0], d->runs[1] },
                              { d->run_step[0], d->run_step[1] }, { d->runs[1] * w_run, w_run }, 0 };
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
@@ -13987,9 +13857,8 @@ HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, const float *w, const fl
         }
     }
 }
-
-/* dx += dy W^T for padded images in NHWC order, run after run of taps. The pixels of a row of dy are added one after
-   the other, because the runs that they read overlap. */
+/* dx += dy W^T, the gradient of the input, for padded NHWC images, run after run of taps. The pixels of a row of dy are
+   added one after the other, because the runs that they read overlap. */
 HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
     hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->x_pixel_step, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
@@ -14002,8 +13871,7 @@ HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const
                                          dx + i * d->x_floats + row * d->x_row_step +
                                          u * d->run_step[0] + v * d->run_step[1] + lane);
 }
-
-/* dw (panels of OC, taps, C, HPMLI_NR) = sum over the pixels of some images, added to dw when `add`. */
+/* Sums the weights' gradient over the pixels of some images: dw (panels of OC, taps, C, HPMLI_NR), += if `add`. */
 HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
                                        int add)
 {
@@ -14014,8 +13882,7 @@ HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, cons
             for (int64_t v = 0; v < d->runs[1]; v++, dw += d->run_floats * HPMLI_NR)
                 HV(conv_product)(&s, d->OC - o, x + u * d->run_step[0] + v * d->run_step[1], dy + o, dw);
 }
-
-/* dw (OC, C, taps) = the sum of the partial sums, in order, for output channels [o, o + HPMLI_CONV_PANEL). */
+/* Adds up partial sums of dw, in order: dw (OC, C, taps) for channels [o, o + HPMLI_CONV_PANEL), += if `accumulate`. */
 HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate)
 {
     float   sum[HV_LANES * HV_LANES];
@@ -14036,9 +13903,8 @@ HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *p
             }
     }
 }
-
-/* Loads corner q of n windows of 2 x 2 pixels next to each other, in the rows at x and x + width. Corners: 0 upper
-   left, 1 upper right, 2 lower left, 3 lower right. */
+/* Loads corner q of n adjacent windows of 2 x 2 pixels in the rows at x and x + width. Corners: 0 upper left, 1 upper
+   right, 2 lower left, 3 lower right. */
 HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
@@ -14046,8 +13912,7 @@ HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, i
     HV(f32) b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
     return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
-
-/* Computes a row of n maxima; at: the corner of each maximum. The first of equal numbers wins, and the first NaN. */
+/* Computes y, maxima of n 2 x 2 windows, and at, the corner of each. The first of equals wins, and the first NaN. */
 HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
@@ -14061,8 +13926,7 @@ HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t 
         HV(store_upto)(at + i, from, c);
     }
 }
-
-/* The gradient: dx = dy at the corner of the maximum, 0 at the other three, added to dx when `accumulate`. */
+/* Sets the gradient dx of 2 x 2 windows: dy at corner `at`, 0 at the other three, added to dx when `accumulate`. */
 HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
                                         bool accumulate)
 {
@@ -14084,9 +13948,7 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>table   the kernels of this pass
 // ---------------------------------------------------------------------------------------------------------------------
-
 static bool HV(runs_here)(void) { return HPMLI_RUNS_HERE; }
-
 static const hpmli_kernels HV(kernels) = {
     HPMLI_ISA_NAME, HV(runs_here), HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
     HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
@@ -14106,19 +13968,18 @@ static const hpmli_kernels HV(kernels) = {
 // ---------------------------------------------------------------------------------------------------------------------
 // >>choose   which of the kernels run: the best instruction set of the CPU
 // ---------------------------------------------------------------------------------------------------------------------
-
 #undef HV
 #undef HV_LANES
 #undef HV_LOOP
 #undef HV_POLY5
 #undef HV_POLY_ON
 
-/* Returns the kernels called `name`, or NULL when there are none or this CPU cannot run them. For name NULL: the
-   fastest kernels that this CPU runs. */
+/* Returns the table of kernels called `name` ("avx2" ..), or NULL when there is none or this CPU cannot run it. For
+   name NULL: the fastest kernels that this CPU runs. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
     static const hpmli_kernels *const tables[] = { /* the fastest first */
-#if defined(HPMLI_EDITOR) /* which knows only the scalar pass */
+#if defined(HPMLI_EDITOR) /* an editor knows only the scalar pass */
 #elif defined(HPMLI_HAVE_X86)
         &hpmli_kernels_avx512,
         &hpmli_kernels_avx2,
