@@ -5365,7 +5365,7 @@ HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, 
 
 HPMLC_FN void hpmlc_clear_label(hpml_comm *c) { memset(&c->about, 0, sizeof c->about); }
 
-/* Makes step 1 of an exchange (see hpml_exchange_desc): packs all rows, stripe by stripe, into the messages to the
+/* Performs step 1 of an exchange (see hpml_exchange_desc): packs all rows, stripe by stripe, into the messages to the
    ranks that add them up. Returns hpml_exchange.bad. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
@@ -5388,7 +5388,8 @@ HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* Makes the end of step 5 of an exchange (see hpml_exchange_desc): unpacks the sums of all stripes into the tensors. */
+/* Performs the end of step 5 of an exchange (see hpml_exchange_desc): unpacks the sums of all stripes into the tensors.
+   */
 HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
 {
     int p = c->size;
@@ -5417,7 +5418,7 @@ HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
     if (*bad == 0) *bad = other;
 }
 
-/* Makes steps 3 and 4 of an exchange (see hpml_exchange_desc): adds the contributions of all ranks to this rank's
+/* Performs steps 3 and 4 of an exchange (see hpml_exchange_desc): adds the contributions of all ranks to this rank's
    stripe, in the order of ranks and leaves, and packs the sum. Returns hpml_exchange.bad of the sum. */
 HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 {
@@ -5724,7 +5725,7 @@ HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
     return status == HPML_OK ? c->link.wait(c->link.user) : status;
 }
 
-/* Makes steps 3 to 5 of `count` exchanges on a device: adds, packs, sends and unpacks; none for exchanges without
+/* Performs steps 3 to 5 of `count` exchanges on a device: adds, packs, sends and unpacks; none for exchanges without
    packed tensors. check: as in hpmlc_linked_wait. */
 HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
 {
@@ -6239,7 +6240,8 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_d
     e->codec     = d->d.codec;
 }
 
-/* Makes the exchanges of bucket b on c: compressed as e says and, for warm steps, uncompressed. False: an error. */
+/* Creates the exchange objects of bucket b on c: one that compresses as e says and, for the first warm_steps steps, one
+   that does not compress. False: an error on the context. */
 HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b, hpml_comm *c, hpml_exchange_desc *e,
                                      hpmlc_exchange_mode mode)
 {
@@ -6253,7 +6255,7 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
     return b->warm != NULL;
 }
 
-/* Makes the exchanges of bucket b, whose tensors are g, for a strategy that exchanges on the host. */
+/* Creates the exchange objects of bucket b, whose tensors are g, for a strategy that exchanges on the host. */
 HPMLC_FN bool hpmlc_host_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     hpml_exchange_desc e;

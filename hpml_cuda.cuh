@@ -1800,7 +1800,8 @@ HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
     }
 }
 
-/* Computes part[b] = the sum of the terms of n elements of x and t (t.p NULL: none) that block b loops over. */
+/* Computes part[b] = the sum of hpmlg_loss_term(what, delta, x, t) over those of n elements of x and of the target t
+   (t.p NULL: no target) that block b loops over. */
 static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array t, int what, float delta, int64_t n)
 {
     __shared__ float space[256 / HPMLG_WARP];
