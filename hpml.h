@@ -170,7 +170,7 @@
 
 #define HPML_VERSION 100 /* 10000 * major + 100 * minor + patch */
 
-/* HPML_API is the linkage of every public function. Define it yourself (dllexport, ...) or define HPML_STATIC. */
+/* Linkage of every public function. Define HPML_API yourself (dllexport, ...), or HPML_STATIC for static functions. */
 #ifndef HPML_API
 #ifdef HPML_STATIC
 #if defined(__GNUC__)
@@ -195,8 +195,7 @@ extern "C" {
 // >>api-status   status codes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Status codes and their texts. Blocks: -1 general, -100 shapes, -200 memory, -300 files, -400 communication, -500
-   CUDA. */
+/* Status codes and texts: -1.. general, -100.. shapes, -200.. memory, -300.. files, -400.. communication, -500 CUDA */
 #define HPML_STATUS_LIST(X)                                                                                            \
     X(HPML_OK, 0, "ok")                                                                                                \
     X(HPML_ERR_ARGUMENT, -1, "invalid argument")                                                                       \
@@ -231,12 +230,11 @@ HPML_API int         hpml_version(void);                     /* HPML_VERSION of 
 // >>api-context   allocator, logger, context
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* In every desc a zero field means its documented default. Where zero itself is legal but is not the default, set the
-   field to HPML_ZERO. */
+/* In a desc a zero field means its default; HPML_ZERO in a field means 0 itself, where that is not the default. */
 #define HPML_ZERO (1e-38f)
 
-#define HPML_MAX_DIMS 5 /* dimensions of a tensor */
-#define HPML_MAX_SRC  8 /* inputs of one op */
+#define HPML_MAX_DIMS 5 /* most dimensions of a tensor */
+#define HPML_MAX_SRC  8 /* most source tensors of one op */
 
 typedef struct hpml_ctx     hpml_ctx;     /* owns memory, threads, errors, the device and all objects; opaque */
 typedef struct hpml_tensor  hpml_tensor;  /* an array with a shape; transparent, see >>api-tensor */
@@ -252,29 +250,28 @@ typedef enum hpml_dtype {
     HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
 } hpml_dtype;
 
-/* Where a context takes its memory; all zero: malloc and free. `align` is a power of two, at most 64 bytes. alloc
-   returns NULL on failure. Both functions are called by the thread that calls the library, never by its worker threads.
-   */
+/* The functions by which a context takes memory; all zero: malloc and free. align: a power of two, at most 64 bytes;
+   alloc returns NULL on failure. Only the thread that calls the library calls these functions, no worker thread. */
 typedef struct hpml_allocator {
     void *(*alloc)(size_t size, size_t align, void *user);
     void (*free)(void *ptr, size_t size, void *user);
     void *user;
 } hpml_allocator;
 
-/* Called once for each error with its text. The library never prints; pass hpml_log_stderr to get a line on stderr. */
+/* The callback for errors: called once for each, with its text. The library prints nothing itself. */
 typedef void hpml_log_fn(hpml_status status, const char *text, void *user);
 HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user);
 
 typedef struct hpml_ctx_desc {
-    uint32_t            _begin;    /* canary, zero; every desc has _begin and _end: a nonzero canary is an error */
+    uint32_t            _begin;    /* canary: first and last field of every desc; nonzero is an error (garbage) */
     int32_t             threads;   /* computing threads, the caller included, 1 to 1024; 0: all cores of this process */
     uint64_t            seed;      /* of all random numbers of this context */
     const char         *cpu;       /* kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best of this CPU */
-    /* Mixed precision on the CPU: the type in which results of ops and their gradients are stored. F32 (default), BF16
+    /* Mixed precision on the CPU: the type in which results of ops and their gradients are stored: F32 (default), BF16
        (8 bits of precision, the range of f32) or F16 (11 bits of precision, at most 65504, see
-       hpml_trainer_desc.loss_scale). Ops compute in f32, on f32 copies of a block of samples at a time; matrix products
-       round a copy of their weights to this type. Parameters, their gradients, optimizer state, scalars, values that an
-       op saves for its backward pass, and files stay f32. A GPU's precision is set in its own desc. */
+       hpml_trainer_desc.loss_scale). Ops compute in f32, on f32 copies of some samples at a time; matrix products round
+       a copy of their weights to this type. Parameters, their gradients, optimizer state, scalars, values that an op
+       saves for its backward pass, and files stay f32. A GPU's precision is set in its own desc. */
     hpml_dtype          activation_dtype;
     const hpml_backend *backend;   /* the device that holds tensors and runs ops; NULL: CPU */
     void               *backend_desc; /* passed to backend->open */
@@ -284,14 +281,13 @@ typedef struct hpml_ctx_desc {
     uint32_t            _end;
 } hpml_ctx_desc;
 
-/* Creates a context. `desc` NULL means all defaults. Returns NULL only when there is no memory for the context itself;
-   any other failure (an unknown kernel name, say) gives a context that already holds the error. See THREADS above. */
+/* Creates a context. `desc` NULL: all defaults. Returns NULL only if there is no memory for the context itself; after
+   any other failure (an unknown kernel name, say) the context returned contains the error. See THREADS at the top. */
 HPML_API hpml_ctx   *hpml_ctx_create(const hpml_ctx_desc *desc);
-HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* and all objects created from it; NULL: nothing */
-HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* the first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
-HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came; or "" */
-/* Forgets the error, so that calls work again, and the parameters of the op whose recording failed. */
-HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx);
+HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* frees ctx and all objects created from it; ctx may be NULL */
+HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* the first error's text: object, expected, got; or "" */
+HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx); /* forgets the error and the failed op's parameters */
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx); /* threads that compute, the caller included */
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx);    /* kernels in use: "avx512", ... */
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx);
@@ -299,23 +295,20 @@ HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of allo
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes held now */
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* all zero for ctx NULL */
 
-/* A callback for the writing of safetensors, parameters and checkpoints: called each time that 64 MB more of the file
-   are on the disk, with the number of bytes written to the file. fn NULL: none, and the file is synced once, at its
-   end. */
+/* A callback during the writing of safetensors, parameters and checkpoints: called after each 64 MB that are on the
+   disk, with the bytes written to the file by then. fn NULL: none, and the file is synced once, at its end. */
 typedef struct hpml_progress {
     void (*fn)(void *user, uint64_t bytes);
     void  *user;
 } hpml_progress;
-/* Sets the callback and returns the previous one. */
-HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress);
+HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress); /* sets it; returns the previous */
 
-/* Allocates memory that lives as long as the context: zeroed, 64-byte aligned. `destroy`, if not NULL, is called before
-   the memory is freed. Returns NULL, with an error on the context, when there is no memory. */
+/* Allocates zeroed, 64-byte aligned memory that the context frees at its end, or returns NULL with an error on the
+   context. `destroy`, if not NULL, is called before the memory is freed. */
 HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*destroy)(void *object));
-HPML_API void  hpml_ctx_release(hpml_ctx *ctx, void *object); /* frees memory of hpml_ctx_alloc now; NULL: nothing */
+HPML_API void  hpml_ctx_release(hpml_ctx *ctx, void *object); /* frees memory of hpml_ctx_alloc; NULL: nothing */
 
-/* Logs an error, stores it in the context if that has none, and returns `status`: for code of your own that works on a
-   context, as hpml_comm.h and hpml_cuda.cuh do. */
+/* Logs an error of your own code, stores it in the context if that has none, returns `status`. format: as printf's. */
 HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 3, 4)))
@@ -354,12 +347,11 @@ typedef struct hpml_param {
 /* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), the channels of a pixel adjacent. */
 typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
 
-/* A dense array in row-major order, owned by its context. Memory is allocated by hpml_tensor_create, hpml_graph_alloc
-   or hpml_trainer_create; before that all four pointers are NULL. `raw` and `raw_grad` point to numbers of the type
-   `dtype`. `data` and `grad` are the same addresses where dtype is F32 and NULL for all other types, so that no program
-   reads halves or integers as floats. With the CPU backend you may read and write all of them; with another backend
-   they are addresses of the device: use hpml_tensor_get and _set. The first dimension of an input is the batch; see
-   `batch_rows`. */
+/* A dense row-major array, owned by its context. hpml_tensor_create, hpml_graph_alloc or hpml_trainer_create allocate
+   the memory; until then the four pointers are NULL. `raw` and `raw_grad` point to numbers of the type `dtype`. `data`
+   and `grad` are the same addresses where dtype is F32, and NULL for all other types, so that no program reads halves
+   or integers as floats. With the CPU backend you may read and write all of them; another backend's are addresses of
+   the device: use hpml_tensor_get and _set. The first dimension of an input is the batch; see `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
     const char *name;                  /* unique among parameters; never NULL */
@@ -372,21 +364,20 @@ struct hpml_tensor {
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
     int64_t     stride[HPML_MAX_DIMS]; /* in elements; tensors of a graph are contiguous, views need not be */
     int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
-    hpml_param *param;      /* not NULL: a parameter */
-    hpml_node  *node;       /* the op that computes it; NULL: an input, a parameter or a constant */
-    bool        needs_grad; /* a parameter, computed from one, or an input marked by hpml_tensor_require_grad */
-    hpml_layout layout;     /* of the dimensions of images (4 dimensions); see hpml_to_layout */
+    hpml_param *param;      /* not NULL: the tensor is a parameter with these properties */
+    hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
+    bool        needs_grad; /* set for parameters, results of them, and by hpml_tensor_require_grad */
+    hpml_layout layout;     /* order of the dimensions, where there are 4 (images); see hpml_to_layout */
     struct hpmli_tensor_state *state; /* private */
 };
 
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element; 0 for an unknown type */
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype);    /* "f32", "bf16", "f16", "i32", "u8" */
-HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements; follows the batch set last; 0 for NULL */
-/* Writes a text such as f32 64x784 "fc1.weight" to buffer, cut to `size` bytes, and returns buffer. */
+HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements, by the batch set last; 0 for NULL */
+/* Writes a text such as f32 64x784 "fc1.weight" to buffer (`size` bytes, the text is cut there) and returns buffer. */
 HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size);
 
-/* Creates a tensor with memory of its own, filled with zeros: for constants, data, masks. shape: `ndim` positive
-   numbers. _1d to _4d: f32. */
+/* Creates a tensor of zeros with memory of its own (constants, data, masks): `ndim` sizes above 0. _1d to _4d: f32. */
 HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0);
 HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1);
@@ -394,46 +385,45 @@ HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d
 HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
 HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; frees a view or a tensor of hpml_tensor_create */
 
-/* Creates a view, a tensor that shares the memory of `t`, which must have memory. Ops accept contiguous views only; to
-   record a reshape, slice or transpose as part of a model see >>api-ops. */
-HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* t contiguous; one -1 */
+/* Creates a view, a tensor that shares the memory of `t`, which must have memory. Ops accept contiguous views only;
+   >>api-ops has the reshape, slice and transpose that are recorded as part of a model. */
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* contiguous t; one -1 */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
-/* Copies src to dst, of the same shape with any strides, and converts the type: rounded to nearest, ties to even; I32
-   and U8 saturate, and NaN becomes 0. CPU memory only. */
+/* Copies src to dst in CPU memory, of the same shape with any strides, and converts the type: floats are rounded to
+   nearest, ties to even; I32 and U8 saturate, and NaN becomes 0 in them. */
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
-/* Copies all values of a contiguous tensor from or to `count` floats in host memory, whatever device and dtype the
-   tensor has; converts as hpml_tensor_copy. `count` must equal hpml_tensor_count. */
+/* Copies `count` floats (hpml_tensor_count) in host memory to or from a contiguous tensor of any device and dtype;
+   converts as hpml_tensor_copy. */
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_t count);
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_t count);
-/* The same without conversion: `bytes` must equal hpml_tensor_count times hpml_dtype_size. For labels, tokens, halves.
-   */
+/* Copies all values unconverted; bytes: hpml_tensor_count times hpml_dtype_size (labels, tokens, halves). */
 HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes);
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes);
 
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
-/* BLAS on arrays in host memory, row-major, by all threads of the context. With alpha or beta 0 the operand that is
-   multiplied by it is not read, so that its NaNs do not matter.
-   C = alpha * op(A) * op(B) + beta * C: op(A) is (m, k), op(B) is (k, n). trans_a: A is stored (k, m). lda, ldb, ldc:
-   elements between rows as stored. */
+/* BLAS on row-major arrays in host memory, by all threads of the context. An operand that is multiplied by an alpha or
+   beta of 0 is not read, so that its NaNs do not matter.
+   sgemm: C = alpha * op(A) * op(B) + beta * C: op(A) is (m, k), op(B) (k, n), C (m, n). trans_a: A is stored as (k, m),
+   trans_b: B as (n, k). lda, ldb, ldc: elements from one row to the next as stored. */
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc);
-/* The same with A and B in types of their own, F32, BF16 or F16; products, sums and C are f32. */
+/* As hpml_sgemm, with A and B each in a type of its own, F32, BF16 or F16; products, sums and C are f32. */
 HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
                                int64_t ldb, float beta, float *c, int64_t ldc);
-/* y = alpha op(A) x + beta y: A is stored (m, n), rows lda apart; x has n numbers and y m, with trans_a the other way
-   round. Numbers of a vector are inc apart, 1 or more: a column of a matrix has the matrix's leading dimension. */
+/* y = alpha op(A) x + beta y: A is stored as (m, n), rows lda apart; x has n numbers and y m; with trans_a x m, y n.
+   inc_x, inc_y: elements from one number of the vector to the next, 1 or more (for a column: the row length). */
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y);
 HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
                                 int64_t inc_y); /* y += alpha x */
 HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x); /* x *= alpha */
-/* The first i whose |x[i]| is largest, counted from 0; the first NaN, where there is one; -1 for n 0 and on error. */
+/* Returns the first i, from 0, whose |x[i]| is largest; that of the first NaN, if any; -1 for n 0 and on error. */
 HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -468,21 +458,19 @@ typedef struct hpml_param_desc {
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* creates a parameter */
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* by order of recording, or NULL */
-HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none; O(1) */
+HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements; without buffers */
 HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 of all bytes */
-/* Allocates and initializes the parameters that have no memory yet; hpml_graph_alloc calls it. */
-HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx);
+HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory and values; hpml_graph_alloc calls it */
 
-/* Elementwise, with numpy's broadcasting: dimensions are matched from the last, and a dimension of size 1 is repeated.
-   */
+/* Elementwise ops with numpy's broadcasting: shapes are matched from the last dimension; a size of 1 is repeated. */
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
 HPML_API hpml_tensor *hpml_sub(hpml_tensor *a, hpml_tensor *b); /* a - b */
 HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b); /* a * b */
 HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b); /* a / b */
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b); /* a * x + b */
 
-/* Functions of one element. */
+/* Activations: functions of one element x. */
 typedef enum hpml_act {
     HPML_ACT_NONE       = 0,
     HPML_ACT_RELU       = 1,  /* max(x, 0) */
@@ -504,8 +492,8 @@ HPML_API hpml_tensor *hpml_silu(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x);
 
-/* y = op(A) op(B): a (.., m, k), b (.., k, n), y (.., m, n). trans_a: a is (.., k, m); trans_b: b is (.., n, k). The
-   leading dimensions of a and b are equal, or b has two dimensions and multiplies each matrix of a. */
+/* y = op(a) op(b): a (.., m, k), b (.., k, n), y (.., m, n). trans_a: a is (.., k, m); trans_b: b is (.., n, k). The
+   leading dimensions (..) of a and b are equal, or b has two dimensions and multiplies each matrix of a. */
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b);
 
 /* y = act(x w^T + bias): x (.., in), w (out, in), bias (out), y (.., out). Records a parameter "name.weight" and,
@@ -523,20 +511,18 @@ typedef struct hpml_linear_desc {
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
 /* Converts images to another layout: records a permute, or returns x if x has that layout. The result of an op has the
-   layout of its sources; reshape and permute give NCHW. conv2d, pooling and batchnorm compute the same in both layouts,
-   up to rounding; their parameters have the same shapes and order, and hpml_flatten gives (B, C H W), so that files of
-   parameters fit both. Loaders, crops and augmentation produce (C, H, W), so record hpml_to_layout(input, HPML_NHWC).
-   batchnorm, and on a GPU conv2d and pooling, compute in NCHW and convert NHWC before and after. All other ops ignore
-   the layout; an op with images of two layouts is an error. */
+   layout of its sources; reshape and permute give NCHW. Both layouts give equal results up to rounding and need equal
+   parameters (shapes, order); hpml_flatten gives (B, C H W) for both, so files of parameters fit both. Loaders, crops
+   and augmentation produce (C, H, W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and
+   pooling, convert NHWC to NCHW and back. Other ops ignore the layout; images of two layouts in an op are an error. */
 HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout);
-/* Declares the layout of the numbers in x (an input or a reshape) without moving them. An op that reads x already is an
-   error. */
+/* Declares, without moving numbers, the layout of x: an input or a reshape that no op has read yet. */
 HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
 
-/* How the CPU computes a convolution; results agree up to rounding. t: weights (height x width) of a kernel. */
+/* How the CPU computes hpml_conv2d; results agree up to rounding. C: channels of x; t: height x width of a kernel. */
 typedef enum hpml_conv_algorithm {
     HPML_CONV_AUTO   = 0, /* DIRECT, or IM2COL if DIRECT would exceed the limit of the workspace */
-    HPML_CONV_DIRECT = 1, /* reads images in place. Workspace: up to 17 t C out floats, and some images per thread */
+    HPML_CONV_DIRECT = 1, /* reads images in place. Workspace: up to 17 t C out floats, some images per thread */
     HPML_CONV_IM2COL = 2  /* multiplies the weights by a matrix of t C / groups rows, for some rows of y at a time */
 } hpml_conv_algorithm;
 
@@ -609,8 +595,8 @@ HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc);
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc); /* (B, C) or (B, C, H, W) */
 
 /* In training sets each element to zero with probability p, 0 <= p < 1, and multiplies the others by 1 / (1 - p)
-   (Srivastava et al. 2014); in evaluation y = x. The mask is a function of seed, step, node and the element's place in
-   the global batch: the backward pass computes the mask again instead of storing it. */
+   (Srivastava et al. 2014); in evaluation y = x. The mask is not stored but computed again in the backward pass, from
+   seed, step, node and the element's place in the global batch. */
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p);
 
 /* y[b][t] = table[tokens[b][t]]: tokens I32 (B, T) in 0 .. vocabulary - 1, table (vocabulary, width), y (B, T, width).
@@ -644,12 +630,11 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
    mul, with the state as an input. */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
-/* Losses: scalars. cross_entropy: logits (.., classes), labels I32 (..); the mean over the rows whose label is not
-   ignore_index of -log softmax(logits)[label]. The other losses are means over all elements of two tensors of the same
-   shape. */
+/* Losses: f32 scalars. cross_entropy: -log softmax(logits)[label], logits (.., classes), labels I32 (..), averaged over
+   the labels that are not ignore_index. The other losses are means over all elements of two tensors of one shape. */
 typedef struct hpml_cross_entropy_desc {
     uint32_t _begin;
-    float    label_smoothing; /* 0 to 1: this share of the target is spread evenly over all classes */
+    float    label_smoothing; /* 0 to 1: this part of the target is spread evenly over all classes */
     int32_t  ignore_index;    /* rows with this label are left out; 0: HPML_IGNORE (so label 0 cannot be left out) */
     uint32_t _end;
 } hpml_cross_entropy_desc;
@@ -663,13 +648,13 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 // >>api-graph   planning and running a recorded graph
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The memory that a graph needs, in bytes, known before any of it is allocated. A few KB of lists come on top. */
+/* Bytes of memory that a graph needs, known before any is allocated. A few KB of lists come on top. */
 typedef struct hpml_memory {
     size_t parameters;  /* values of all parameters of the context */
     size_t gradients;   /* gradients of the parameters that this graph trains */
-    size_t activations; /* inputs, results of ops, their gradients and saved values, with memory used again */
-    size_t unshared;    /* the same, if no memory were used again */
-    size_t scratch;     /* working memory of ops, shared by all */
+    size_t activations; /* inputs, results of ops, their gradients and saved values; memory is used again */
+    size_t unshared;    /* what activations would be if no memory were used again */
+    size_t scratch;     /* working memory of ops; all ops use the same memory */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer */
     size_t total;       /* parameters + gradients + activations + scratch + optimizer */
 } hpml_memory;
@@ -682,29 +667,25 @@ typedef struct hpml_graph_desc {
     uint32_t            _end;
 } hpml_graph_desc;
 
-/* Plans the ops on which outputs and loss depend. Allocates no tensor memory yet. A result of an op belongs to at most
-   one graph, and its memory may be used again unless it is an output; inputs and parameters may be in several graphs.
-   */
+/* Plans the ops on which outputs and loss depend; no tensor memory is allocated. A result of an op belongs to at most
+   one graph, and its memory may be used again unless it is an output; inputs and parameters may be in several. */
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc);
 HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
-HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* allocates the memory; the first run calls it */
-/* Sets the number of samples of the next runs, 1 to the batch of the inputs. shape[0] of all tensors with batch_rows
-   follows. */
+HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* allocates the planned memory; the first run calls it */
+/* Sets the number of samples of later runs, 1 to the inputs' batch, and so shape[0] of all tensors with batch_rows. */
 HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
-HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: an op mixes samples: full batches only */
-/* Computes all results. train: dropout is active and batchnorm uses the batch's statistics. step: number of the step,
-   which keys the dropout masks. */
+HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: an op mixes samples; full batches only */
+/* Computes all results. train: dropout is active and batchnorm uses the batch's statistics. step: the step's number, on
+   which the dropout masks depend. */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step);
-/* Computes the gradients of scale times the loss of the last forward pass. Gradients of parameters are overwritten or,
-   if `accumulate`, added to. */
+/* Computes gradients of scale x loss of the last forward pass; accumulate: adds to those of parameters. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
-   1e-2), for up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
-   - b| / (|a| + |b| + r), where r is the root mean square of that gradient; on error a negative number. */
+   1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
+   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
-/* Requests the gradient of an f32 input. An op that reads the input already is an error. */
-HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
+HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* f32, not yet read by an op */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-optimizer   optimizers: a table of rows, your own rows too
@@ -717,10 +698,10 @@ typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HP
 
 #define HPML_MAX_STATES 4 /* arrays that an optimizer may keep for each parameter */
 
-/* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new state was. */
+/* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new optimizer state was. */
 enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
 
-/* One optimizer step on one parameter. All arrays have n numbers and lie where the backend keeps its tensors. */
+/* One optimizer step on one parameter. All arrays have n floats and lie in the memory of the backend (GPU or host). */
 typedef struct hpml_update {
     hpml_opt opt;              /* the formula; HPML_OPT_CUSTOM: that of custom->step, on the CPU */
     const struct hpml_optimizer *custom; /* the row, where opt is HPML_OPT_CUSTOM */
