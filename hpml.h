@@ -703,57 +703,56 @@ enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
 
 /* One optimizer step on one parameter. All arrays have n floats and lie in the memory of the backend (GPU or host). */
 typedef struct hpml_update {
-    hpml_opt opt;              /* the formula; HPML_OPT_CUSTOM: that of custom->step, on the CPU */
+    hpml_opt opt;              /* the formula; HPML_OPT_CUSTOM: that of custom->step (CPU only) */
     const struct hpml_optimizer *custom; /* the row, where opt is HPML_OPT_CUSTOM */
     void    *user;             /* hpml_trainer_desc.optimizer_user */
     const hpml_tensor *param;  /* the parameter, for its name and shape; NULL: not known */
     int64_t  n;                /* 0: nothing to do */
     float   *w;                /* weights */
-    float   *g;                /* gradient; rows with `direction` overwrite it */
-    float   *state[HPML_MAX_STATES]; /* as the row lists them; NULL: not kept */
-    uint64_t step;             /* 1 for the first */
-    float    lr;               /* of this step and parameter: schedule and hpml_param_desc.lr_scale are in it */
+    float   *g;                /* gradient; optimizers with `direction` overwrite it */
+    float   *state[HPML_MAX_STATES]; /* the optimizer's arrays for this parameter; NULL: none */
+    uint64_t step;             /* number of the update, from 1 */
+    float    lr;               /* of this step and parameter, after schedule and hpml_param_desc.lr_scale */
     float    momentum, beta1, beta2, eps;
     float    weight_decay, trust;  /* both 0 where the parameter has no decay */
     float    grad_scale;       /* multiplies g: 1 / loss scale */
-    float    clip;             /* largest norm of all gradients, before grad_scale ... */
-    const double *sumsq;       /* ... and their sum of squares, on the device; NULL: gradients are not clipped */
+    float    clip;             /* largest norm of all gradients together, before grad_scale */
+    const double *sumsq;       /* sum of squares of all gradients, in device memory; NULL: no clipping */
     bool     nesterov;
-    int32_t *found_nonfinite;  /* not NULL: a gradient that is not finite counts as 0; a weight that would not be
-                                  finite stays, and its states start again from 0. The CPU sets HPML_NONFINITE_* bits
-                                  here; a device has an error when the host next waits for it. NULL: NaN and infinity
-                                  go into weights and states */
+    int32_t *found_nonfinite;  /* not NULL: a gradient that is not finite counts as 0; a weight that would not be finite
+                                  stays, its states restart from 0. The CPU sets HPML_NONFINITE_* bits here; a device
+                                  has an error when the host next waits for it. NULL: NaN and infinity get into w and
+                                  state */
 } hpml_update;
 
 typedef struct hpml_optimizer_state {
-    const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints hold "opt.<name>.<parameter>".
-                                  NULL in a built-in row: this place is not used */
+    const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints store "opt.<name>.<parameter>". NULL in a
+                                  built-in optimizer: no array */
     bool        nonnegative;   /* sums or means of squares: checkpoints with a number below 0 are refused */
     bool        with_momentum; /* kept only where the trainer's momentum is not 0 */
 } hpml_optimizer_state;
 
-/* An optimizer. Write a row for your own (static const, or at least as long-lived as its trainers) and hand it in as
+/* An optimizer. For your own, define one (static const, or as long-lived as its trainers) and pass it as
    hpml_trainer_desc.custom_optimizer. Clipping, loss scaling, accumulation, weight decay by parameter, schedules,
-   checkpoints and the data parallelism of hpml_comm.h work as for built-in rows. Steps of your own run on the CPU
-   backend only: a trainer on another device refuses them.
-
-   step     computes new weights and states of n numbers of one parameter from g, their gradient (unscaled, clipped,
-            without weight decay): a copy, which step may change. Number i must depend on numbers i of w, g and state
-            alone, because a parameter comes in pieces, cut differently by threads and fused ops; several threads call
-            at once. Rates are in u; use the arguments, not the arrays in u. States are 0 before the first step.
-   prepare  optional; called once for each parameter before its pieces, with the Euclidean norms of its weights and of
-            its gradient (unscaled, clipped; NaN or infinite where that is): may change the rates in u (LARS). */
+   checkpoints and the data parallelism of hpml_comm.h work as for built-in ones. Your own steps run on the CPU backend
+   only: a trainer on another device refuses them.
+   step computes new weights w and states of n numbers of one parameter from g, a copy of their gradient (unscaled,
+            clipped, without weight decay) that step may change. Number i must depend on numbers i of w, g and state
+            alone, because a parameter comes in parts, cut differently by threads and fused ops; several threads call at
+            once. Rates are in u; use the arguments, not the arrays in u. States are 0 before the first step.
+   prepare optional; called once for each parameter before its parts, with the Euclidean norms of its weights and of its
+            gradient (unscaled, clipped; NaN or infinite where the gradient is): may change the rates in u (LARS). */
 typedef struct hpml_optimizer {
-    const char *name;          /* 1 to 31 characters, not those of a built-in row; checkpoints hold it */
-    hpml_opt    opt;           /* built-in rows: which one; HPML_OPT_CUSTOM or 0 in your own */
+    const char *name;          /* 1 to 31 characters, not a built-in optimizer's name; checkpoints store it */
+    hpml_opt    opt;           /* of a built-in optimizer: its number; HPML_OPT_CUSTOM or 0 in your own */
     int         state_count;   /* 0 to HPML_MAX_STATES */
     hpml_optimizer_state states[HPML_MAX_STATES];
     float       lr, momentum, beta1, beta2, eps, trust; /* used where the trainer's desc has 0 (HPML_ZERO: a true 0) */
     bool        nesterov;      /* knows Nesterov's momentum, and then needs a momentum */
-    bool        direction;     /* step leaves w alone and writes a direction r over g; w -= lr r follows */
-    bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB), lr r where one of them is 0 */
+    bool        direction;     /* step leaves w unchanged and replaces g by a direction r; then w -= lr r */
+    bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB); lr r where |w| or |r| is 0 */
     bool        whole;         /* with direction: step is called once with all n numbers, whose shape u->param has; a
-                                  number of r may then depend on all (Muon) */
+                                  number of r may then depend on all numbers of g (Muon) */
     void (*prepare)(hpml_update *u, double weight_norm, double grad_norm); /* optional */
     void (*step)(const hpml_update *u, float *w, float *g, float *const *state, int64_t n); /* NULL: a built-in row */
 } hpml_optimizer;
@@ -783,7 +782,7 @@ typedef enum hpml_op {
 } hpml_op;
 HPML_API const char *hpml_op_name(hpml_op op); /* "linear" for HPML_OP_LINEAR; "?" for an unknown op */
 
-/* The constants of a node; the op determines the member. */
+/* The constants of a node; its op determines the member. */
 typedef union hpml_attr {
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACTIVATION, LINEAR */
@@ -804,30 +803,30 @@ typedef union hpml_attr {
 /* A node: one recorded op with its sources and its result, as backends get it. */
 struct hpml_node {
     hpml_op      op;
-    int          index;                        /* in the order of recording, in which nodes run */
+    int          index;                        /* position in the order of recording, in which nodes run */
     hpml_tensor *out;
     int          src_count;
-    hpml_tensor *src[HPML_MAX_SRC];            /* (src_count) sources; NULL: an optional source is absent */
-    bool         accumulate[HPML_MAX_SRC];     /* backward adds to the gradient of src (else overwrites) */
+    hpml_tensor *src[HPML_MAX_SRC];            /* (src_count) sources; NULL: an optional source that is absent */
+    bool         accumulate[HPML_MAX_SRC];     /* backward adds to the gradient of src[i], else overwrites it */
     hpml_attr    attr;
     bool         mixes_batch;                  /* the result has no batch dimension 0 although a source has one */
-    size_t       saved_bytes, scratch_bytes;   /* memory from forward to backward; memory during one call */
-    void        *saved, *scratch;              /* their addresses, on the device */
-    hpml_node   *fused_with;                   /* set by a backend's plan: the backend computes this op inside that one,
-                                                  the next; the sources of this op stay valid until then */
+    size_t       saved_bytes, scratch_bytes;   /* bytes needed from forward to backward; during one call */
+    void        *saved, *scratch;              /* addresses of that memory, on the device */
+    hpml_node   *fused_with;                   /* set by a backend's plan: the next node, inside whose op the backend
+                                                  computes this op; the sources of this op stay valid until then */
     struct hpmli_node_state *state;            /* private */
 };
 
-/* A forward or backward pass, as ops get it. */
+/* What an op is given when it runs forward or backward. */
 typedef struct hpml_run {
     hpml_ctx *ctx;
     bool      train;       /* dropout active, batchnorm on batch statistics */
-    uint64_t  step;        /* number of the step: keys random masks */
-    float     loss_scale;  /* the gradient of the loss */
-    uint64_t  sample;      /* number of this rank's first sample in the global batch: keys random masks */
+    uint64_t  step;        /* number of the step, on which random masks depend */
+    float     loss_scale;  /* the value that the gradient of the loss starts with */
+    uint64_t  sample;      /* number, in the global batch, of this rank's first sample: masks depend on it */
     bool      idle;        /* this rank has no samples: only ops that call `sum` (batchnorm) run, and add zeros */
     /* Adds up n numbers in host memory over all ranks, in place. Ops whose result depends on the whole global batch
-       call it, equally often and with the same n on all ranks. NULL: one rank has the whole batch. */
+       call it, equally often and with the same n on all ranks. NULL: this rank has the whole batch. */
     hpml_status (*sum)(void *user, double *values, int64_t n);
     void     *sum_user;
 } hpml_run;
@@ -835,52 +834,51 @@ typedef struct hpml_run {
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
 typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: no gradient */
 
-/* A pass, or a part of one, through a graph. Passes that are equal in every byte run the same ops on the same memory,
-   so that a device may record the first and replay the others. */
+/* A forward or backward pass through a graph, or a part of a pass. Passes that are equal in every byte of this struct
+   run the same ops on the same memory, so that a device may record the first and replay the others. */
 typedef struct hpml_pass {
     const hpml_graph *graph;
-    int64_t           samples, first; /* number of samples; the first of them in the inputs */
-    int64_t           from, to;                    /* ops from .. to - 1 in the order of running: hooks of gradients cut
-                                                      a pass into pieces */
+    int64_t           samples, first; /* number of samples; index of the first sample in the inputs */
+    int64_t           from, to;                    /* ops from .. to - 1 in running order: gradient hooks cut a pass */
     uint64_t          train, backward, accumulate; /* 0 or 1 */
 } hpml_pass;
 
 /* A device: a table of functions. `device` is the object that open returned. Functions marked optional may be NULL. All
-   arrays are in the device's memory, counts and sums too, unless a parameter is called `host`. */
+   arrays and sums (out, counts) are in the device's memory, except parameters that are called `host`. */
 struct hpml_backend {
     const char *name;
     hpml_status (*open)(hpml_ctx *ctx, const void *desc, void **device);
     void (*close)(void *device);
-    void *(*alloc)(void *device, size_t bytes);          /* zeroed; aligned to 64 bytes; NULL on failure */
+    void *(*alloc)(void *device, size_t bytes);          /* zeroed, aligned to 64 bytes; NULL on failure */
     void (*free)(void *device, void *ptr, size_t bytes);
-    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* in the order of the calls */
-    hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* complete on return */
+    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* keeps the calls' order */
+    hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* waits for the data */
     hpml_status (*zero)(void *device, void *dst, size_t bytes);
     hpml_status (*sync)(void *device);                   /* optional: waits until all work is done */
     const hpml_op_impl *ops;                             /* [HPML_OP_COUNT] */
-    hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* n 0: no step */
+    hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* n 0: none */
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
     hpml_dtype (*activation_dtype)(void *device); /* optional (NULL: F32): the type in which results of ops are stored:
                                                      F32, BF16 or F16. Scalars are always F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets saved_bytes, scratch_bytes, fused_with of a node */
     /* optional: begin is called before the first op of a pass. It sets *done if the device has replayed the whole pass;
-       otherwise the ops of the pass run, and then end is called with their status. end sets *again if recording the
-       pass has failed and none of its ops has run: begin, the ops and end are then called once more. Both are not
-       called while a trace, a profile or hooks other than those of gradients need single ops. */
+       otherwise the ops run, and then end is called with their status. end sets *again if recording has failed and no
+       op has run: begin, the ops and end are then called once more. Neither is called while a trace, a profile or hooks
+       other than `grad` need single ops. */
     hpml_status (*begin)(void *device, const hpml_run *run, const hpml_pass *pass, bool *done);
     hpml_status (*end)(void *device, const hpml_run *run, hpml_status status, bool *again);
     /* optional: counts[0] = number of rows of y (rows, classes) whose largest number is at the label; counts[1] =
        number of labels in 0 .. classes - 1 */
     hpml_status (*correct)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                            int64_t rows, int64_t classes, int64_t counts[2]);
-    /* optional: hpml_packing_encode and _decode for arrays of the device */
+    /* optional: hpml_packing_encode and _decode (add: hpml_packing_decode_add) on arrays of the device */
     hpml_status (*encode)(void *device, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                           const float *grad, int64_t rows);
     hpml_status (*decode)(void *device, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                           int64_t rows, bool add);
-    /* optional: times an op without waiting for it. Called with name NULL before the op and with its name after it; the
-       device records two events. When the host next waits for the device, the span is added to the trace (lane GPU) and
-       its length to *seconds, if not NULL. */
+    /* optional: times an op without waiting: called with name NULL before the op and with its name after it. When the
+       host next waits for the device, the span is added to the trace (lane GPU) and its length to *seconds, if not
+       NULL. */
     void (*time_op)(void *device, const char *name, double *seconds);
     bool layouts; /* conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
 };
@@ -901,7 +899,7 @@ typedef enum hpml_schedule_kind {
     HPML_SCHEDULE_LINEAR   = 3  /* a straight line from lr to min_lr over total_steps */
 } hpml_schedule_kind;
 
-/* How the learning rate changes with the updates. All zero: it stays. */
+/* How the learning rate changes with the number of updates. All fields zero: it is constant. */
 typedef struct hpml_schedule {
     hpml_schedule_kind kind;
     int64_t warmup_steps; /* updates of warm-up: lr (step + 1) / warmup_steps (Goyal et al. 2017); 0: none */
@@ -910,10 +908,10 @@ typedef struct hpml_schedule {
     float   gamma;        /* STEP: factor of a change; 0: 0.1 */
     float   min_lr;       /* COSINE, LINEAR: learning rate at the end and afterwards */
 } hpml_schedule;
-/* The learning rate of update `step`, the first of which is 0, where lr is that without a schedule. s NULL: lr. */
+/* Returns the learning rate of update `step`, counted from 0; lr: the rate without a schedule. s NULL: returns lr. */
 HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step);
 
-/* How the learning rate follows the batch size. factor: batch / the batch that lr was tuned for. */
+/* How the learning rate lr depends on the batch size; factor: the batch size / the one that lr was tuned for. */
 typedef enum hpml_lr_rule {
     HPML_LR_AS_GIVEN = 0, /* lr */
     HPML_LR_LINEAR   = 1, /* lr factor */
@@ -921,20 +919,20 @@ typedef enum hpml_lr_rule {
 } hpml_lr_rule;
 HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor);
 
-/* What is trained, and how. Numbers are finite and not negative; an error names a field that is out of its range. */
+/* What is trained, and how. Numbers must be finite and not negative; the error names a field that is out of range. */
 typedef struct hpml_trainer_desc {
     uint32_t      _begin;
     hpml_tensor  *input;           /* required: receives x of each batch. Set other inputs that the loss depends on with
                                       hpml_tensor_set before a step */
     hpml_tensor  *output;          /* required, (B, ..): read by hpml_trainer_predict and for the accuracy */
-    hpml_loss     loss;            /* recorded by the trainer, from output and a target input that it adds ... */
-    hpml_tensor  *loss_tensor;     /* ... unless you give a scalar here; then `target` is required */
-    hpml_tensor  *target;          /* with loss_tensor: the input that receives y; without targets: .input, and y = x */
+    hpml_loss     loss;            /* the loss that the trainer records, from output and a target input that it adds */
+    hpml_tensor  *loss_tensor;     /* not NULL: your own scalar instead of `loss`; `target` is then required */
+    hpml_tensor  *target;          /* with loss_tensor: the input that receives y; no targets: as .input, y = x */
     float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
     float         huber_delta;     /* HUBER: where the square ends and the line begins; 0: l1 */
     hpml_opt      optimizer;
-    const hpml_optimizer *custom_optimizer; /* not NULL: this row instead, your own or hpml_optimizer_find's */
-    void         *optimizer_user;  /* hpml_update.user of each step */
+    const hpml_optimizer *custom_optimizer; /* not NULL: replaces `optimizer`; your own or hpml_optimizer_find's */
+    void         *optimizer_user;  /* passed to each step as hpml_update.user */
     float         lr;              /* learning rate; 0: SGD, LARS, ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
     float         momentum;        /* 0 to 1; SGD, RMSPROP, LARS; 0: none (LARS: 0.9) */
     bool          nesterov;        /* SGD, LARS: Nesterov's momentum; needs a momentum */
@@ -948,50 +946,48 @@ typedef struct hpml_trainer_desc {
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
     int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
-    float         clip_norm;       /* scales gradients so that the norm of all of them is at most this; 0: no */
+    float         clip_norm;       /* scales gradients so that the norm of all together is at most this; 0: no */
     int32_t       accumulate;      /* micro-batches of an update; each weighs as many as it has samples; 0: 1 */
-    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, because
-                                      small ones would be 0 in halves; 0: 1, but dynamic where results are stored as
-                                      F16: it begins with 65,536, is halved, and the update skipped, when a gradient
-                                      overflows, and doubles after 2,000 updates without (Micikevicius et al. 2018) */
+    float         loss_scale;      /* gradients are computed times this and divided by it before use, because small ones
+                                      would be 0 in halves; 0: 1, but dynamic where results are stored as F16: it begins
+                                      with 65,536; when a gradient overflows, it is halved and the update skipped; after
+                                      2,000 updates without, it is doubled (Micikevicius et al. 2018) */
     bool          no_finite_check; /* skips the check of loss, gradients and new parameters for NaN and infinity. The
-                                      check fails with the step and the layer and keeps such numbers out of
-                                      parameters, but the rest of the step is in them. It makes the host wait for a
-                                      device in each step. Without clip_norm a device finds a non-finite gradient in
-                                      the update: the next step, the end of fit or reading a tensor returns the error */
+                                      check fails with the step and the layer and keeps such numbers out of parameters,
+                                      but the rest of the step is applied. It makes the host wait for a device in each
+                                      step. Without clip_norm a device finds a non-finite gradient in the update: the
+                                      next step, the end of fit or reading a tensor returns the error */
     uint32_t      _end;
 } hpml_trainer_desc;
 
-/* Plans the graph, allocates all memory, initializes the parameters. After that no training step allocates.
-   Batch, minibatch and stochastic gradient descent are one setting: the first dimension of the input.
-   A context may have several trainers, of the same parameters as well; each updates those that its loss depends on. A
-   parameter's `grad` is that of the trainer or graph that ran backward last. */
+/* Plans the graph, allocates all memory, initializes the parameters; no training step allocates. Batch, minibatch and
+   stochastic gradient descent differ only in the first dimension of the input. A context may have several trainers, of
+   the same parameters too; each updates those that its loss depends on. A parameter's `grad` is that of the trainer or
+   graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
-/* Copies the desc to *out, zeros replaced by the defaults that they mean. */
+/* Copies *d to *out, with zeros replaced by the defaults that they mean. */
 HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
-/* Computes the bytes that hpml_trainer_create with this desc will allocate, without allocating tensors. */
+/* Computes the bytes that hpml_trainer_create with this desc would allocate, without allocating tensors. */
 HPML_API hpml_status   hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out);
 HPML_API hpml_graph   *hpml_trainer_graph(hpml_trainer *t);
-HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* the resolved desc */
+HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* with defaults in */
 
-/* What a step reports. */
 typedef struct hpml_step_info {
-    int64_t  step;               /* updates until now, this one included */
-    int64_t  epoch;              /* from 0 */
-    int64_t  epoch_step, epoch_steps; /* of fit: batches of this epoch done, this one included; batches of an epoch */
+    int64_t  step;               /* updates of this trainer, this one included */
+    int64_t  epoch;              /* number of the epoch, from 0 */
+    int64_t  epoch_step, epoch_steps; /* in fit: batches of this epoch, this one included; batches of an epoch */
     float    loss;               /* mean over the samples of this step */
-    float    accuracy;           /* 0 to 1, of this step, in training mode; -1 if the loss is not CROSS_ENTROPY */
+    float    accuracy;           /* 0 to 1, of this step's samples in training; -1: loss is not CROSS_ENTROPY */
     float    lr;                 /* learning rate of this update */
-    float    grad_norm;          /* of all gradients, before clipping; -1 unless clip_norm is set or the loss scale is
-                                    dynamic */
-    bool     skipped;            /* a gradient overflowed: no update, and the loss scale is halved */
+    float    grad_norm;          /* norm of all gradients, unclipped; -1 without clip_norm and dynamic loss scale */
+    bool     skipped;            /* a gradient overflowed: no update was made, and the loss scale is halved */
     int64_t  samples;            /* of this step */
     double   seconds;            /* since the start of fit; without fit, of this step */
     double   samples_per_second; /* since the start of fit; without fit 0 */
 } hpml_step_info;
-typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
+typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* returns not 0: fit stops with HPML_ERR_STOPPED */
 
-/* Trains on one micro-batch in host memory. x and y hold `samples` samples (1 to the input's batch) in the dtypes of
+/* Trains on one micro-batch in host memory: x and y have `samples` samples (1 to the input's batch) in the dtypes of
    input and target (I32 labels for cross-entropy). Every accumulate-th call updates. info may be NULL. */
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info);
@@ -1013,36 +1009,36 @@ typedef struct hpml_fit_desc {
     int32_t       epochs;                  /* 0: 1 */
     const struct hpml_loader_desc *loader; /* batch, shuffling, augmentation; NULL: shuffled with the context's seed */
     hpml_step_fn *on_step;                 /* callback after each batch, or NULL */
-    void         *user;                    /* its argument */
-    int64_t       max_steps;               /* updates of this call, at most; 0: no limit */
+    void         *user;                    /* passed to on_step */
+    int64_t       max_steps;               /* most updates of this call; 0: no limit */
     uint32_t      _end;
 } hpml_fit_desc;
-/* Trains on whole epochs of a data set. After an earlier fit that stopped inside an epoch, or a checkpoint of one, it
-   continues there. d NULL: one epoch. */
+/* Trains on whole epochs of a data set; continues an earlier fit, or a checkpoint of one, that stopped inside an epoch.
+   d NULL: one epoch. */
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
-/* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a
-   loss or an output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the
-   sample. */
+/* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. In evaluate and predict
+   a NaN or infinite loss or output is HPML_ERR_NONFINITE, and the error names the sample, unless no_finite_check is
+   set. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
-/* Computes `output` for any number of samples of x (laid out as in step): out holds samples x (numbers of a sample). */
+/* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
-/* Callbacks around a step, through which distributed training is attached (hpml_comm.h, or your own strategy). A serial
+/* Callbacks around a step, to which distributed training is attached (hpml_comm.h, or your own strategy). A serial
    trainer has none: all NULL. Each returns HPML_OK, or a status that ends the step.
-   run     instead of forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward
-           for the parts that this rank computes, and returns the loss in *loss
-   need    before an op reads the value of parameter `param` (its index in the context), forward and backward: to fetch
+   run replaces forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward for
+           the parts that this rank computes, and sets *loss
+   need before an op reads the value of parameter `param` (its index in the context), forward and backward: to fetch
            the parameter, or to wait for it
-   grad    when the gradient of parameter `param` is final for this update (in the last micro-batch), in reverse order
-           of recording: to start its communication, which then overlaps the rest of the backward pass. A device that
-           replays passes runs them in up to 8 pieces, and the callback comes at the end of its piece
-   update  instead of hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
+   grad when the gradient of parameter `param` is final for this update (in the last micro-batch), in reverse order of
+           recording: to start its communication, which then overlaps the rest of the backward pass. A device that
+           replays passes runs them in up to 8 parts, and grad is called at the end of a part
+   update replaces hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
            hpml_trainer_apply for the parameters that are stepped on this rank
-   free    destructor of `user`: called by hpml_ctx_free and when the hooks are replaced
-   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
+   free destructor of `user`: called by hpml_ctx_free and when the hooks are replaced
+   sum adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
-   data    before the first batch of a fit that takes this rank's share of the data; `mark` is a hash of the data, their
-           order and the epochs to come: if it is the same on all ranks, their shares are disjoint and complete */
+   data before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
+           order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
@@ -1053,26 +1049,25 @@ typedef struct hpml_hooks {
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
 } hpml_hooks;
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
+HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* hooks NULL: none */
 /* Runs forward and backward on samples [first, first + samples) of the micro-batch that is in the inputs; gradients are
-   multiplied by grad_scale, and added to the present ones if `accumulate`. loss, if not NULL, receives the mean loss. 0
-   samples: gradients are zero, and the hooks are called as on other ranks. */
+   multiplied by grad_scale, and added to the present ones if `accumulate`. loss, if not NULL, receives the mean loss.
+   samples 0: gradients become zero, and the hooks are called as on other ranks. */
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                                    bool accumulate, float *loss);
-/* Clips the gradients and steps parameters first_param .. first_param + param_count - 1 (fewer if there are fewer). */
+/* Clips the gradients and steps parameters first_param .. first_param + param_count - 1, those that there are. */
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
-/* All gradients of the trainer as one array, in the backend's memory, and its floats: those of the trained parameters
-   in the order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats. The padding is 0 and stays 0
-   under a sum over ranks, which may hence be one sum of the array. Parameter i begins at float
-   hpml_trainer_gradient_at; -1: it is not trained. */
+/* Returns all gradients of the trainer as one array in the backend's memory (*floats: its length): those of trained
+   parameters in order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats with zeros, which a sum
+   over ranks keeps. hpml_trainer_gradient_at: the float where parameter `param` begins; -1: not trained. */
 #define HPML_GRADIENT_ALIGN 16
 HPML_API float  *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats);
 HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param);
-/* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule takes: see
-   hpml_loader_desc. */
+/* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
+   ranks and grain as in hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Adds an array of `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a
-   strategy), in place of an earlier one of that name; values NULL: removes that one. It must live until then. */
+/* Adds `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a strategy); replaces
+   an earlier array of that name, values NULL: removes it. Keep the memory until then. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
