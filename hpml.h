@@ -1076,7 +1076,7 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Samples in host memory. The dataset owns its arrays and frees them; a slice shares those of its dataset. */
+/* Samples in host memory. The dataset owns its arrays and frees them; a slice uses those of its dataset. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
     int64_t     count;                  /* samples */
@@ -1088,48 +1088,46 @@ struct hpml_dataset {
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
-    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0; may be set */
+    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0 at first; may be set */
     int32_t     x_crop;                 /* 0, or set it: loaders crop images to this side, see hpml_augment */
-    int64_t     x_step;                 /* elements of x between samples; 0: the size of a sample; text: 1 */
-    int64_t     y_step;                 /* the same for y */
+    int64_t     x_step;                 /* elements of x from one sample to the next; 0: a sample's size; text: 1 */
+    int64_t     y_step;                 /* elements of y from one sample to the next; 0: y_size */
     void       *owner;                  /* private */
 };
 
-/* All readers treat the file as untrusted: a truncated, oversized or random file, or one of another format, ends in an
-   error that names the place and what was expected there; pipes, devices and folders are refused. Readers copy the data
-   and allocate at most four times the (decompressed) size of the file and 1 MB. They return NULL on failure; the error
-   is in the context. */
-/* MNIST's format; gzipped files need HPML_USE_ZLIB. */
+/* Readers return NULL on failure, with an error on the context. They trust no file: one that is truncated, oversized,
+   random or of another format ends in an error that names the place and what was expected there; pipes, devices and
+   folders are refused. They copy the data and allocate at most four times the file's (decompressed) size and 1 MB. */
+/* Reads images and labels in MNIST's IDX format; gzipped files need HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
-/* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
+/* Reads `count` files of CIFAR-10's binary version into one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers (also the labels) separated by `,` `;` or tabs, each rounded to the nearest float in any locale. The first
-   line is a header if none of its fields is a number. Errors name line, column and, by the header, the column's name.
-   label_column: from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float
-   target. */
+/* Reads numbers (also the labels) separated by `,` `;` or tabs, each rounded to the nearest float in any locale. The
+   first line is a header if no field is a number. Errors name line, column and the header's name of it. label_column:
+   from 0; negative: from the end (-1 the last); HPML_NO_LABEL: none. regression: the label is a float target. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
-/* Text as a stream of tokens: x of a sample is `context` characters, y the same shifted by one. bytes: the vocabulary
-   is all 256 bytes; else the bytes that occur, in ascending order (see hpml_dataset_vocabulary). */
+/* Reads text as tokens: x of a sample is `context` characters, y the same characters shifted by one. bytes: the
+   vocabulary is all 256 bytes; else the bytes that occur, in ascending order (see hpml_dataset_vocabulary). */
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
                                               bool bytes);
-HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* text: byte of each token */
-/* A dataset from arrays in memory, which are copied; y NULL: unlabelled. */
+HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* of text: each token's
+                                                                                            byte */
+/* Creates a dataset from arrays in memory, which are copied; y NULL: unlabelled. */
 HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                            const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
                                            const void *y);
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive the slice */
 HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional: hpml_ctx_free frees datasets, too */
 
-/* numpy's .npy files: f32, f16, i32, u8 in C order. Loading accepts versions 1 to 3, and converts f64 to f32 and i64 to
-   i32 (an error if a number is out of range). Saving writes version 1. */
+/* Loads and saves numpy's .npy files: f32, f16, i32, u8 in C order. Loading accepts versions 1 to 3 and converts f64 to
+   f32 and i64 to i32 (an error if a number is out of range). Saving writes version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
-/* A file of records: many small byte strings in one large file with an index, read through mmap (the role of LMDB in
-   Caffe). Little-endian: "HPMLREC1", count u64, offset of the index u64, the records, the index: count + 1 offsets u64.
-   While such a file is open no program may truncate it, because reading the missing part kills this process (SIGBUS).
-   */
+/* A file of records: many small byte strings with an index, read through mmap (the role of LMDB in Caffe).
+   Little-endian: "HPMLREC1", count u64, offset of the index u64, the records, the index: count + 1 offsets u64. While
+   it is open no program may truncate the file, because reading the missing part kills this process (SIGBUS). */
 typedef struct hpml_records_writer hpml_records_writer;
 typedef struct hpml_records_file   hpml_records_file;
 HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path);
@@ -1138,15 +1136,15 @@ HPML_API hpml_status          hpml_records_finish(hpml_records_writer *w);  /* t
 HPML_API void                 hpml_records_abandon(hpml_records_writer *w); /* no file appears; frees w */
 HPML_API hpml_records_file   *hpml_records_open(hpml_ctx *ctx, const char *path);
 HPML_API int64_t              hpml_records_count(const hpml_records_file *f);
-/* The bytes of a record, valid until f is closed; *size (NULL: not wanted): how many. */
+/* Returns the bytes of a record, valid until f is closed; *size (may be NULL) is their number. */
 HPML_API const void          *hpml_records_get(const hpml_records_file *f, int64_t index, size_t *size);
 HPML_API void                 hpml_records_close(hpml_records_file *f);
 /* Save a dataset's samples as records, and load them (the first record holds the shapes). */
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path);
 
-/* Image augmentation, random by (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop = k, images (.., H, W)
-   are cropped to (.., k, k) first: at a random place; with in_order and in evaluation, in the middle. */
+/* Image augmentation, random by (seed, epoch, sample). All fields zero: none. With hpml_dataset.x_crop = k, images (..,
+   H, W) are first cropped to (.., k, k): at a random place; with in_order and in evaluation, in the middle. */
 typedef struct hpml_augment {
     int32_t shift;  /* shift by up to this many pixels in each direction, filled with zeros (as padding and cropping) */
     bool    flip;   /* mirror left to right with probability 1/2 */
@@ -1156,15 +1154,15 @@ typedef struct hpml_augment {
 typedef struct hpml_loader_desc {
     uint32_t     _begin;
     int32_t      batch;      /* samples per batch of this rank; required (fit: 0 = the trainer's) */
-    bool         in_order;   /* do not shuffle */
+    bool         in_order;   /* samples are not shuffled */
     bool         drop_last;  /* skip a last batch that is not full */
     bool         no_prefetch; /* prepare batches in the caller's thread instead of a background thread; same batches */
     uint64_t     seed;       /* 0: the context's */
-    int32_t      rank, ranks; /* this rank's shard of each global batch; ranks 0: 1 (in fit: set by hpml_distribute).
-                                 If each rank already has only its own part of the data: 0 and 1 */
-    int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, of at most `batch` */
-    int64_t      grain;        /* samples that always stay together on one rank (a leaf of exact mode); 0: 1 */
-    int64_t      samples_per_epoch; /* 0: all of the data; more than the data: it is shuffled again each round */
+    int32_t      rank, ranks; /* this rank takes shard number `rank` of each global batch; ranks 0: 1 (in fit: set by
+                                 hpml_distribute). If each rank already has only its own part of the data: 0 and 1 */
+    int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, at most `batch` */
+    int64_t      grain;        /* samples that stay together on one rank (a leaf of hpml_comm.h's exact mode); 0: 1 */
+    int64_t      samples_per_epoch; /* 0: all of the data; more than the data: they are shuffled again each round */
     hpml_augment augment;
     uint32_t     _end;
 } hpml_loader_desc;
@@ -1172,18 +1170,16 @@ typedef struct hpml_loader_desc {
 typedef struct hpml_batch {
     const void *x;        /* (samples, ...) f32 (U8 pixels already scaled) or i32 tokens; valid until the next call */
     const void *y;        /* (samples, y_size) or NULL */
-    int64_t     samples;  /* of this rank; fewer, or 0, in the last global batch */
-    int64_t     global_samples; /* of all ranks: the divisor of a mean */
+    int64_t     samples;  /* samples of this rank; fewer, or 0, in the last global batch */
+    int64_t     global_samples; /* samples of all ranks: the divisor of a mean */
     int64_t     first;    /* offset of this rank's first sample in the global batch */
     int64_t     index;    /* number of the batch in its epoch, from 0 */
 } hpml_batch;
 
-/* Creates a loader. The order of the samples is a random permutation given by seed and epoch, the same for every number
-   of ranks. */
+/* Creates a loader. Seed and epoch alone give the order of the samples, a random permutation. */
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
 HPML_API int64_t      hpml_loader_steps(const hpml_loader *l); /* batches of an epoch, the same on every rank */
-/* Sets the batch that hpml_loader_next returns next. */
-HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);
+HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index); /* sets the next batch */
 /* Returns the next batch. False: an error, or the end of an epoch; then the next call begins the next epoch. */
 HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out);
 HPML_API void         hpml_loader_free(hpml_loader *l);
@@ -1192,19 +1188,19 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors files: 8-byte length, JSON header, data. Like every file of this library, such a file is written to
+/* safetensors files: 8-byte length, JSON header, data. As every file of this library, such a file is written to
    `path`.tmp, synced and renamed, and its folder is synced: if the process is killed at any moment, `path` is the old
-   file or the new one. The permissions of the old file are kept; a symbolic link is resolved. Only .npy files and
-   timelines can be written to a pipe. Reading accepts the same headers as the format's reference implementation, except
-   names that contain a NUL; tensors that hpml cannot hold (other dtypes, size 0, more than HPML_MAX_DIMS dimensions)
-   are skipped. */
+   file or the new one, complete. An old file's permissions are kept; a symbolic link is resolved. Only .npy files and
+   timelines can be written to a pipe. Reading accepts the headers that the format's reference implementation accepts,
+   except names that contain a NUL; tensors of other dtypes, size 0 or more than HPML_MAX_DIMS dimensions are
+   skipped. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open, mapped file: no program may truncate it (SIGBUS) */
 typedef struct hpml_safetensor {                  /* one tensor of a file */
     const char *name;
     hpml_dtype  dtype;
     int         ndim;
     int64_t     shape[HPML_MAX_DIMS];
-    const void *data; /* after reading: in the mapped file, valid until it is closed; may be unaligned for its dtype */
+    const void *data; /* when read: in the mapped file, valid until it is closed; may be unaligned for dtype */
     size_t      bytes;
 } hpml_safetensor;
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path);
@@ -1217,15 +1213,15 @@ typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count);
 
-/* Saves all parameters under their names, as F32, BF16 or F16. The metadata hold a CRC-32C of each array,
+/* Saves all parameters under their names, as F32, BF16 or F16, with a CRC-32C of each array as metadata
    "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; other tensors are ignored */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
 
-/* Saves everything that a training needs to continue with the same bits: parameters, optimizer state, named states
-   (such as residuals), step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
-   their names, "opt.<state>.<param>" for each state of the optimizer's row (hpml_optimizer_state.name), "state.<name>",
-   metadata "hpml.step", "hpml.optimizer" (the row's name) ..., checksums as above. */
+/* Saves all that a training needs to continue with the same bits: parameters, optimizer state, states added by
+   hpml_trainer_add_state, step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
+   their names, "opt.<state>.<param>" for each hpml_optimizer_state, "state.<name>", metadata "hpml.step",
+   "hpml.optimizer" (the optimizer's name) ..., and checksums as in hpml_params_save. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error nothing changes */
 
@@ -1234,14 +1230,13 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /*
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The timeline in Chrome's trace format, for Perfetto: one process for each rank, one lane (thread) for each stream of
-   work that has events; the trainer's steps as spans, its loss and the bytes sent in each step as counters. Adding an
-   event takes about 50 ns. */
+   work that has events; steps as spans, loss and bytes sent in each step as counters. An event takes about 50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
-    int64_t  first_step, last_step; /* trace only these steps, counted from 0; last 0: no end */
+    int64_t  first_step, last_step; /* steps that are traced, counted from 0; last_step 0: no end */
     int64_t  capacity;              /* events kept, of 72 bytes; older ones are overwritten; 0: 65,536 */
-    double   origin;                /* the hpml_now() that is time 0 of the file; 0: the start of the first event */
+    double   origin;                /* hpml_now() at time 0 of the file, in seconds; 0: at the first event's start */
     bool     arrows;                /* arrows from send to receive for the messages of collectives: two events each */
     uint32_t _end;
 } hpml_trace_desc;
@@ -1252,9 +1247,9 @@ typedef struct hpml_trace_desc {
 #define HPML_LANE_STEP    4
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
-/* Adds a span; `name` must live as long as the trace. Thread-safe. Does nothing if no trace is on. */
+/* Adds a span; `name` must live as long as the trace. Thread-safe. Without a trace does nothing. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
-HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* a trace was started, and the current step is traced */
+HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* true: a trace was started and includes the current step */
 
 typedef enum hpml_trace_kind {
     HPML_TRACE_SPAN = 0,
@@ -1263,40 +1258,39 @@ typedef enum hpml_trace_kind {
     HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* the two ends of an arrow, each inside a span of its lane */
 } hpml_trace_kind;
 
-/* Names must live as long as the trace. Bytes of them that are not UTF-8 are replaced in the file. */
+/* One event. Names must live as long as the trace; their bytes that are not UTF-8 are replaced in the file. */
 typedef struct hpml_trace_event {
     hpml_trace_kind kind;
     int         lane;
     const char *name;         /* required */
     double      start, end;   /* seconds of hpml_now; COUNTER, SEND and RECEIVE use only the start */
     const char *first, *last; /* SPAN: names of the first and last tensor sent; last NULL: one; both NULL: none */
-    int32_t     bucket;       /* SPAN: number of their bucket, from 1; 0: none */
-    int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: its number. SEND, RECEIVE: the same id at both ends */
+    int32_t     bucket;       /* SPAN: number of those tensors' bucket, from 1; 0: none */
+    int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: the step. SEND, RECEIVE: an id, equal at both */
     double      value;        /* COUNTER; NaN and infinity are not written */
 } hpml_trace_event;
-/* Adds a copy of an event. Thread-safe. Does nothing if no trace is on. */
+/* Adds a copy of an event. Thread-safe. Without a trace does nothing. */
 HPML_API void        hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
-/* Returns the earliest start of the events kept, in seconds from the origin; 0 if there is none. */
+/* Returns the earliest start of the events that are kept, in seconds from the trace's origin; 0 if there is none. */
 HPML_API double      hpml_trace_first(const hpml_ctx *ctx);
-HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds); /* adds to the origin */
-/* Sets the clock of the spans of layers and updates on the CPU: *seconds instead of hpml_now(); NULL: hpml_now() again.
-   With such a clock the loader adds no spans. Returns the previous clock. hpml_comm.h uses it for virtual time. */
+HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds); /* adds to the trace's origin */
+/* Sets the clock of the spans of layers and updates on the CPU to *seconds, instead of hpml_now(), and returns the
+   clock before; NULL: hpml_now(). With such a clock the loader adds no spans. hpml_comm.h uses it for virtual time. */
 HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
-/* One row of the table by layer; times are sums over the runs since the profile was enabled. */
+/* One layer of a profile; times are sums in seconds over the runs since the profile was enabled. */
 typedef struct hpml_profile_row {
     const hpml_node *node;
-    const char      *name;              /* of the layer */
+    const char      *name;              /* the layer's name */
     int64_t          calls;
     double           forward_s, backward_s;
-    double           forward_flops, backward_flops; /* of one call, multiply-add = 2 */
+    double           forward_flops, backward_flops; /* operations of one call, a multiply-add counts 2 */
     double           bytes;             /* read and written by one forward call: inputs, output, parameters */
 } hpml_profile_row;
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* starts a profile from zero, or ends it */
-/* Copies up to `capacity` rows; returns the number of rows that there are. */
-HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity);
-/* Write text tables to `buffer`; like snprintf, they return the length that the whole text needs. */
+HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* returns how many there are */
+/* Write a table as text to `buffer` (`size` bytes, cut there); return the length of the whole text, as snprintf. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
@@ -1305,15 +1299,15 @@ HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one 
 // >>api-random   counter-based random numbers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Philox 4x32-10 (Salmon et al. 2011): a keyed bijection of 128-bit counters, so that number i of a stream is computed
-   directly from i. Any thread, rank or device can compute any part of a sequence, with the same bits on every
-   instruction set. Not for cryptography. Writes the four words of block `counter` under `key` to out. */
+/* Writes the four words of block `counter` under `key` to out: Philox 4x32-10 (Salmon et al. 2011), a keyed bijection
+   of 128-bit counters, so that any thread, rank or device computes any part of a sequence directly, with the same bits
+   on every instruction set. Not for cryptography. */
 HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4]);
 
 /* A position in a sequence: number `counter` of stream `stream` of `seed`. Set the fields freely; all zero is valid.
-   Word i is word i % 4 of block i / 4 under the key (seed low, seed high) with the counter (block low, block high,
-   stream low, stream high). Each function returns the number at `counter` and increments counter (a fill: by n), so
-   a fill gives the same numbers as n single calls. */
+   Word i is word i % 4 of Philox block i / 4 under the key (seed low, seed high) with the counter (block low, block
+   high, stream low, stream high). A function returns the number at `counter` and adds 1 to counter; a fill of n gives
+   the n numbers of single calls and adds n. */
 typedef struct hpml_rng {
     uint64_t seed, stream, counter;
 } hpml_rng;
@@ -1327,35 +1321,35 @@ HPML_API void     hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n);
 HPML_API void     hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n);
 
 /* Returns element i of a random permutation of [0, n), a different one for each seed and epoch; -1 if i is not in [0,
-   n). Needs no memory and about 40 ns, so each rank computes its own part of a shuffle. */
+   n). Takes no memory and about 40 ns, so each rank computes its own part of a shuffle. */
 HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A codec packs a gradient in fewer bytes and carries what packing lost, the residual e, into the next step:
-       v = g + e,   packed = encode(v),   e <- v - decode(packed)
+/* A codec packs a gradient g in fewer bytes and adds what packing lost, the residual e, to the gradient of the next
+   step:
+       v = g + e, packed = encode(v), e <- v - decode(packed)
    so that the sum of all packed gradients plus e is the sum of all gradients. Packing works on bare arrays, needs no
-   context or model and allocates nothing. A gradient is (rows, cols), row-major: a weight of shape (out, ...) has
-   rows = out and cols = fan-in, a vector rows = 1. Codecs pack row by row, independently: rows [r0, r1) are the bytes
-   [r0 * row_size, r1 * row_size), in however many calls they are packed, and the same bytes on every instruction set.
-
+   context or model and allocates nothing. A gradient is (rows, cols), row-major: a weight of shape (out, ...) has rows
+   = out and cols = fan-in, a vector rows = 1. Codecs pack row by row, independently: rows [r0, r1) are the bytes [r0 *
+   row_size, r1 * row_size), in however many calls they are packed, and the same bytes on every instruction set.
    Packed forms, little-endian, nothing between rows:
-     NONE    cols x f32
-     BF16    cols x bf16, rounded to nearest even
-     ONEBIT  f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
+     NONE cols x f32
+     BF16 cols x bf16, rounded to nearest even
+     ONEBIT f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
              `high`; the unused last bits are 0
-     TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for
-             -threshold, 0 for nothing (as MXNet does it: tune the threshold to the size of the gradients)
+     TWOBIT ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for
+     -threshold,
+             0 for nothing (as MXNet does; tune the threshold to the size of the gradients)
    Two codecs work on whole tensors and on all ranks together, so only exchanges (hpml_comm.h) execute them:
-     TOPK    the largest numbers, as pairs of place and value; the rest stays in the residual (Lin et al. 2018, Deep
-             Gradient Compression)
-     LOWRANK P Q^T of a given rank (Vogels et al. 2019, PowerSGD) */
+     TOPK the largest numbers, as pairs of place and value; the rest stays in the residual (Lin et al. 2018)
+     LOWRANK P Q^T of a given rank, P and Q being thin matrices (Vogels et al. 2019, PowerSGD) */
 typedef enum hpml_codec_kind {
     HPML_CODEC_UNKNOWN = -1, /* hpml_codec_find: no codec has this name */
     HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT, HPML_CODEC_TOPK, HPML_CODEC_LOWRANK,
-    HPML_CODEC_COUNT /* not a codec: how many there are */
+    HPML_CODEC_COUNT /* the number of codecs */
 } hpml_codec_kind;
 
 #define HPML_CODEC_MIN_ELEMENTS 256
@@ -1365,46 +1359,46 @@ typedef struct hpml_codec hpml_codec; /* a table of functions, below */
 typedef struct hpml_codec_desc {
     uint32_t          _begin;
     hpml_codec_kind   kind;
-    const hpml_codec *custom;       /* your own codec instead of `kind`; NULL: none. Not copied: keep it */
-    void             *user;         /* for your own codec, which finds it as p->desc.user */
+    const hpml_codec *custom;       /* your own codec instead of `kind`; NULL: none. Not copied: it must live on */
+    void             *user;         /* passed to your own codec as p->desc.user */
     float             threshold;    /* TWOBIT: smaller numbers are not sent; 0: 0.5 */
-    float             ratio;        /* TOPK: share of the numbers that is sent; 0: 0.01 */
+    float             ratio;        /* TOPK: fraction of the numbers that is sent; 0: 0.01 */
     float             momentum;     /* TOPK: momentum correction; the optimizer must then have no momentum */
     int32_t           lowrank;      /* LOWRANK: the rank of P Q^T; 0: 2 */
-    int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors travel as NONE; 0: 256 */
-    bool              compress_all; /* vectors and small tensors too; those that would grow still travel as NONE */
-    bool              no_feedback;  /* no residual: fine for BF16; a control that must fail for ONEBIT */
+    int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors are sent as NONE; 0: 256 */
+    bool              compress_all; /* vectors and small tensors are packed too, except those that would grow */
+    bool              no_feedback;  /* no residual: fine for BF16; for ONEBIT only an experiment that must fail */
     uint64_t          seed;         /* of codecs that round at random; 0: in an exchange the context's */
     uint32_t          _end;
 } hpml_codec_desc;
 
 /* How one tensor is packed: desc and shape, resolved once. Read the fields; do not change them. */
 struct hpml_packing {
-    const hpml_codec *codec;          /* what packs this tensor: NONE's when the tensor is exempt */
+    const hpml_codec *codec;          /* the codec used for this tensor: NONE's if the tensor is exempt */
     hpml_codec_desc   desc;
     int64_t           rows, cols;
     size_t            row_size;       /* bytes of a packed row */
     size_t            size;           /* bytes of all rows: rows * row_size, rounded up to 4 to align what follows */
-    int64_t           residual_count; /* floats of residual: rows * cols or 0. Zero them at the start */
+    int64_t           residual_count; /* floats of the residual: rows * cols or 0. Set them to 0 at the start */
     const struct hpmli_kernels *kernels; /* private */
 };
 
-/* desc NULL: plain. HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT when rows, cols or desc make no sense;
-   HPML_ERR_UNSUPPORTED: TOPK or LOWRANK, which pack no rows. */
+/* Fills *p; desc NULL: NONE. Returns HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT if rows, cols or desc are
+   not valid, HPML_ERR_UNSUPPORTED for TOPK and LOWRANK, which do not pack rows. */
 HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols);
 
-/* What encode knows of the rows besides their numbers: stochastic rounding draws from a counter-based generator
-   (>>api-random) with these, so that the same gradients give the same bytes again. */
+/* What encode gets besides the numbers: stochastic rounding takes its random numbers (>>api-random) from these fields,
+   so that the same gradients give the same bytes again. */
 typedef struct hpml_encode_info {
-    int64_t  row;  /* number of the first row, of the rows of the tensor */
-    int64_t  step; /* number of the step: the trainer's, else how often an exchange has run */
-    uint64_t seed; /* exchanges: mixed from desc.seed, the tensor and the contribution, so that no two draw alike */
+    int64_t  row;  /* number, in the tensor, of the first row that is packed */
+    int64_t  step; /* number of the trainer's step; without a trainer, how often an exchange has run */
+    uint64_t seed; /* in exchanges a mix of desc.seed, the tensor and the contribution, so that each seed differs */
 } hpml_encode_info;
 
-/* Packs `rows` rows, all or a piece. packed: rows * row_size bytes, row 0 aligned to 4; residual, grad: (rows, cols),
-   from where the piece starts; residual is read and updated, NULL: no feedback. Nothing may overlap. A lossy codec
-   never packs NaN or infinity: a row of v that has one is packed as zeros, its residual is reset to zero, the other
-   rows are packed as ever, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. NONE copies rows
+/* Packs `rows` rows, all or some. packed: rows * row_size bytes, aligned to 4; residual, grad: (rows, cols), from the
+   first packed row on; residual is read and updated, NULL: no feedback. Nothing may overlap. A lossy codec never packs
+   NaN or infinity: a row of grad + residual that has one is packed as zeros, its residual becomes zero, the other rows
+   are packed as usual, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. NONE copies rows
    unchecked. Clip gradients before packing. Mean, sum and learning rate are not applied: the residual has the
    gradient's unit. You own the residual: save it with the weights (hpml_safetensors_save); zero it when the loss
    function changes. info: for codecs that round at random, which the built-in ones do not; NULL: zeros. */
@@ -1413,20 +1407,20 @@ HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, fl
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows);     /* out = */
 HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows); /* out += */
 
-/* A row of the table of codecs, or a codec of your own, to which desc.custom points. `rows` may be a part of the
-   tensor's rows; p has the desc and the shape. The functions are called by several threads at a time on CPU arrays. */
+/* A built-in codec, or one of your own, to which desc.custom points. `rows` may be a part of the tensor's rows; p has
+   the desc and the shape. The functions are called by several threads at a time on CPU arrays. */
 struct hpml_codec {
     const char *name;
-    bool        linear;        /* the packed form is f32 and sums of it decode to sums: any allreduce adds it */
-    bool        has_residual;  /* encode carries what it lost; else the codec gets no residual (NULL) */
-    bool        exempts_small; /* vectors and small tensors travel as NONE */
-    bool        whole_tensors; /* TOPK, LOWRANK: no rows, so the functions below are NULL */
+    bool        linear;        /* the packed form is f32, and packed sums decode to sums: any allreduce adds it */
+    bool        has_residual;  /* encode keeps what it lost in the residual; false: residual is NULL */
+    bool        exempts_small; /* vectors and small tensors are sent as NONE */
+    bool        whole_tensors; /* TOPK, LOWRANK: do not pack rows, so the functions below are NULL */
     size_t (*row_size)(const hpml_codec_desc *desc, int64_t cols); /* bytes of a packed row */
     hpml_status (*encode)(const hpml_packing *p, void *packed, float *residual, const float *grad, int64_t rows,
                           const hpml_encode_info *info); /* info is never NULL */
     void (*decode)(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add); /* add: out += */
 };
-HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind);   /* the row of a kind; NULL: there is no such kind */
+HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind);   /* the codec of a kind; NULL: none */
 HPML_API hpml_codec_kind   hpml_codec_find(const char *name);      /* "onebit", ...; else HPML_CODEC_UNKNOWN */
 
 #ifdef __cplusplus
@@ -1450,7 +1444,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
-/* Between these macros stands all code but the kernels. Six passes of gcc are off there: that cuts compile time by a
+/* All code but the kernels lies between these macros, which switch six passes of gcc off: that cuts compile time by a
    third and makes nothing slower. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define HPMLI_COMPILE_FAST_BEGIN                                                                                       \
@@ -1479,7 +1473,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #pragma nv_diagnostic push
 #pragma nv_diag_suppress 1675
 #endif
-#ifndef HPMLI_ISA /* the body; with HPMLI_ISA this is a pass of the kernels, see PART VII */
+#ifndef HPMLI_ISA /* the implementation, once; with HPMLI_ISA only kernels are compiled, see PART VII */
 #ifndef HPMLI_BODY_INCLUDED
 #define HPMLI_BODY_INCLUDED
 
