@@ -1508,7 +1508,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #include <arm_neon.h>
 #endif
 
-/* System headers are included once, before the kernel passes include this file again. */
+/* System headers are included here, once, before the kernel passes include this file again. */
 #include <errno.h>
 #include <float.h>
 #include <limits.h>
@@ -1542,14 +1542,14 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_BLAS false
 #endif
 
-/* True if a replaces b as the largest value; a NaN in b is kept, and a NaN in a replaces b. */
+/* True if a replaces b as the largest value so as to keep NaN: a NaN in b stays, and a NaN in a replaces b. */
 #define HPMLI_MAX_OR_NAN(a, b) (!((a) <= (b)) && (b) == (b))
 
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
 #define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
 
-/* Initializes a struct with zeros: T x = HPMLI_ZEROED. */
+/* Initializes a struct with zeros: T x = HPMLI_ZEROED. An empty list in C++. */
 #ifdef __cplusplus
 #define HPMLI_ZEROED {}
 #else
@@ -1576,8 +1576,8 @@ HPMLI_COMPILE_FAST_BEGIN
 // >>kernels   the table of kernels: what each computes, and the structs that they take
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Matrix products C = act(alpha A B + beta C + bias), see >>gemm. A stride is the number of elements from one row (k,
-   column) to the next, so that any operand may be transposed. Set the whole struct to zero first. */
+/* `batch` matrix products C = act(alpha A B + beta C + bias), see >>gemm. Strides, in elements, lead to the next row
+   (a_row, b_k, ldc) and the next column (a_k, b_col), so A and B may be transposed. Zero the whole struct first. */
 typedef struct hpmli_gemm_desc {
     int64_t      m, n, k;
     const float *a;             /* (m, k): a[i * a_row + p * a_k] */
@@ -1591,26 +1591,26 @@ typedef struct hpmli_gemm_desc {
     const float *bias_m;        /* (m), added to each column, or NULL */
     int          act;           /* 1: relu */
     int64_t      batch;         /* number of products */
-    int64_t      a_batch, b_batch, c_batch; /* elements from an operand of one product to that of the next */
+    int64_t      a_batch, b_batch, c_batch; /* elements from an array of one product to that of the next */
 } hpmli_gemm_desc;
 
-/* A rectangle of C that one thread computes: rows [i0, i1), columns [j0, j1) of product number `batch`. */
+/* A rectangle of C (see hpmli_gemm_desc) that one thread computes: rows [i0, i1), columns [j0, j1), product `batch`. */
 typedef struct hpmli_gemm_part {
     const hpmli_gemm_desc *d;
     int64_t                batch, i0, i1, j0, j1;
     float                 *ws; /* packing space of this thread: HPMLI_GEMM_WS floats */
 } hpmli_gemm_part;
 
-/* Sizes of blocks: MC rows of A, KC deep, fit into the second-level cache while all panels of B are multiplied by them;
-   NC columns of B stay packed for the next MC rows. Deep blocks read and write C less often. */
+/* Sizes of the parts in which C = A B is computed: MC rows of A, KC columns deep, fit into the second-level cache; NC
+   columns of B stay packed for the next MC rows. A large KC reads and writes C less often. */
 #define HPMLI_GEMM_KC 800
 #define HPMLI_GEMM_MC 168
 #define HPMLI_GEMM_NC 1024
 #define HPMLI_GEMM_SUMS 65536 /* floats for the partial sums of a product that is cut along k */
-#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* offset of packed A in the packing space, behind B */
+#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* offset of packed A, behind packed B */
 #define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16) + HPMLI_GEMM_SUMS)
 
-/* Loops over registers must be unrolled at any optimization level. */
+/* Pragmas that unroll loops over registers at any optimization level. */
 #if defined(__clang__)
 #define HPMLI_UNROLL   _Pragma("clang loop unroll(full)")
 #define HPMLI_UNROLL_4 /* clang's code is slower with it */
@@ -1621,64 +1621,64 @@ typedef struct hpmli_gemm_part {
 
 /* The arguments of an optimizer step that are the same for all weights, see >>vupdate. */
 typedef struct hpmli_opt_args {
-    hpml_update u;                         /* LARS: lr is in grad_scale and weight_decay */
+    hpml_update u;                         /* the step; for LARS grad_scale and weight_decay include lr */
     float       correction1, correction2;  /* 1 - beta^step */
 } hpmli_opt_args;
 
-#define HPMLI_PHILOX_CHUNK 64       /* random words that are made at once */
+#define HPMLI_PHILOX_CHUNK 64       /* random words that a call makes at once */
 #define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox */
 #define HPMLI_PHILOX_M1 0xCD9E8D57u
-#define HPMLI_PHILOX_W0 0x9E3779B9u /* added to its key in each round */
+#define HPMLI_PHILOX_W0 0x9E3779B9u /* added to the key of Philox in each round */
 #define HPMLI_PHILOX_W1 0xBB67AE85u
 typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw; /* the kind of random numbers */
 
-#define HPMLI_ONEBIT_LANES 16   /* elements in a step: two bytes of bits */
-#define HPMLI_ONEBIT_CHUNK 1024 /* elements that are summed in float */
+#define HPMLI_ONEBIT_LANES 16   /* elements packed in one step: two bytes of bits */
+#define HPMLI_ONEBIT_CHUNK 1024 /* elements whose sum is in float, before it is added in double */
 
-/* Statistics of a row for the 1-bit codec: [0] of the elements below zero, [1] of the others. */
+/* Statistics of a gradient's row for the 1-bit codec: index 0 for the elements below zero, 1 for the others. */
 typedef struct hpmli_onebit_row {
     double  sum[2];
     int64_t count[2];
     float   least[2], most[2];
 } hpmli_onebit_row;
 
-/* A convolution, see >>conv. Images are in NHWC order. All distances and sizes are in floats; a `step` is the distance
-   from one to the next. */
+/* A convolution of x to y, see >>conv. Images are in NHWC order. Distances and sizes are in floats; a `step` is the
+   distance from one element to the next. */
 typedef struct hpmli_conv {
     hpml_ctx  *ctx;
     hpml_node *n;
     int64_t    B, C, H, W, OC, OH, OW; /* C and OC: channels of one group */
     int64_t    groups, taps;           /* taps: height x width of the kernel */
-    int64_t    x_pitch;                /* a row of the padded image of x */
+    int64_t    x_pitch;                /* length of a row of the padded image of x */
     int64_t    x_floats;               /* the padded image of x, and memory behind it that a tile may touch */
-    int64_t    x_first;                /* offset of the first pixel in the padded image that is not padding */
+    int64_t    x_first;                /* offset of the first pixel of the padded image that is not padding */
     int64_t    y_floats;               /* the image of dy, and memory behind it that a tile may touch */
     bool       nhwc;                   /* x and y are NHWC */
-    int64_t    x_pixel, y_pixel;       /* step of pixels in x and y, NHWC; else 1 */
-    int64_t    x_row_step;             /* in x, for the next row of y */
-    int64_t    x_pixel_step;           /* in x, for the next pixel of y */
+    int64_t    x_pixel, y_pixel;       /* distance of pixels in x and y, NHWC; else 1 */
+    int64_t    x_row_step;             /* distance in x that belongs to one row of y */
+    int64_t    x_pixel_step;           /* distance in x that belongs to one pixel of y */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run */
     int64_t    run_step[2];            /* steps of the runs in x */
-    int64_t    band_rows;              /* forward: rows of y that are computed before they are stored */
-    int64_t    channel_pieces;         /* forward: tasks for one image */
+    int64_t    band_rows;              /* forward: rows of y that are computed in a buffer before they are stored */
+    int64_t    channel_pieces;         /* forward: tasks for one image, each for some channels */
     bool       want_dx, want_dw, want_db;
     int64_t    sums, sum_floats;       /* backward: number and size of partial sums of dw and db */
     int64_t    images_at_once;         /* backward: images whose dw is summed by one product */
     float     *packed;                 /* packed weights: (groups, packed_floats) */
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
-    float     *thread_space;           /* (threads, thread_floats) */
+    float     *thread_space;           /* working memory of threads: (threads, thread_floats) */
     int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: all three together */
 } hpmli_conv;
 
-/* Rows of pixels to copy, with their first `channels` channels; steps of rows and pixels in both images. */
+/* Copies `rows` rows of `pixels` pixels, `channels` floats of each; to_, from_: floats to the next row or pixel. */
 typedef struct hpmli_conv_copy {
     int64_t rows, pixels, channels, to_row, to_pixel, from_row, from_pixel;
 } hpmli_conv_copy;
 
 /* A product C (rows, one or two vectors) = sum over runs u, v and over k < length of
-   a[u * a_run[0] + v * a_run[1] + i * a_row + k * a_k] times the vectors at b + u * b_run[0] + v * b_run[1] + k * b_k,
-   added to C when `add`. */
+   a[u * a_run[0] + v * a_run[1] + i * a_row + k * a_k] times the vectors at b + u * b_run[0] + v * b_run[1] + k * b_k;
+   add: C += this sum. */
 typedef struct hpmli_conv_product {
     int64_t rows, a_row, a_k, b_k, c_row, length, runs[2], a_run[2], b_run[2];
     int     add;
@@ -1686,17 +1686,16 @@ typedef struct hpmli_conv_product {
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 
-#define HPMLI_CONV_PANEL 32 /* channels in a task; a multiple of HPMLI_NR in every instruction set */
+#define HPMLI_CONV_PANEL 32 /* channels in a task of a convolution; a multiple of HPMLI_NR in every instruction set */
 
-/* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own copy of each kernel
-   (PART VII), whose results equal the others' up to rounding; ctx->k is the table of the fastest set that the CPU runs.
-   `accumulate` adds to the result instead of writing it. A result may be one of the operands unless the kernel's
-   comment says otherwise. */
+/* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own version of each
+   kernel (PART VII), with equal results up to rounding; ctx->k is the table of the fastest set that the CPU runs.
+   accumulate: adds to the result, else overwrites it. A result may overwrite an operand unless a comment says no. */
 typedef struct hpmli_kernels {
     const char *name;        /* "scalar", "avx2", "avx512", "neon" */
     bool (*runs_here)(void); /* true when this CPU has the instructions */
 
-    /* Elementwise, n elements each. */
+    /* Elementwise loops over n elements of each array. */
     void (*act_forward)(hpml_act act, float slope, float *y, const float *x, int64_t n); /* y = act(x) */
     /* dx = dy act'(x) from x or from y = act(x); x or y may be NULL where the derivative does not read it */
     void (*act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *x, const float *y,
@@ -1708,13 +1707,13 @@ typedef struct hpmli_kernels {
     void (*vfill)(float *y, float value, int64_t n);                           /* y = value */
     void (*vaxpby)(float *y, float a, const float *x, float b, int64_t n);     /* y = a x + b y; b 0: y is not read */
     void (*vscale_add)(float *y, const float *x, float a, float b, int64_t n); /* y = a x + b */
-    /* y = a (x - centre) + b; relu: the larger of that and 0 */
+    /* y = a (x - centre) + b; with relu max(y, 0) */
     void (*vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n);
     /* y = a x + b (z - centre) + constant */
     void (*vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                      int64_t n, int accumulate);
 
-    /* Reductions. The `_wide` ones and vmoments add sums of 1,024 floats in double. */
+    /* Reductions. vsum_wide, vdot_wide, vmoments: float sums of 1,024 numbers, added in double. */
     float (*vsum)(const float *x, int64_t n);
     float (*vdot)(const float *a, const float *b, int64_t n);
     double (*vsum_wide)(const float *x, int64_t n);
@@ -1727,32 +1726,32 @@ typedef struct hpmli_kernels {
     /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
     void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
 
-    /* One step of a built-in optimizer on n weights; dw: their gradients, which LAMB overwrites with its direction; m,
-       v: first and second moments, or NULL. Returns HPML_NONFINITE_ bits. */
+    /* One step of a built-in optimizer on n weights w. dw: their gradients, which LAMB overwrites with its direction;
+       m, v: first and second moments, or NULL. Returns HPML_NONFINITE_ bits. */
     int (*opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n);
 
-    /* Storage types. */
+    /* Conversions of n numbers between f32 and a storage type. */
     void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
     void (*from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n);
 
-    /* Matrix products: a rectangle of C; row i of C from `count` partial sums over k that are `stride` floats apart. */
+    /* Matrix products: a rectangle of C; row i of C from `count` sums over parts of k, `stride` floats apart. */
     void (*gemm_part)(const hpmli_gemm_part *part);
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
 
-    /* Numbers first .. first + n - 1 of a random stream: words or floats. */
+    /* Writes numbers first .. first + n - 1 of a random stream to out, as words or floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
 
-    /* Gradient codecs, for one row of n elements with the residual e, or NULL. */
-    /* pass 1: e += g; writes the bits, the sums and the extremes of both sides; pass 2: subtracts the levels from e */
+    /* Gradient codecs for n elements of a row g with the residual e or NULL. onebit_scan: e += g; writes the bits and,
+       to *row, sums and extremes of both signs. onebit_carry: subtracts from e the levels low, high. */
     void (*onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n);
     void (*onebit_carry)(float *e, float low, float high, int64_t n);
     void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
     void (*onebit_decode_add)(float *y, const uint8_t *bits, float low, float high, int64_t n);
-    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite as bf16 */
+    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite in bf16 */
     void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
 
-    /* Convolution: packing of weights (for y, for dx), copies of images to and from NHWC order, the three products,
-       and the sum of partial sums of dw. */
+    /* Convolution: packing of weights w (for y, for dx), copies of images to and from NHWC order, the products that
+       give y, dx and dw, and the sum of partial sums of dw. */
     void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
     void (*conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
     void (*conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
@@ -1765,15 +1764,15 @@ typedef struct hpmli_kernels {
     void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
     void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate);
 
-    /* A row of n maxima of 2 x 2 windows in the rows at x and x + width; at: the corner of each maximum, 0 to 3. */
+    /* y: n maxima of 2 x 2 windows in the rows at x and x + width; at: the corner of each maximum, 0 to 3. */
     void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
     void (*max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate);
 
-    /* CRC-32C of some bytes, whose CRC is `crc`, and n more; that of no bytes is 0. */
+    /* Returns the CRC-32C of some bytes, whose CRC is `crc`, and n more; the CRC of no bytes is 0. */
     uint32_t (*crc32c)(uint32_t crc, const void *bytes, size_t n);
 } hpmli_kernels;
 
-/* Two kernels that are called by name, for single random numbers, see >>rng. */
+/* Kernels called directly, not through the table: for single random numbers, see >>rng. */
 HPMLI_FN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
 HPMLI_FN void hpmli_box_muller_scalar(const uint32_t *a, const uint32_t *b, float *x, float *y);
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
@@ -1782,16 +1781,16 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
 // >>context   the context: errors, memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All memory of a context is in blocks on one list, newest first, so that hpml_ctx_free can free all of it. A block may
-   have a destructor, which is called before the block is freed (to join a thread, to close a file). */
+/* The header before each allocation of a context. All are in one list, newest first, so that hpml_ctx_free can free
+   them. `destroy`, if not NULL, is called before the memory is freed (to join a thread, to close a file). */
 typedef void hpmli_destroy_fn(void *object);
 
 typedef struct hpmli_block {
     struct hpmli_block *older, *newer;
     hpmli_destroy_fn      *destroy;
-    size_t              size; /* bytes taken from the allocator, this header included */
+    size_t              size; /* bytes taken from the allocator, header included */
 } hpmli_block;
-#define HPMLI_BLOCK 64 /* bytes of the header before the payload, which stays aligned to a cache line */
+#define HPMLI_BLOCK 64 /* bytes of a header; the memory after it stays aligned to a cache line */
 
 typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
 typedef struct hpmli_trace hpmli_trace; /* see >>trace */
@@ -1803,8 +1802,8 @@ struct hpml_ctx {
     hpml_allocator       allocator;
     hpml_log_fn         *log;
     void                *log_user;
-    hpml_status          status;     /* the first error ... */
-    char                 error[768]; /* ... and its text */
+    hpml_status          status;     /* the first error */
+    char                 error[768]; /* text of the first error */
     hpmli_block         *blocks;     /* newest */
     size_t               allocations, bytes;
     const hpmli_kernels *k;
@@ -1813,20 +1812,20 @@ struct hpml_ctx {
     long                 process;    /* id of the process that created the context, see hpmli_forked */
     uint64_t             seed;
     const hpml_backend  *backend;
-    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend; on the CPU with stored halves: wrappers */
+    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend, or the wrappers of >>half */
     hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
-    void                *device;     /* what backend->open gave */
-    float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
+    void                *device;     /* the object that backend->open returned */
+    float               *gemm_ws;    /* packing space of matrix products, for each thread, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
-    int                  param_kept; /* parameters of ops that were recorded; hpml_ctx_clear_error removes the others */
-    hpml_graph          *grads_of;   /* the graph in whose memory the parameters' gradients stand now */
+    int                  param_kept; /* parameters whose op is recorded; after an error those after them go */
+    hpml_graph          *grads_of;   /* the graph whose memory contains the parameters' gradients now */
     int64_t              param_capacity;
-    int                 *names;      /* (name_size) hash table of names: 1 + index of the parameter; 0: free */
+    int                 *names;      /* (name_size) hash table of names: 1 + index of a parameter; 0: free */
     int64_t              name_size;  /* a power of two, at least twice the number of parameters */
-    int                  node_count; /* recorded nodes: the next node's index, which numbers names and keys masks */
+    int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
-    hpml_node            spare;      /* returned by hpmli_node_create after an error */
+    hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
     hpmli_trace         *trace;      /* NULL: off */
     const double        *clock;      /* see hpml_trace_clock */
     hpml_progress        progress;   /* callback while files are written */
@@ -1854,7 +1853,7 @@ HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user)
     fprintf(stderr, "%s\n", text);
 }
 
-/* Logs an error and stores it in the context if that has none. */
+/* Logs an error with the line of hpml.h (0: unknown) and stores it in the context if that has none. */
 HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
 {
     char text[sizeof ctx->error], whole[sizeof ctx->error + 32];
@@ -1882,7 +1881,7 @@ HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, 
 }
 #define hpmli_fail(ctx, status, ...) hpmli_fail_at(ctx, status, __LINE__, __VA_ARGS__)
 
-/* hpmli_fail for functions that return a pointer or a bool. */
+/* As hpmli_fail, for functions that return a pointer (hpmli_null) or a bool (hpmli_false). */
 #ifdef __cplusplus
 #define hpmli_null(...) (hpmli_fail(__VA_ARGS__), nullptr)
 #else
@@ -1900,7 +1899,7 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
     return status;
 }
 
-/* A text that grows by formatted pieces. As with snprintf, what does not fit is cut off, and `used` counts all. */
+/* A text to which formatted text is appended. As with snprintf, what does not fit is cut off, and `used` counts all. */
 typedef struct hpmli_text_buffer {
     char  *buffer;
     size_t size;
@@ -1918,7 +1917,7 @@ HPMLI_PRINTF(2, 3)
 HPMLI_FN void hpmli_text_add(hpmli_text_buffer *t, const char *format, ...)
 {
     va_list args;
-    bool    open = t->buffer && (size_t)t->used < t->size; /* not full yet */
+    bool    open = t->buffer && (size_t)t->used < t->size; /* the buffer is not full */
     va_start(args, format);
     char *to = open ? t->buffer + t->used : NULL;
     int   n  = vsnprintf(to, open ? t->size - (size_t)t->used : 0, format, args);
@@ -1926,30 +1925,30 @@ HPMLI_FN void hpmli_text_add(hpmli_text_buffer *t, const char *format, ...)
     if (n > 0) t->used += n;
 }
 
-/* True if there is no context or the context has an error: then calls do nothing. */
+/* True if ctx is NULL or has an error: then calls do nothing. */
 HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
 
-/* True if both canaries of a desc are zero, as they are when the desc was zeroed first; else an error. */
+/* True if _begin and _end of a desc are 0, as after zeroing the struct; else an error and false. */
 #define HPMLI_DESC_OK(ctx, what, d)                                                                                    \
     (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
      hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
 
-/* Copies *desc to d (zeros if desc is NULL) and checks the canaries. */
+/* Copies *desc to d (zeros if desc is NULL); false, with an error, if _begin or _end is not 0. */
 #define HPMLI_COPY_DESC(ctx, what, d, desc)                                                                            \
     ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_DESC_OK(ctx, what, &(d)))
 
 HPMLI_FN int64_t hpmli_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLI_FN int64_t hpmli_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* *out = a b; false if the product could not be the size of an array. */
+/* Sets *out = a b; false if the product could not be the size of an array. */
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 {
-    if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half: every size also fits ptrdiff_t */
+    if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half of SIZE_MAX, so that every size also fits ptrdiff_t */
     *out = a * b;
     return true;
 }
 
-/* Aligned malloc in C99: the pointer that malloc returned is stored right before the block. */
+/* Aligned malloc in C99: the pointer that malloc returned is stored right before the memory that is returned. */
 HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user HPMLI_UNUSED)
 {
     char *raw = (char *)malloc(size + align + sizeof(void *));
@@ -1967,7 +1966,7 @@ HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user H
     free(raw);
 }
 
-/* Allocates 64-byte aligned memory, not zeroed. Returns NULL, with an error on the context, when there is none. */
+/* Allocates 64-byte aligned memory, not zeroed. Returns NULL, with an error on the context, when memory is short. */
 HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
 {
     hpmli_block *b = NULL;
@@ -1995,7 +1994,7 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_destroy_fn 
     return memset(p, 0, bytes);
 }
 
-/* Allocates zeroed memory for `count` elements of `size` bytes; the product is checked. */
+/* Allocates zeroed memory for `count` elements of `size` bytes; checks the product for overflow. */
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
 {
     size_t bytes;
@@ -2020,7 +2019,7 @@ HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
     return p;
 }
 
-/* Destroys and frees one object; NULL: nothing. */
+/* Calls the destructor of memory of hpmli_alloc, if any, and frees it; p NULL: nothing. */
 HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
 {
     if (!p) return;
@@ -2033,8 +2032,8 @@ HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
     ctx->allocator.free(b, b->size, ctx->allocator.user);
 }
 
-/* Makes sure that an array of `count` elements can take one more: doubles the capacity when it is full. `array` is the
-   address of the array's pointer. False, with an error on the context, when there is no memory. */
+/* Makes room for one more element of `size` bytes in an array of `count`: doubles the capacity when the array is full.
+   array: the address of the array's pointer. False, with an error on the context, when there is no memory. */
 HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *capacity, size_t size)
 {
     int64_t larger = *capacity ? 2 * *capacity : 64;
@@ -2057,13 +2056,12 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Fork-join over numbered tasks. The caller opens a job, works on its tasks as thread 0, closes the job, and waits for
-   the workers that are still in it. Each thread begins with its own share of the tasks, so that it finds the same data
-   in its cache from job to job, and then takes tasks from the other shares. The result of a task does not depend on the
+   the workers that are still in it. Each thread begins with a fixed range of the tasks, so that it finds the same data
+   in its cache from job to job, and then takes tasks from other threads' ranges. A task's result does not depend on the
    thread, and no sum is split by the number of threads, so results have the same bits on any number of threads.
-
-   A worker waits adaptively: it spins for a moment (the next job usually comes within microseconds), then yields, then
-   sleeps. `state` packs (job number << 32 | open bit << 31 | workers in the job) in one word, so that a worker that
-   wakes late cannot enter a job that is closed or is not the one it has seen. */
+   A worker spins for a moment (the next job usually comes within microseconds), then yields, then sleeps. `state` packs
+   (job number << 32 | open bit << 31 | workers in the job) in one word, so that a worker that wakes late cannot enter a
+   job that is closed or is not the one it has seen. */
 
 HPML_API double hpml_now(void)
 {
@@ -2091,39 +2089,39 @@ HPMLI_FN long hpmli_process(void)
 #endif
 }
 
-/* True in a child process of fork, which has no copy of its parent's threads: joining one of them, or locking a mutex
-   that one of them held, would wait forever. */
+/* True in a child process of fork, which has none of its parent's threads: joining one of them, or locking a mutex that
+   one of them had locked, would wait forever. */
 HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
 
 #ifndef HPML_NO_THREADS
 #define HPMLI_JOB_OPEN   (UINT64_C(1) << 31)
-#define HPMLI_SPINS      4000 /* about 50 us */
+#define HPMLI_SPINS      4000 /* pauses before a waiting worker yields: about 50 us */
 #define HPMLI_YIELDS     50
 
 typedef struct hpmli_worker {
     hpmli_pool *pool;
     pthread_t   thread;
     int         index;  /* the caller is thread 0 */
-    long        asleep; /* the system's id of this thread while it sleeps, else 0; protected by the mutex */
-    int64_t     next;   /* atomic: the first task of this thread's share that no thread has taken */
+    long        asleep; /* the system's id of this thread while the thread sleeps, else 0; protected by the mutex */
+    int64_t     next;   /* atomic: the first task of this thread's range that no thread has taken */
 } hpmli_worker;
 
 struct hpmli_pool {
     const hpml_ctx *ctx;
-    uint64_t        state;    /* atomic, see above */
+    uint64_t        state;    /* atomic: job, open bit, workers in it; see >>threads */
     int64_t         count;    /* tasks of the job */
     hpmli_task_fn  *fn;
     void           *arg;
-    int             sleepers; /* atomic: sleeping workers */
+    int             sleepers; /* atomic: number of sleeping workers */
     int             stop;     /* atomic */
     pthread_mutex_t mutex;
     pthread_cond_t  wake;
     int             worker_count;
     unsigned long   cores[128 / sizeof(long)]; /* a bit for each core that this process may use */
-    hpmli_worker    workers[1]; /* (worker_count + 1) the caller is the first */
+    hpmli_worker    workers[1]; /* (worker_count + 1) the first is the caller */
 };
 
-/* Passes a moment of busy waiting: a pause of the CPU and, from turn HPMLI_SPINS on, a yield. */
+/* Waits a moment in a busy loop: a pause of the CPU and, from turn HPMLI_SPINS on, also a yield. */
 HPMLI_FN void hpmli_pause(int turn)
 {
     if (turn >= HPMLI_SPINS) sched_yield();
@@ -2135,9 +2133,8 @@ HPMLI_FN void hpmli_pause(int turn)
 }
 
 /* Keeps a woken worker off the caller's core, because Linux may place the worker there, where it waits for milliseconds
-   behind the busy caller while other cores idle. The caller (wake 1) excludes its own core for each sleeping worker;
-   the worker (wake 0) allows all cores again when it is awake. Both hold the mutex, so that no exclusion is left
-   behind. */
+   behind the busy caller while other cores idle. wake 1, by the caller: excludes the caller's core for each sleeping
+   worker; wake 0, by an awake worker: allows all cores. Callers have locked the mutex, so that no exclusion remains. */
 HPMLI_FN void hpmli_pool_avoid_caller_core(hpmli_pool *p, int wake)
 {
 #if HPMLI_AFFINITY
@@ -2155,7 +2152,7 @@ HPMLI_FN void hpmli_pool_avoid_caller_core(hpmli_pool *p, int wake)
     (void)p, (void)wake;
 }
 
-/* Runs tasks until none is left: those of this thread's share first, then those of the next threads' shares. */
+/* Runs tasks of the open job until none is left: first those of this thread's range, then those of other threads'. */
 HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
 {
     for (int i = 0, threads = p->worker_count + 1; i < threads; i++) {
@@ -2167,14 +2164,14 @@ HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
     }
 }
 
-/* True if a job other than `seen` is open, or the pool stops. */
+/* True if a job whose number is not `seen` is open, or the pool stops. */
 HPMLI_FN bool hpmli_pool_ready(hpmli_pool *p, uint64_t seen)
 {
     uint64_t s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
     return ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) || __atomic_load_n(&p->stop, __ATOMIC_SEQ_CST);
 }
 
-/* Waits until hpmli_pool_ready: spins, yields, then sleeps. */
+/* Waits until hpmli_pool_ready is true: spins, then yields, then sleeps. */
 HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
 {
     for (int i = 0; i < HPMLI_SPINS + HPMLI_YIELDS; i++) {
@@ -2188,7 +2185,7 @@ HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
 #endif
     while (!hpmli_pool_ready(p, seen)) {
         pthread_cond_wait(&p->wake, &p->mutex);
-        hpmli_pool_avoid_caller_core(p, 0); /* even if the job has ended */
+        hpmli_pool_avoid_caller_core(p, 0); /* allows this worker all cores, even if the job has ended */
     }
     w->asleep = 0;
     __atomic_sub_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
@@ -2205,7 +2202,7 @@ HPMLI_FN void *hpmli_worker_main(void *arg)
         hpmli_pool_wait(p, w, seen);
         if (__atomic_load_n(&p->stop, __ATOMIC_SEQ_CST)) return NULL;
         s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
-        while ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) /* enters the job unless it has been closed */
+        while ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) /* enters the job unless that is closed */
             if (__atomic_compare_exchange_n(&p->state, &s, s + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
                 seen = s >> 32;
                 hpmli_pool_work(p, w->index);
@@ -2249,7 +2246,7 @@ HPMLI_FN void hpmli_pool_destroy(void *object)
     pthread_mutex_destroy(&p->mutex);
 }
 
-/* Number of cores that this process may use. */
+/* Returns the number of cores that this process may use, at least 1. */
 HPMLI_FN int hpmli_cores(void)
 {
     long n = 1;
@@ -2285,7 +2282,7 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
 }
 #endif
 
-/* Calls fn for each task in [0, n), by all threads of the context; returns when all tasks are done. */
+/* Calls fn(arg, task, thread) for each task in [0, n), by all threads of the context; returns when all are done. */
 HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *arg)
 {
 #ifndef HPML_NO_THREADS
@@ -2298,15 +2295,14 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
     (void)ctx;
 }
 
-/* Loops over long arrays are cut into chunks of this many elements: small enough to balance the threads' work, large
-   enough that starting a task costs little in comparison. */
+/* Elements of a chunk, into which loops over long arrays are cut: few enough to balance the threads' work, so many that
+   starting a task costs little in comparison. */
 #define HPMLI_GRAIN 16384
 
-/* Long sums are cut into at most HPMLI_SUM_TASKS parts, whatever the number of threads; the partial sums are added in
-   order. */
+/* Most parts of a long sum, for any number of threads; the parts' sums are added in order, so the bits are the same. */
 #define HPMLI_SUM_TASKS 64
 
-/* Number of rows of `cols` elements that make a task of about HPMLI_GRAIN elements. */
+/* Returns how many rows of `cols` elements make a task of about HPMLI_GRAIN elements. */
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2333,7 +2329,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         ctx->threads = ctx->pool->worker_count + 1;
     }
 #endif
-    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
+    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not zeroed */
     if (!ctx->gemm_ws) return false;
     hpml_dtype dtype = d->activation_dtype;
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
@@ -2350,7 +2346,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 {
     hpml_ctx_desc d = HPMLI_ZEROED;
     hpml_ctx     *ctx;
-    if (desc && (desc->_begin || desc->_end)) d._begin = 1; /* hpmli_ctx_open fails; the rest of desc is not used */
+    if (desc && (desc->_begin || desc->_end)) d._begin = 1; /* makes hpmli_ctx_open fail; desc is not used */
     else if (desc) d = *desc;
     if (!d.allocator.alloc || !d.allocator.free) {
         d.allocator.alloc = hpmli_default_alloc;
@@ -2427,13 +2423,12 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // >>rng   single random numbers, permutations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A single number costs one block of Philox (about 20 ns) and has the same bits as that element of a fill. */
+/* A single random number costs one Philox block (about 20 ns). Streams of a seed: the four highest bits of a stream's
+   number are its use, so that no two uses draw the same numbers. */
 
-/* Streams of a seed: the four highest bits of a stream's number are its use, so that no two uses draw the same numbers.
-   */
-#define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter that is initialized */
+#define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter; its first values */
 #define HPMLI_STREAM_CHECK_GRAD UINT64_C(77)          /* elements that hpml_check_grad compares */
-#define HPMLI_STREAM_SHUFFLE    (UINT64_C(0x5) << 60) /* order of a data set's samples; block: epoch */
+#define HPMLI_STREAM_SHUFFLE    (UINT64_C(0x5) << 60) /* order of a data set's samples; the block is the epoch */
 #define HPMLI_STREAM_AUGMENT    (UINT64_C(0xa) << 60) /* | epoch; augmentation of a sample */
 #define HPMLI_STREAM_DROPOUT    (UINT64_C(0xd) << 60) /* ^ step << 24 ^ node; masks */
 
@@ -2443,7 +2438,7 @@ HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], 
                         (uint64_t)counter[1] << 32 | counter[0], out);
 }
 
-/* Returns word i of the stream of r. */
+/* Returns random word i of the seed and stream of r. */
 HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
 {
     uint32_t block[4];
@@ -2456,7 +2451,7 @@ HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >>
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
-    /* Box & Muller make two numbers from two words: those of the positions j and j + half a chunk */
+    /* Box & Muller make two numbers from two words, here from those at positions j and j + half a chunk */
     uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2);
     uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_PHILOX_CHUNK / 2);
     float    x, y;
@@ -2464,7 +2459,7 @@ HPML_API float hpml_rng_normal(hpml_rng *r)
     return i == j ? x : y;
 }
 
-/* Draws as many bits as n - 1 has, again and again until their value is below n: fewer than two draws on average. */
+/* Draws as many random bits as n - 1 has until their value is below n: fewer than two draws on average. */
 HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
 {
     uint64_t mask = n > 1 ? (uint64_t)(n - 1) : 0, x;
@@ -2478,7 +2473,7 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
     return (int64_t)x;
 }
 
-/* Writes the next n numbers of a stream to x (n). */
+/* Writes the next n numbers of the stream of r to x and advances r by n. */
 HPMLI_FN void hpmli_rng_fill(hpml_rng *r, hpmli_draw kind, void *x, int64_t n)
 {
     hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);
@@ -2489,7 +2484,7 @@ HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) { hpmli_rng
 HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_UNIFORM, x, n); }
 HPML_API void hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_NORMAL, x, n); }
 
-/* The last step of splitmix64: each bit of x affects all bits of the result. */
+/* Mixes the bits of x, as the last step of splitmix64: each bit of x affects all bits of the result. */
 HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
 {
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
@@ -2498,7 +2493,7 @@ HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
 }
 
 /* A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b: it splits the bits into two parts and changes,
-   in turn, one part by a random function of the other. Each such step can be undone, so the whole is a bijection. A
+   in turn, one part by a random function of the other. Each change can be undone, so the network is a bijection. A
    result of n or more is permuted again until it is below n, fewer than two times on average ("cycle walking", Black &
    Rogaway 2002): this follows a cycle of the larger permutation from [0, n) back into [0, n), so it permutes [0, n). */
 HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i)
@@ -2517,7 +2512,7 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
     key1 = (uint64_t)k[3] << 32 | k[2] | 1;
     do {
         uint64_t low = x & low_mask, high = x >> low_bits, round_key = key0;
-        for (int round = 0; round < 4; round++) { /* two half rounds each */
+        for (int round = 0; round < 4; round++) { /* a round changes the high and then the low bits */
             high ^= hpmli_mix64(low + (round_key += key1)) >> 32 & high_mask;
             low ^= hpmli_mix64(high + (round_key += key1)) >> 32 & low_mask;
         }
@@ -2536,12 +2531,12 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 
 /* Private state of a tensor; allocated together with the tensor. */
 struct hpmli_tensor_state {
-    bool owns_memory; /* made by hpml_tensor_create */
-    bool used;        /* an op reads the tensor */
-    int  leaf;        /* index among the inputs of the graph that was planned last */
+    bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
+    bool used;        /* true: an op reads the tensor */
+    int  leaf;        /* index among the leaves of the graph that was planned last */
 };
 
-/* By hpml_dtype: bytes of an element; the names in hpml, safetensors and numpy files (numpy has no bf16). */
+/* Element types by hpml_dtype: bytes of an element; names in hpml, safetensors and numpy (which lacks bf16). */
 static const struct hpmli_dtype {
     size_t      size;
     const char *name, *safe, *numpy;
@@ -2559,7 +2554,7 @@ HPML_API const char *hpml_dtype_name(hpml_dtype dtype)
     return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].name : "?";
 }
 
-/* Returns the product of a shape; -1 if a dimension is not positive or the number of bytes would overflow. */
+/* Returns the number of elements of a shape; -1 if a size is not positive or the number of bytes would overflow. */
 HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
 {
     size_t count = 1;
@@ -2568,7 +2563,7 @@ HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
     return (int64_t)count;
 }
 
-/* Returns a text for a message, "64x784"; it is valid until eight more texts are made. */
+/* Returns a shape as text for a message, such as "64x784"; valid until eight more texts are made in the context. */
 HPMLI_FN const char *hpmli_shape_text(hpml_ctx *ctx, int ndim, const int64_t *shape)
 {
     hpmli_text_buffer t = hpmli_text_begin(ctx->texts[ctx->text_count++ % 8], sizeof ctx->texts[0]);
@@ -2598,7 +2593,7 @@ HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t
     return buffer;
 }
 
-/* Returns a text for a message, f32 64x784 "fc1.weight"; it is valid until eight more texts are made. */
+/* Returns a text such as f32 64x784 "fc1.weight" for a message; valid until eight more texts are made. */
 HPMLI_FN const char *hpmli_describe(const hpml_tensor *t)
 {
     char *buffer = t->ctx->texts[t->ctx->text_count++ % 8];
@@ -2644,7 +2639,7 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     return t;
 }
 
-/* Sets the addresses of a tensor's values and gradient, and of the same as floats where the tensor is f32. */
+/* Sets the addresses of a tensor's values and gradient; raw_grad may be NULL. data and grad: the same if t is F32. */
 HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
 {
     bool f32 = t->dtype == HPML_DTYPE_F32;
@@ -2654,7 +2649,7 @@ HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
     t->grad     = f32 ? (float *)raw_grad : NULL;
 }
 
-/* Allocates zeroed memory on the context's device. Returns NULL, with an error on the context, when there is none. */
+/* Allocates zeroed memory on the context's device. Returns NULL, with an error on the context, when memory is short. */
 HPMLI_FN void *hpmli_device_alloc(hpml_ctx *ctx, size_t bytes)
 {
     void *p = ctx->backend->alloc(ctx->device, bytes);
@@ -2700,7 +2695,7 @@ HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
 }
 
-/* True if views of t can be created; else an error. */
+/* True if t has memory, so that views of t can be created; else an error. */
 HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
@@ -2709,7 +2704,7 @@ HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
                        "or hpml_transpose instead", t->name);
 }
 
-/* Creates a view with the shape and strides of t. */
+/* Creates a view of t with the same shape and strides; the caller changes them. */
 HPMLI_FN hpml_tensor *hpmli_view(const hpml_tensor *t)
 {
     hpml_tensor *v = hpmli_tensor_new(t->ctx, "view", t->dtype, t->ndim, t->shape);
@@ -2737,8 +2732,7 @@ HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
     return true;
 }
 
-/* Writes the wanted shape to `shape`, with one -1 replaced by the size that keeps `count` elements; false if no size
-   does. */
+/* Writes the shape `want`, one -1 in it replaced, to `shape`; false if no size keeps the number of elements `count`. */
 HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, int64_t *shape)
 {
     int64_t known = 1;
@@ -2808,8 +2802,8 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
     return v;
 }
 
-/* Converts n elements between any two types through f32, in pieces that stay in the cache. Equal types are copied,
-   because f32 holds 24 bits of an I32 only. */
+/* Converts n elements between any two types through f32, 1,024 at a time, which stay in the cache. Equal types are
+   copied, because f32 keeps only 24 bits of an I32. */
 HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src,
                             int64_t n)
 {
@@ -2837,14 +2831,14 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
     return HPML_OK;
 }
 
-/* An iteration over two operands, a and b, in the shape of a result. Shapes are matched from the last dimension; a
-   dimension of size 1 is repeated, which in memory is a stride of 0. Adjacent dimensions are joined where both operands
-   allow, so that equal shapes become one long run of elements and (B, C) + (C) becomes B runs of C elements. */
+/* A loop over two operands, a and b, in the shape of a result. Shapes are matched from the last dimension; a dimension
+   of size 1 is repeated, which in memory is a stride of 0. Adjacent dimensions are joined where both operands allow, so
+   that equal shapes become one long run of elements and (B, C) + (C) becomes B runs of C elements. */
 typedef struct hpmli_broadcast_iter {
     int     ndim;
-    int64_t shape[HPML_MAX_DIMS];     /* of the result, joined */
-    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b, in elements; 0 where repeated */
-    int64_t runs, run;                /* number of runs; elements of a run (the last dimension) */
+    int64_t shape[HPML_MAX_DIMS];     /* of the result, with joined dimensions */
+    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b, in elements; 0 where the operand is repeated */
+    int64_t runs, run;                /* number of runs; elements of a run (the last joined dimension) */
 } hpmli_broadcast_iter;
 
 HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *out, const hpml_tensor *a,
@@ -2852,7 +2846,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i < out->ndim; i++) { /* outermost first; i is joined to the dimension before if both allow */
+    for (int i = 0; i < out->ndim; i++) { /* outermost first; dimension i joins the one before, if both allow */
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
             int dim = i - (out->ndim - src[s]->ndim);
@@ -2867,7 +2861,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
         w->stride[1][w->ndim] = stride[1];
         w->ndim++;
     }
-    if (w->ndim == 0) { /* a scalar: one run of one element */
+    if (w->ndim == 0) { /* a scalar is one run of one element */
         w->ndim         = 1;
         w->shape[0]     = 1;
         w->stride[0][0] = 1;
@@ -2878,7 +2872,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
     for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
 }
 
-/* Returns the offset, in elements, at which run r of operand s begins. */
+/* Returns the offset, in elements, at which run r of operand s (0: a, 1: b) begins. */
 HPMLI_FN int64_t hpmli_broadcast_offset(const hpmli_broadcast_iter *w, int s, int64_t r)
 {
     int64_t at = 0;
@@ -2913,17 +2907,18 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
 
-/* Copies the first n elements of t, of any dtype, from the device to the host as f32. */
+/* Copies the first n elements of t, of any dtype, from the device to out on the host, converted to f32. */
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
-    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out, converted in place */
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out, for a conversion in
+                                                                               place */
     hpml_status status = ctx->backend->read(ctx->device, raw, t->raw, bytes);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
 }
 
-/* Copies n floats from the host to the first elements of t, of any dtype. */
+/* Copies n floats from the host to the first n elements of t on the device, converted to the dtype of t. */
 HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const float *in)
 {
     size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
@@ -2935,7 +2930,7 @@ HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int
     return status;
 }
 
-/* True if all values of t can be copied, and `count` is their number; else an error. */
+/* True if `values` is not NULL, t has memory and no gaps, and `count` is its number of values; else an error. */
 HPMLI_FN bool hpmli_transferable(const hpml_tensor *t, const char *verb, const void *values, int64_t count)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
@@ -2945,7 +2940,7 @@ HPMLI_FN bool hpmli_transferable(const hpml_tensor *t, const char *verb, const v
                        t->raw ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
 }
 
-/* True if `bytes` is the size of all values of t; else an error. */
+/* True if all values of t can be copied and take `bytes` bytes; else an error that begins with `verb`. */
 HPMLI_FN bool hpmli_transferable_raw(const hpml_tensor *t, const char *verb, const void *values, size_t bytes)
 {
     if (!t || !hpmli_transferable(t, verb, values, hpml_tensor_count(t))) return false;
@@ -2985,34 +2980,34 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 // >>op-table   the table of ops: a row for each, and the loops of which most passes consist
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Which values the backward pass of a node reads: the planner keeps these, and no others, until then. */
+/* Bits of hpmli_op_info.needs: the values that a node's backward pass reads. The planner keeps no others until then. */
 #define HPMLI_NEED_SRC(i) (1u << (i)) /* the value of source i */
 #define HPMLI_NEED_OUT    (1u << 8)   /* the value of the result */
-#define HPMLI_INPLACE     (1u << 9)   /* not a need: forward may write the result over the value of source 0 */
+#define HPMLI_INPLACE     (1u << 9)   /* no value: forward may write the result over the value of source 0 */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* What code outside an op's section has to know of the op: flags in its row of the table of ops. */
+/* Traits of an op (hpmli_op_info.traits): what code outside the op's section has to know. */
 enum {
-    HPMLI_OP_IS_ALIAS    = 1,   /* the result stands in the memory of source 0, of any dtype; nothing is computed */
-    HPMLI_OP_REORDERS    = 2,   /* the result's dimensions are others than the sources': it has no image layout */
-    HPMLI_OP_INDEX_0     = 4,   /* source 0, or 1, holds indices (tokens, labels): I32, without a gradient */
+    HPMLI_OP_IS_ALIAS    = 1,   /* the result is in the memory of source 0, of any dtype; nothing is computed */
+    HPMLI_OP_REORDERS    = 2,   /* the result's dimensions differ from the sources', so it has no image layout */
+    HPMLI_OP_INDEX_0     = 4,   /* source 0 (INDEX_1: source 1) is indices (tokens, labels): I32, no gradient */
     HPMLI_OP_INDEX_1     = 8,
-    HPMLI_OP_PRODUCT     = 16,  /* a matrix product; its weights are rounded where results are stored in halves */
-    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source of as many dimensions */
-    HPMLI_OP_JOINS_BATCH = 64,  /* each result depends on the whole global batch: a rank without samples takes part */
+    HPMLI_OP_PRODUCT     = 16,  /* a matrix product; weights are rounded where results are stored in halves */
+    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source with as many dimensions */
+    HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
-    HPMLI_OP_KEEPS_SUM   = 256  /* `saved` is the sum before the activation, an array like the result */
+    HPMLI_OP_KEEPS_SUM   = 256  /* `saved` is the sum before the activation, an array of the result's shape */
 };
 
-/* A row of the table of ops; hpmli_op_of finds the row of a node. */
+/* An entry of the table of ops; hpmli_op_of finds that of a node. */
 typedef struct hpmli_op_info {
-    unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_..., HPMLI_INPLACE of this node */
-    double (*flops)(const hpml_node *n, bool back);   /* operations of one forward or backward call */
+    unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_* and HPMLI_INPLACE of this node */
+    double (*flops)(const hpml_node *n, bool back);   /* operations of one forward or backward pass */
     unsigned     traits;                              /* HPMLI_OP_... */
     hpml_op_impl run;
 } hpmli_op_info;
 
-HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table itself stands behind all ops, in >>backend */
+HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
 HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
 HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
 
@@ -3026,22 +3021,22 @@ HPML_API const char *hpml_op_name(hpml_op op)
     return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
 }
 
-/* Operations of an op that computes one for each element of its result, and as many for the gradient. */
+/* Returns the operations of an op that needs one for each element of its result, and as many in backward. */
 HPMLI_FN double hpmli_flops_pointwise(const hpml_node *n, bool back)
 {
     return back && !n->out->needs_grad ? 0 : (double)hpml_tensor_count(n->out);
 }
 
-/* Operations of a matrix product in which each element of the result is a sum of `inner` products; a multiply-add
-   counts 2. Backward costs one product for each of the sources 0 and 1 that needs a gradient. */
+/* Returns the operations of a matrix product each of whose results is a sum of `inner` products; a multiply-add counts
+   2. The backward pass makes one product for each of the sources 0 and 1 that needs a gradient. */
 HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner)
 {
     int products = (n->src[0]->needs_grad ? 1 : 0) + (n->src[1]->needs_grad ? 1 : 0);
     return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
 }
 
-/* Defines an op and its row: traits; needs and flops, written with the node `n` and `back`; the forward and the
-   backward pass, written with `run` and `n`. A pass that can fail returns its status. */
+/* Defines an op and its entry in the table of ops: traits; needs and flops, expressions in the node `n` and `back`; the
+   forward and the backward pass, statements with `run` and `n`, which return a status if they can fail. */
 #define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
     HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
     HPMLI_FN double hpmli_##name##_flops(const hpml_node *n HPMLI_UNUSED, bool back HPMLI_UNUSED) { return flops; }    \
@@ -3058,15 +3053,15 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
     static const hpmli_op_info hpmli_##name##_op = { hpmli_##name##_needs, hpmli_##name##_flops, traits,               \
                                                      { hpmli_##name##_forward, hpmli_##name##_backward } }
 
-/* Most passes are a loop over independent items (rows, planes, channels, chunks of elements): a function is called for
-   each of `count` items, and `per_task` items make one task of the thread pool. */
+/* A loop over independent items (rows, planes, channels, chunks of elements), as most ops are: calls fn for each of
+   `count` items; `per_task` items make one task of the thread pool. */
 typedef struct hpmli_work hpmli_work;
 typedef void hpmli_work_fn(const hpmli_work *w, int64_t item, int thread);
 struct hpmli_work {
     const hpml_run      *run;
     const hpmli_kernels *k;
     hpml_node           *n;
-    int64_t              cols; /* elements in a row (the last dimension) of source 0 */
+    int64_t              cols; /* elements in the last dimension of source 0 */
     bool                 back; /* the backward pass */
     int64_t              count, per_task;
     hpmli_work_fn       *fn;
@@ -3086,19 +3081,19 @@ HPMLI_FN void hpmli_for_each_parallel(const hpml_run *run, hpml_node *n, bool ba
     hpmli_parallel(run->ctx, (count + per_task - 1) / per_task, hpmli_for_each_task, &w);
 }
 
-/* Defines an op of which both passes call a function for each of `count` items. */
+/* Defines an op (HPMLI_OP) whose forward and backward passes call a function for each of `count` items. */
 #define HPMLI_WORK_OP(name, traits, needs, flops, count, per_task, forward, backward)                                  \
     HPMLI_OP(name, traits, needs, flops, hpmli_for_each_parallel(run, n, false, count, per_task, hpmli_##forward),     \
              hpmli_for_each_parallel(run, n, true, count, per_task, hpmli_##backward))
 
-/* Calls fn for each row (the last dimension) of source 0. */
+/* Calls fn for each row, the elements along the last dimension, of source 0. */
 HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
 {
     int64_t cols = n->src[0]->shape[n->src[0]->ndim - 1];
     hpmli_for_each_parallel(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
 }
 
-/* Loops over a row of n elements in pieces that fit on the stack: c elements from element i on. */
+/* Loops over n elements in parts of at most HPMLI_PIECE, which fit on the stack: c elements from element i on. */
 #define HPMLI_PIECE 512
 #define HPMLI_PIECES(i, c, n) \
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
@@ -3109,29 +3104,29 @@ HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, h
 
 /* Private state of a node; allocated together with the node. */
 struct hpmli_node_state {
-    hpml_tensor *out_root, *grad_root;         /* tensors in whose memory value and gradient of the result stand; NULL:
-                                                  the node is in no graph */
-    struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken after backward has
+    hpml_tensor *out_root, *grad_root;         /* tensors in whose memory value and gradient of the result are; NULL: in
+                                                  no graph */
+    struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
-    /* Stored halves, see >>half: */
-    int64_t block_samples;                     /* samples of a block; 0: one block of all samples */
-    int64_t first_index;                       /* labels or tokens in the blocks before this one */
-    size_t  copies_at, block_saved;            /* bytes: offset of the copies in scratch; saved bytes of a block */
+    /* Stored halves, see >>half; a block is some samples, computed at a time: */
+    int64_t block_samples;                     /* samples of a block; 0: all samples */
+    int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
+    size_t  copies_at, block_saved;            /* bytes: offset of f32 copies in scratch; saved for a block */
 };
 
-/* Returns the type in which results of ops are stored. */
+/* Returns the type in which results of ops are stored: F32, BF16 or F16. */
 HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
 {
     return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
-/* True for the types that stand for f32 numbers. */
+/* True if t consists of numbers: F32, BF16 or F16. */
 HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
 {
     return t->dtype == HPML_DTYPE_F32 || hpmli_is_half(t->dtype);
 }
 
-/* Returns a copy of the given name or, if that is NULL or empty, "<kind><number>". */
+/* Returns a copy of `name` or, if that is NULL or empty, "<kind><number of the node>". */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
 {
     char text[64];
@@ -3141,8 +3136,8 @@ HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const cha
     return hpmli_strdup(ctx, text);
 }
 
-/* True if an op may be recorded: all sources belong to one context, which has no error, and are contiguous. With a NULL
-   source recording does nothing. */
+/* True if an op may read all sources: they are contiguous and of one context, which has no error. False without an
+   error if one is NULL. */
 HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 {
     hpml_ctx *ctx = NULL;
@@ -3161,10 +3156,10 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
     return true;
 }
 
-/* The layout of a result of four dimensions: NHWC if a source is NHWC. Images of both layouts are an error. */
+/* Returns the layout of a 4-dimensional result: NHWC if a source is. Batches of images in both layouts: an error. */
 HPMLI_FN hpml_layout hpmli_check_layouts(hpml_op op, int src_count, hpml_tensor *const *src)
 {
-    const hpml_tensor *first = NULL; /* the last source that is a batch of images */
+    const hpml_tensor *first = NULL; /* the latest source that is a batch of images */
     hpml_layout        layout = HPML_NCHW;
     for (int i = 0; i < src_count; i++) {
         if (!src[i] || src[i]->ndim != 4) continue;
@@ -3178,7 +3173,7 @@ HPMLI_FN hpml_layout hpmli_check_layouts(hpml_op op, int src_count, hpml_tensor 
     return layout;
 }
 
-/* Checks the element types of the sources: I32 for indices, F32 or the type of stored results for numbers. */
+/* Checks the sources' dtypes: I32 for indices, F32 or the type of stored results for numbers; else an error. */
 HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpml_tensor *const *src)
 {
     hpml_dtype stored = hpmli_activation_dtype(src[0]->ctx);
@@ -3193,7 +3188,7 @@ HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpm
     }
 }
 
-/* Makes s, which may be NULL, source i of n; the result of n follows its batch and its need of a gradient. */
+/* Makes s (may be NULL) source i of n; the result of n has a batch and needs a gradient if a source has and does. */
 HPMLI_FN void hpmli_node_add_source(hpml_node *n, int i, hpml_tensor *s)
 {
     hpml_tensor *out = n->out;
@@ -3203,12 +3198,12 @@ HPMLI_FN void hpmli_node_add_source(hpml_node *n, int i, hpml_tensor *s)
     if (s->needs_grad) out->needs_grad = true;
     if (!s->batch_rows) return;
     if (out->ndim > 0 && out->shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
-    else n->mixes_batch = out->ndim > 0; /* a scalar of a short batch is just a shorter sum */
+    else n->mixes_batch = out->ndim > 0; /* a scalar result of a short batch is only a shorter sum */
 }
 
-/* Adds a node. Its result, n->out, is called `name` (see hpmli_layer_name; NULL: after the op). Optional sources that
-   are absent are NULL; the first is never NULL. The caller sets n->attr, saved_bytes and scratch_bytes. After an error
-   the node returned is a spare one whose `out` is NULL, so that callers may set its fields without a check. */
+/* Records a node. Its result, n->out, is called `name` (from hpmli_layer_name; NULL: after the op). src[0] is never
+   NULL; an absent optional source is NULL. The caller sets n->attr, saved_bytes and scratch_bytes. After an error
+   returns a dummy node whose `out` is NULL, so that callers may set its fields without a check. */
 HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
                                       const int64_t *shape)
 {
@@ -3241,8 +3236,8 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     return n;
 }
 
-/* Sets the rows of the result for each sample, where hpmli_node_create's rule (those of a source with as many rows)
-   does not hold. 0: the result has no batch dimension, so samples are mixed if a source has one. */
+/* Sets the result's rows for each sample, where they are not those of a source with as many rows (hpmli_node_create).
+   rows 0: the result has no batch dimension, so samples are mixed if a source has one. */
 HPMLI_FN void hpmli_node_batch(hpml_node *n, int64_t rows)
 {
     if (!n->out) return;
@@ -3304,14 +3299,14 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 #define HPMLI_NAME 256 /* bytes of an array's name in a file, with the final 0 */
 
 #define HPMLI_HASH UINT64_C(14695981039346656037)
-/* FNV-1a of n bytes: continues `hash`, at first HPMLI_HASH. */
+/* Returns the FNV-1a hash of n bytes, continued from `hash`; HPMLI_HASH is that of no bytes. */
 HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n)
 {
     for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
     return hash;
 }
 
-/* Returns the entry of parameter `name` in the hash table of names, or the free entry where it belongs. */
+/* Returns the entry of the parameter `name` in the hash table of names, or the free entry for it. */
 HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
 {
     uint64_t hash = hpmli_hash(HPMLI_HASH, name, strlen(name));
@@ -3328,7 +3323,7 @@ static void hpmli_names_fill(hpml_ctx *ctx)
     for (int i = 0; i < ctx->param_count; i++) *hpmli_name_entry(ctx, ctx->params[i]->name) = i + 1;
 }
 
-/* Doubles the hash table of names if one more parameter would fill more than half of it. */
+/* Doubles the hash table of names if one more parameter would fill more than half of it; false: no memory. */
 HPMLI_FN bool hpmli_names_grow(hpml_ctx *ctx)
 {
     int64_t size = ctx->name_size > 0 ? 2 * ctx->name_size : 128;
@@ -3348,7 +3343,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     if (!name || hpmli_failed(ctx)) return NULL;
     if ((int)init < 0 || init > HPML_INIT_ONES)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": no initializer %d", name, (int)init);
-    if (strlen(name) >= HPMLI_NAME - 8) /* files add prefixes such as "state." */
+    if (strlen(name) >= HPMLI_NAME - 8) /* names in files have prefixes such as "state." */
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": a name of %zu characters, expected fewer than %d",
                           name, strlen(name), HPMLI_NAME - 8);
     if (hpml_param_find(ctx, name))
@@ -3369,7 +3364,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     return t;
 }
 
-/* Creates the parameter "layer.suffix". Vectors (biases, scales of norms) are excluded from weight decay. */
+/* Creates the parameter "<layer>.<suffix>". Vectors (biases, scales of norms) are excluded from weight decay. */
 HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
                                         float scale, int ndim, const int64_t *shape)
 {
@@ -3420,15 +3415,15 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
     return total;
 }
 
-/* Initializes one parameter on the host, from the random stream of its index, so that its values do not depend on other
-   parameters. */
+/* The first values w of a parameter, made on the host from the random stream of its index, so that other parameters do
+   not change them. */
 typedef struct hpmli_init_job {
     const hpml_ctx *ctx;
     float          *w;             /* (n) */
     int64_t         n;
     uint64_t        stream;
     double          scale;
-    bool            drawn, normal; /* not drawn: all elements are `scale` */
+    bool            drawn, normal; /* random; normally distributed. Not drawn: all elements are `scale` */
 } hpmli_init_job;
 
 HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
@@ -3467,7 +3462,7 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 
 HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
 {
-    size_t largest = 0; /* bytes of a parameter */
+    size_t largest = 0; /* bytes of the largest parameter without memory */
     float *w       = NULL;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     for (int i = 0; i < ctx->param_count; i++) {
@@ -3507,9 +3502,9 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A slot is an array and its life: the interval of times at which it is needed. The slots are placed in the order of
-   their size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit;
-   close to the optimum for chains of layers). Two algorithms find the same address:
+/* A slot is an array and its life: the interval of times at which the array is needed. The slots are placed in order of
+   size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit; close
+   to the optimum for chains of layers). Two algorithms find the same address:
    - a list of the slots placed before, sorted by address: for n slots n^2 / 2 short steps;
    - a binary tree over the times (a segment tree). Each tree node has two lists of address ranges in use, in which
      adjacent ranges are joined: `whole`, of slots alive at all times of the tree node, and `part`, of slots alive at
@@ -3518,9 +3513,9 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
      steps for each size, and networks have few sizes. */
 
 typedef struct hpmli_slot {
-    size_t   bytes, offset; /* offset: before the slot is placed its number, for a stable order */
-    int      from, to;      /* first and last time of its life */
-    void   **place;         /* receives the address when memory is allocated */
+    size_t   bytes, offset; /* offset: before placing the slot's number, for a stable order */
+    int      from, to;      /* first and last time of the slot's life */
+    void   **place;         /* set to the address when memory is allocated */
 } hpmli_slot;
 
 HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
@@ -3530,8 +3525,7 @@ HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
     return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
 
-/* Returns the lowest offset at which s overlaps no placed slot that lives at the same time. `placed` is sorted by
-   offset. */
+/* Returns the lowest offset at which s overlaps none of `placed`, sorted by offset, that live at the same time. */
 HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
 {
     size_t at = 0;
@@ -3559,22 +3553,21 @@ HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
 
 typedef struct hpmli_range {
     size_t from, to; /* addresses, `to` not included */
-    int    next;     /* number of the next range of the list, which begins above `to`; 0: none */
+    int    next;     /* number of the list's next range, which begins above `to`; 0: none */
 } hpmli_range;
 
 typedef struct hpmli_times {
     hpml_ctx    *ctx;
-    hpmli_range *ranges; /* (count, at most capacity) ranges of all lists; number 0 stands for none */
+    hpmli_range *ranges; /* (count, at most capacity) ranges of all lists; number 0 means none */
     int64_t      capacity;
-    int          count, spare;     /* spare: first of the ranges that are not used any more */
-    int         *whole, *part;     /* (4 * times) first range by tree node; 1 is the root, 2i and 2i + 1 are below i */
-    int          path[4 * 32 + 4]; /* (path_count) tree nodes into which the life is cut, and those above them */
-    bool         inside[4 * 32 + 4]; /* (path_count) the tree node lies inside the life */
+    int          count, spare;     /* spare: first of the ranges that are free again */
+    int         *whole, *part;     /* (4 * times) first range by tree node: 1 is the root, 2i and 2i + 1 are below i */
+    int          path[4 * 32 + 4]; /* (path_count) tree nodes into which a life is cut, and those above them */
+    bool         inside[4 * 32 + 4]; /* (path_count) true: the tree node lies inside the life */
     int          path_count;
 } hpmli_times;
 
-/* Appends to the path all tree nodes from `node`, which stands for the times first to last, down to those that lie
-   inside the life of s. */
+/* Appends to the path of m the tree nodes from `node` (times first to last) down to those inside the life of s. */
 HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
 {
     int  middle = first + (last - first) / 2;
@@ -3585,7 +3578,7 @@ HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, co
     if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
 }
 
-/* Returns the lowest offset at which `bytes` overlap no range of the lists on the path. */
+/* Returns the lowest offset at which `bytes` bytes overlap no range of the lists on the path of m. */
 HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
 {
     int    list[sizeof m->path / sizeof *m->path], count = 0;
@@ -3603,7 +3596,7 @@ HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
     return at;
 }
 
-/* Adds a range to the list that begins at *head and joins it with the ranges that it touches or overlaps. */
+/* Adds a range to the list that begins at *head, joined with ranges that it touches or overlaps; false: no memory. */
 HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
 {
     int before = 0, at = *head;
@@ -3652,8 +3645,8 @@ HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int 
     return good;
 }
 
-/* Sorts and places the slots and sets *bytes to the memory that all need. Uses the faster algorithm: the tree, if there
-   are at least 1000 slots for each size (measured with random graphs). */
+/* Sorts and places the slots; raises *bytes to the memory that all need. Uses the tree if there are at least 1000 slots
+   for each size, else the list: the faster one (measured with random graphs). */
 HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
 {
     int sizes = 1, times = 1;
@@ -3673,13 +3666,12 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A graph of N nodes runs at the times 0 .. N - 1 forward and N .. 2N - 1 backward (node i at 2N - 1 - i). The life of
-   an array goes from the time that writes it to the last time that reads it; hpmli_op_info.needs says which values the
-   backward pass of a node reads. Two arrays may share memory if their lives do not overlap: see >>place. Planning
-   happens once; a step allocates nothing.
-
-   Some results have no memory of their own: the result of a reshape stands in the memory of its source, and so does the
+   an array goes from the time that writes it to the last time that reads it; hpmli_op_info.needs says which values a
+   node's backward pass reads. Two arrays may share memory if their lives do not overlap: see >>place. Planning happens
+   once; a step allocates nothing.
+   Some results have no memory of their own: the result of a reshape is in the memory of its source, and so is the
    result of an op that works in place on a source which no other op reads. out_root and grad_root of a node's state are
-   the tensors at the end of such chains. */
+   the tensors at the end of such chains, which own the memory. */
 
 typedef struct hpmli_use {     /* how a graph uses the result of a node, or an input */
     int  last;                 /* last time of the value's life */
