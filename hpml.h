@@ -163,7 +163,6 @@
 //     choose   which of the kernels run: the best instruction set of the CPU
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
-
 #include <stddef.h>
 #include <stdint.h>
 #include <stdbool.h>
@@ -222,7 +221,6 @@ typedef enum hpml_status {
     HPML_STATUS_LIST(HPMLI_X)
 #undef HPMLI_X
 } hpml_status;
-
 HPML_API const char *hpml_status_string(hpml_status status); /* a static text such as "out of memory"; never NULL */
 HPML_API int         hpml_version(void);                     /* HPML_VERSION of the compiled body */
 
@@ -232,7 +230,6 @@ HPML_API int         hpml_version(void);                     /* HPML_VERSION of 
 
 /* In a desc a zero field means its default; HPML_ZERO in a field means 0 itself, where that is not the default. */
 #define HPML_ZERO (1e-38f)
-
 #define HPML_MAX_DIMS 5 /* most dimensions of a tensor */
 #define HPML_MAX_SRC  8 /* most source tensors of one op */
 
@@ -307,7 +304,6 @@ HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress);
    context. `destroy`, if not NULL, is called before the memory is freed. */
 HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*destroy)(void *object));
 HPML_API void  hpml_ctx_release(hpml_ctx *ctx, void *object); /* frees memory of hpml_ctx_alloc; NULL: nothing */
-
 /* Logs an error of your own code, stores it in the context if that has none, returns `status`. format: as printf's. */
 HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
 #if defined(__GNUC__)
@@ -370,7 +366,6 @@ struct hpml_tensor {
     hpml_layout layout;     /* order of the dimensions, where there are 4 (images); see hpml_to_layout */
     struct hpmli_tensor_state *state; /* private */
 };
-
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element; 0 for an unknown type */
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype);    /* "f32", "bf16", "f16", "i32", "u8" */
 HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements, by the batch set last; 0 for NULL */
@@ -401,7 +396,6 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_
 /* Copies all values unconverted; bytes: hpml_tensor_count times hpml_dtype_size (labels, tokens, halves). */
 HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes);
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes);
-
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
@@ -695,9 +689,7 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* f32, not y
 typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
                         HPML_OPT_LARS, HPML_OPT_LAMB,
                         HPML_OPT_CUSTOM /* the step of hpml_trainer_desc.custom_optimizer */ } hpml_opt;
-
 #define HPML_MAX_STATES 4 /* arrays that an optimizer may keep for each parameter */
-
 /* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new optimizer state was. */
 enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
 
@@ -756,7 +748,6 @@ typedef struct hpml_optimizer {
     void (*prepare)(hpml_update *u, double weight_norm, double grad_norm); /* optional */
     void (*step)(const hpml_update *u, float *w, float *g, float *const *state, int64_t n); /* NULL: a built-in row */
 } hpml_optimizer;
-
 HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name); /* "sgd", "adamw", ...; NULL: no such row */
 HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-in rows from 0; NULL: no more */
 
@@ -830,7 +821,6 @@ typedef struct hpml_run {
     hpml_status (*sum)(void *user, double *values, int64_t n);
     void     *sum_user;
 } hpml_run;
-
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
 typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: no gradient */
 
@@ -891,7 +881,6 @@ HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* the object that the back
 // ---------------------------------------------------------------------------------------------------------------------
 
 typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_MSE, HPML_LOSS_HUBER } hpml_loss;
-
 typedef enum hpml_schedule_kind {
     HPML_SCHEDULE_CONSTANT = 0,
     HPML_SCHEDULE_STEP     = 1, /* lr gamma^(floor(step / period)) */
@@ -1003,7 +992,6 @@ typedef struct hpml_metrics {
 typedef struct hpml_dataset hpml_dataset;
 typedef struct hpml_loader  hpml_loader;
 struct hpml_loader_desc;
-
 typedef struct hpml_fit_desc {
     uint32_t      _begin;
     int32_t       epochs;                  /* 0: 1 */
@@ -1250,7 +1238,6 @@ HPML_API double      hpml_now(void); /* seconds, monotonic */
 /* Adds a span; `name` must live as long as the trace. Thread-safe. Without a trace does nothing. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
 HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* true: a trace was started and includes the current step */
-
 typedef enum hpml_trace_kind {
     HPML_TRACE_SPAN = 0,
     HPML_TRACE_STEP,    /* a span with the number of a step */
@@ -1311,7 +1298,6 @@ HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], 
 typedef struct hpml_rng {
     uint64_t seed, stream, counter;
 } hpml_rng;
-
 HPML_API uint32_t hpml_rng_u32(hpml_rng *r);
 HPML_API float    hpml_rng_uniform(hpml_rng *r); /* [0, 1): a multiple of 2^-24 */
 HPML_API float    hpml_rng_normal(hpml_rng *r);  /* mean 0, variance 1, |x| < 6.8 (Box & Muller 1958) */
@@ -1351,9 +1337,7 @@ typedef enum hpml_codec_kind {
     HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT, HPML_CODEC_TOPK, HPML_CODEC_LOWRANK,
     HPML_CODEC_COUNT /* the number of codecs */
 } hpml_codec_kind;
-
 #define HPML_CODEC_MIN_ELEMENTS 256
-
 typedef struct hpml_codec hpml_codec; /* a table of functions, below */
 
 typedef struct hpml_codec_desc {
@@ -1455,7 +1439,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_COMPILE_FAST_BEGIN
 #define HPMLI_COMPILE_FAST_END
 #endif
-
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
 #if defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__) /* editors show the body */
@@ -1544,7 +1527,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 
 /* True if a replaces b as the largest value so as to keep NaN: a NaN in b stays, and a NaN in a replaces b. */
 #define HPMLI_MAX_OR_NAN(a, b) (!((a) <= (b)) && (b) == (b))
-
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
 #define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
@@ -1565,7 +1547,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPML_ASSERT(condition) do { } while (0)
 #endif
 #endif
-
 #ifdef HPML_USE_ZLIB
 #include <zlib.h>
 #endif
@@ -1624,14 +1605,12 @@ typedef struct hpmli_opt_args {
     hpml_update u;                         /* the step; for LARS grad_scale and weight_decay include lr */
     float       correction1, correction2;  /* 1 - beta^step */
 } hpmli_opt_args;
-
 #define HPMLI_PHILOX_CHUNK 64       /* random words that a call makes at once */
 #define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox */
 #define HPMLI_PHILOX_M1 0xCD9E8D57u
 #define HPMLI_PHILOX_W0 0x9E3779B9u /* added to the key of Philox in each round */
 #define HPMLI_PHILOX_W1 0xBB67AE85u
 typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw; /* the kind of random numbers */
-
 #define HPMLI_ONEBIT_LANES 16   /* elements packed in one step: two bytes of bits */
 #define HPMLI_ONEBIT_CHUNK 1024 /* elements whose sum is in float, before it is added in double */
 
@@ -1685,7 +1664,6 @@ typedef struct hpmli_conv_product {
 } hpmli_conv_product;
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
-
 #define HPMLI_CONV_PANEL 32 /* channels in a task of a convolution; a multiple of HPMLI_NR in every instruction set */
 
 /* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own version of each
@@ -1694,7 +1672,6 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 typedef struct hpmli_kernels {
     const char *name;        /* "scalar", "avx2", "avx512", "neon" */
     bool (*runs_here)(void); /* true when this CPU has the instructions */
-
     /* Elementwise loops over n elements of each array. */
     void (*act_forward)(hpml_act act, float slope, float *y, const float *x, int64_t n); /* y = act(x) */
     /* dx = dy act'(x) from x or from y = act(x); x or y may be NULL where the derivative does not read it */
@@ -1712,7 +1689,6 @@ typedef struct hpmli_kernels {
     /* y = a x + b (z - centre) + constant */
     void (*vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                      int64_t n, int accumulate);
-
     /* Reductions. vsum_wide, vdot_wide, vmoments: float sums of 1,024 numbers, added in double. */
     float (*vsum)(const float *x, int64_t n);
     float (*vdot)(const float *a, const float *b, int64_t n);
@@ -1725,31 +1701,25 @@ typedef struct hpmli_kernels {
     float (*vexp_sum)(float *y, const float *x, float shift, int64_t n); /* y = exp(x - shift); returns the sum of y */
     /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
     void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
-
     /* One step of a built-in optimizer on n weights w. dw: their gradients, which LAMB overwrites with its direction;
        m, v: first and second moments, or NULL. Returns HPML_NONFINITE_ bits. */
     int (*opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n);
-
     /* Conversions of n numbers between f32 and a storage type. */
     void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
     void (*from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n);
-
     /* Matrix products: a rectangle of C; row i of C from `count` sums over parts of k, `stride` floats apart. */
     void (*gemm_part)(const hpmli_gemm_part *part);
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
-
     /* Writes numbers first .. first + n - 1 of a random stream to out, as words or floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
-
-    /* Gradient codecs for n elements of a row g with the residual e or NULL. onebit_scan: e += g; writes the bits and,
-       to *row, sums and extremes of both signs. onebit_carry: subtracts from e the levels low, high. */
+    /* Gradient codecs: a row g of n elements, residual e or NULL. onebit_scan: e += g; writes bits and, to *row, sums
+       and extremes of both signs; onebit_carry: subtracts from e the level low or high of each element. */
     void (*onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n);
     void (*onebit_carry)(float *e, float low, float high, int64_t n);
     void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
     void (*onebit_decode_add)(float *y, const uint8_t *bits, float low, float high, int64_t n);
     bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite in bf16 */
     void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
-
     /* Convolution: packing of weights w (for y, for dx), copies of images to and from NHWC order, the products that
        give y, dx and dw, and the sum of partial sums of dw. */
     void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
@@ -1763,11 +1733,9 @@ typedef struct hpmli_kernels {
     void (*conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
     void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
     void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate);
-
     /* y: n maxima of 2 x 2 windows in the rows at x and x + width; at: the corner of each maximum, 0 to 3. */
     void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
     void (*max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate);
-
     /* Returns the CRC-32C of some bytes, whose CRC is `crc`, and n more; the CRC of no bytes is 0. */
     uint32_t (*crc32c)(uint32_t crc, const void *bytes, size_t n);
 } hpmli_kernels;
@@ -1784,7 +1752,6 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
 /* The header before each allocation of a context. All are in one list, newest first, so that hpml_ctx_free can free
    them. `destroy`, if not NULL, is called before the memory is freed (to join a thread, to close a file). */
 typedef void hpmli_destroy_fn(void *object);
-
 typedef struct hpmli_block {
     struct hpmli_block *older, *newer;
     hpmli_destroy_fn      *destroy;
@@ -1832,7 +1799,6 @@ struct hpml_ctx {
     char                 texts[8][192]; /* parts of error messages, used in turn, see hpmli_describe */
     unsigned             text_count;    /* number of texts made */
 };
-
 HPMLI_FN double hpmli_trace_time(const hpml_ctx *ctx, double now) { return ctx->clock ? *ctx->clock : now; }
 
 HPML_API const char *hpml_status_string(hpml_status status)
@@ -1844,7 +1810,6 @@ HPML_API const char *hpml_status_string(hpml_status status)
     default: return "unknown status";
     }
 }
-
 HPML_API int hpml_version(void) { return HPML_VERSION; }
 
 HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user)
@@ -1936,7 +1901,6 @@ HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != 
 /* Copies *desc to d (zeros if desc is NULL); false, with an error, if _begin or _end is not 0. */
 #define HPMLI_COPY_DESC(ctx, what, d, desc)                                                                            \
     ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_DESC_OK(ctx, what, &(d)))
-
 HPMLI_FN int64_t hpmli_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLI_FN int64_t hpmli_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -2008,7 +1972,6 @@ HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*destroy)(void 
 {
     return hpmli_failed(ctx) ? NULL : hpmli_alloc_object(ctx, bytes, destroy);
 }
-
 #define hpmli_new(ctx, T, count) ((T *)hpmli_alloc_array(ctx, count, sizeof(T)))
 
 HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
@@ -2048,7 +2011,6 @@ HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *cap
     *capacity = larger;
     return true;
 }
-
 HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, object); }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2077,7 +2039,6 @@ HPML_API double hpml_now(void)
     return (double)clock() / CLOCKS_PER_SEC;
 #endif
 }
-
 typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 
 HPMLI_FN long hpmli_process(void)
@@ -2298,10 +2259,8 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
 /* Elements of a chunk, into which loops over long arrays are cut: few enough to balance the threads' work, so many that
    starting a task costs little in comparison. */
 #define HPMLI_GRAIN 16384
-
 /* Most parts of a long sum, for any number of threads; the parts' sums are added in order, so the bits are the same. */
 #define HPMLI_SUM_TASKS 64
-
 /* Returns how many rows of `cols` elements make a task of about HPMLI_GRAIN elements. */
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
 
@@ -2383,7 +2342,6 @@ HPML_API void hpml_ctx_free(hpml_ctx *ctx)
     hpml_allocator allocator = ctx->allocator;
     allocator.free(ctx, sizeof *ctx, allocator.user);
 }
-
 HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx) { return ctx ? ctx->status : HPML_ERR_ARGUMENT; }
 HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx) { return ctx ? ctx->error : "no context"; }
 
@@ -2395,7 +2353,6 @@ HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
     ctx->param_count = ctx->param_kept;
     hpmli_names_fill(ctx);
 }
-
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ctx->k->name : ""; }
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx)        { return ctx ? ctx->seed : 0; }
@@ -2409,13 +2366,11 @@ HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress)
     ctx->progress = progress;
     return before;
 }
-
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
 {
     hpml_allocator none = HPMLI_ZEROED;
     return ctx ? ctx->allocator : none;
 }
-
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
 
@@ -2423,8 +2378,8 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // >>rng   single random numbers, permutations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A single random number costs one Philox block (about 20 ns). Streams of a seed: the four highest bits of a stream's
-   number are its use, so that no two uses draw the same numbers. */
+/* Streams of a seed: the four highest bits of a stream's number are its use, so that no two uses draw the same numbers.
+   A single number costs one Philox block, about 20 ns. */
 
 #define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter; its first values */
 #define HPMLI_STREAM_CHECK_GRAD UINT64_C(77)          /* elements that hpml_check_grad compares */
@@ -2445,7 +2400,6 @@ HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
     hpmli_philox_scalar(r->seed, r->stream, i / 4, block);
     return block[i % 4];
 }
-
 HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return hpmli_rng_word(r, r->counter++); }
 HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f); }
 
@@ -2479,7 +2433,6 @@ HPMLI_FN void hpmli_rng_fill(hpml_rng *r, hpmli_draw kind, void *x, int64_t n)
     hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);
     if (n > 0) r->counter += (uint64_t)n;
 }
-
 HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) { hpmli_rng_fill(r, HPMLI_WORDS, x, n); }
 HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_UNIFORM, x, n); }
 HPML_API void hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_NORMAL, x, n); }
@@ -2543,12 +2496,10 @@ static const struct hpmli_dtype {
 } hpmli_dtypes[] = { { 4, "f32", "F32", "<f4" }, { 2, "bf16", "BF16", NULL }, { 2, "f16", "F16", "<f2" },
                      { 4, "i32", "I32", "<i4" }, { 1, "u8", "U8", "|u1" } };
 #define HPMLI_DTYPES 5
-
 HPML_API size_t hpml_dtype_size(hpml_dtype dtype)
 {
     return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].size : 0;
 }
-
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype)
 {
     return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].name : "?";
@@ -2579,7 +2530,6 @@ HPML_API int64_t hpml_tensor_count(const hpml_tensor *t)
     for (int i = 0; i < t->ndim; i++) count *= t->shape[i];
     return count;
 }
-
 HPMLI_FN size_t hpmli_tensor_bytes(const hpml_tensor *t)
 {
     return (size_t)hpml_tensor_count(t) * hpml_dtype_size(t->dtype);
@@ -2671,24 +2621,20 @@ HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int nd
     t->state->owns_memory = true;
     return t;
 }
-
 HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
 {
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 1, &d0);
 }
-
 HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1)
 {
     const int64_t shape[2] = { d0, d1 };
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 2, shape);
 }
-
 HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2)
 {
     const int64_t shape[3] = { d0, d1, d2 };
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 3, shape);
 }
-
 HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
 {
     const int64_t shape[4] = { d0, d1, d2, d3 };
@@ -2906,13 +2852,11 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
-
 /* Copies the first n elements of t, of any dtype, from the device to out on the host, converted to f32. */
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
-    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out, for a conversion in
-                                                                               place */
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out, converted there */
     hpml_status status = ctx->backend->read(ctx->device, raw, t->raw, bytes);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
@@ -2950,26 +2894,22 @@ HPMLI_FN bool hpmli_transferable_raw(const hpml_tensor *t, const char *verb, con
 }
 
 HPMLI_FN hpml_status hpmli_tensor_status(const hpml_tensor *t) { return t ? t->ctx->status : HPML_ERR_ARGUMENT; }
-
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_t count)
 {
     if (!hpmli_transferable(t, "set", values, count)) return hpmli_tensor_status(t);
     if (t->dtype != HPML_DTYPE_F32) return hpmli_write_floats(t->ctx, t, count, values);
     return t->ctx->backend->write(t->ctx->device, t->raw, values, hpmli_tensor_bytes(t));
 }
-
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_t count)
 {
     if (!hpmli_transferable(t, "get", values, count)) return hpmli_tensor_status(t);
     return hpmli_read_floats(t->ctx, t, count, values);
 }
-
 HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes)
 {
     if (!hpmli_transferable_raw(t, "set_raw", values, bytes)) return hpmli_tensor_status(t);
     return t->ctx->backend->write(t->ctx->device, t->raw, values, bytes);
 }
-
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes)
 {
     if (!hpmli_transferable_raw(t, "get_raw", values, bytes)) return hpmli_tensor_status(t);
@@ -3006,11 +2946,9 @@ typedef struct hpmli_op_info {
     unsigned     traits;                              /* HPMLI_OP_... */
     hpml_op_impl run;
 } hpmli_op_info;
-
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
 HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
 HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
-
 HPML_API const char *hpml_op_name(hpml_op op)
 {
     static const char *const names[] = {
@@ -3066,13 +3004,11 @@ struct hpmli_work {
     int64_t              count, per_task;
     hpmli_work_fn       *fn;
 };
-
 HPMLI_FN void hpmli_for_each_task(void *arg, int64_t task, int thread)
 {
     const hpmli_work *w = (const hpmli_work *)arg;
     for (int64_t i = task * w->per_task; i < (task + 1) * w->per_task && i < w->count; i++) w->fn(w, i, thread);
 }
-
 HPMLI_FN void hpmli_for_each_parallel(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t per_task,
                                       hpmli_work_fn *fn)
 {
@@ -3254,25 +3190,21 @@ HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, cons
     if (t) t->batch_rows = 1;
     return t;
 }
-
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1)
 {
     const int64_t shape[2] = { b, d1 };
     return hpml_input(ctx, HPML_DTYPE_F32, 2, shape);
 }
-
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2)
 {
     const int64_t shape[3] = { b, d1, d2 };
     return hpml_input(ctx, HPML_DTYPE_F32, 3, shape);
 }
-
 HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w)
 {
     const int64_t shape[4] = { b, c, h, w };
     return hpml_input(ctx, HPML_DTYPE_F32, 4, shape);
 }
-
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
 {
     int64_t shape[2] = { b, t };
@@ -3297,7 +3229,6 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 // ---------------------------------------------------------------------------------------------------------------------
 
 #define HPMLI_NAME 256 /* bytes of an array's name in a file, with the final 0 */
-
 #define HPMLI_HASH UINT64_C(14695981039346656037)
 /* Returns the FNV-1a hash of n bytes, continued from `hash`; HPMLI_HASH is that of no bytes. */
 HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n)
@@ -3395,18 +3326,15 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *de
 }
 
 HPML_API int hpml_param_count(const hpml_ctx *ctx) { return ctx ? ctx->param_count : 0; }
-
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index)
 {
     return ctx && index >= 0 && index < ctx->param_count ? ctx->params[index] : NULL;
 }
-
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name)
 {
     int *entry = ctx && name && ctx->name_size > 0 ? hpmli_name_entry(ctx, name) : NULL;
     return entry && *entry > 0 ? ctx->params[*entry - 1] : NULL;
 }
-
 HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
 {
     int64_t total = 0;
@@ -3425,7 +3353,6 @@ typedef struct hpmli_init_job {
     double          scale;
     bool            drawn, normal; /* random; normally distributed. Not drawn: all elements are `scale` */
 } hpmli_init_job;
-
 HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
@@ -3511,13 +3438,11 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
      some of them. A life is cut into at most two tree nodes a level; it can collide only with the `part` lists of these
      and the `whole` lists of the tree nodes above. Slots of one size are in few ranges, so this takes about n log n
      steps for each size, and networks have few sizes. */
-
 typedef struct hpmli_slot {
     size_t   bytes, offset; /* offset: before placing the slot's number, for a stable order */
     int      from, to;      /* first and last time of the slot's life */
     void   **place;         /* set to the address when memory is allocated */
 } hpmli_slot;
-
 HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
 {
     const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
@@ -3555,7 +3480,6 @@ typedef struct hpmli_range {
     size_t from, to; /* addresses, `to` not included */
     int    next;     /* number of the list's next range, which begins above `to`; 0: none */
 } hpmli_range;
-
 typedef struct hpmli_times {
     hpml_ctx    *ctx;
     hpmli_range *ranges; /* (count, at most capacity) ranges of all lists; number 0 means none */
@@ -3672,17 +3596,16 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
    Some results have no memory of their own: the result of a reshape is in the memory of its source, and so is the
    result of an op that works in place on a source which no other op reads. out_root and grad_root of a node's state are
    the tensors at the end of such chains, which own the memory. */
-
 typedef struct hpmli_use {     /* how a graph uses the result of a node, or an input */
-    int  last;                 /* last time of the value's life */
-    int  grad_first, grad_last; /* the gradient's life */
+    int  last;                 /* last time of the life of the result's value */
+    int  grad_first, grad_last; /* first and last time of the gradient's life */
     int  readers;              /* number of nodes that read the value */
-    bool kept, grad_written;   /* an output or the loss; some node's backward writes the gradient */
+    bool kept, grad_written;   /* the result is an output or the loss; some node's backward writes the gradient */
 } hpmli_use;
 
 struct hpml_graph {
     hpml_ctx      *ctx;
-    hpml_node    **nodes;      /* (count) in order */
+    hpml_node    **nodes;      /* (count) in the order of recording */
     int            count;
     hpml_tensor  **leaves;     /* (leaf_count) inputs and constants that the nodes read */
     int            leaf_count;
@@ -3691,33 +3614,33 @@ struct hpml_graph {
     hpmli_slot    *slots;      /* (slot_count) */
     int            slot_count;
     hpml_memory    memory;
-    char          *arena;      /* activations, their gradients and scratch, on the device */
-    float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
+    char          *arena;      /* memory of activations, their gradients and scratch, on the device */
+    float         *grads;      /* gradients of all parameters, in order of recording, each 64-byte aligned */
     int64_t        grad_count; /* floats */
     size_t         scratch_bytes;
-    int            param_count; /* of the context, when the graph was planned */
-    int           *param_last;  /* (param_count) node whose backward makes the gradient final; -1: none */
-    int64_t        batch, batch_now; /* samples of a full batch, of the current one */
+    int            param_count; /* parameters of the context when the graph was planned */
+    int           *param_last;  /* (param_count) node whose backward makes the parameter's gradient final; -1: none */
+    int64_t        batch, batch_now; /* samples of a full batch; of the current batch */
     bool           batchable;   /* no op mixes samples: short batches may run */
-    bool           train;      /* of the last forward pass ... */
-    uint64_t       step;       /* ... and its step */
-    int64_t        first_sample, shift; /* first sample of this pass: in the global batch, in the inputs */
+    bool           train;      /* `train` of the last forward pass */
+    uint64_t       step;       /* `step` of the last forward pass */
+    int64_t        first_sample, shift; /* index of this pass's first sample: in the global batch, in the inputs */
     const char   **back_names; /* (count) names of backward spans in the timeline */
-    hpml_profile_row *profile; /* (count), NULL: off */
-    const hpml_hooks *hooks;   /* of the trainer; all NULL without one */
+    hpml_profile_row *profile; /* (count) times of the nodes; NULL: no profile */
+    const hpml_hooks *hooks;   /* hooks of the trainer; all NULL without a trainer */
     hpml_trainer  *trainer;
-    bool           last;       /* the last micro-batch of an update: gradients are final, and their hooks are called */
-    hpml_update   *updates;    /* (param_count) steps to take during the backward pass; NULL: none */
+    bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
+    hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           idle;       /* see hpml_run.idle */
 };
 
-/* True if t is among the inputs found. `leaf` may stem from another graph, so the input of that index is compared. */
+/* True if t is among the leaves of g. `leaf` may be of another graph, so the leaf at that index is compared. */
 HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
 {
     return t->state->leaf < g->leaf_count && g->leaves[t->state->leaf] == t;
 }
 
-/* Enters the node that computes t into `found`, by its index, or t into the list of inputs. */
+/* Enters the node that computes t into `found`, by the node's index, or t into the leaves of g. */
 HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
 {
     if (!t || t->param) return;
@@ -3731,12 +3654,12 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
     g->leaves[g->leaf_count++] = t;
 }
 
-/* Collects the nodes and inputs on which the targets depend, from the last recorded node to the first, because the
-   nodes that read a result are recorded after the node that computes it. */
+/* Collects the nodes and leaves on which the targets depend, from the last recorded node to the first, because the
+   nodes that read a result are recorded after the node that computes it. False: no memory. */
 HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
 {
     hpml_ctx   *ctx   = g->ctx;
-    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by index, at first with gaps */
+    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by a node's index; NULL: not needed */
     g->nodes  = found;
     g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
     if (!found || !g->leaves) return false;
@@ -3747,18 +3670,15 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
         if (found[i]) g->nodes[g->count++] = found[i];
     return true;
 }
-
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
-
-/* Returns the entry of t in `uses`, which has one for each recorded node and then one for each input; NULL for a
-   parameter. */
+/* Returns the entry of t in `uses`: one for each recorded node, then one for each leaf; NULL for a parameter. */
 HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
 {
     if (t && t->node) return &uses[t->node->index];
     return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->state->leaf] : NULL;
 }
 
-/* Computes the lives of the values. */
+/* Computes the lives of the results' values, and out_root for results that use a source's memory. */
 HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -3777,7 +3697,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
             if (s) s->readers++;
         }
     }
-    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not read later */
+    for (int i = 0; i < N; i++) { /* in place: a node that alone reads a source, which is not read later */
         hpml_node   *n = g->nodes[i];
         hpml_tensor *x = n->src[0];
         if (!x->node) continue;
@@ -3786,13 +3706,13 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
                        x->node->state->out_root == x && x->dtype == n->out->dtype;
         if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root = x->node->state->out_root;
     }
-    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as all results in its memory */
+    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as the results in its memory */
         hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->state->out_root->node->index];
         if (r->last < u->last) r->last = u->last;
     }
 }
 
-/* Floats of a parameter's gradient in the array of all gradients, padding included. */
+/* Returns the floats of a parameter's gradient in the array of all gradients, padding included. */
 HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
 {
     const int64_t align = HPML_GRADIENT_ALIGN;
@@ -3800,7 +3720,7 @@ HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
 }
 
 /* Computes the lives of the gradients and, in the order of the backward pass, which node overwrites a gradient and
-   which nodes add to it. A result whose gradient no node has written when its own node is reached does not affect the
+   which nodes add to it. A result whose gradient has no writer when its own node is reached does not affect the
    loss. */
 HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 {
@@ -3837,7 +3757,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
     }
 }
 
-/* Requests memory of `bytes` for the times from .. to; *place will be its address. */
+/* Requests `bytes` bytes for the times from .. to; *place receives their address when memory is allocated. */
 HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
 {
     hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
@@ -3846,11 +3766,10 @@ HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void
     g->memory.unshared += s.bytes;
 }
 
-/* Bytes of the slot of each scalar. One of these scalars is the loss, or the root of the loss, and the struct of a
-   step's scalars (>>trainer) begins with the loss: the host reads the loss, hits and gradient norm of a step in one
-   copy. The slot lives from time 0 on, because the trainer writes to it before the loss is computed. */
+/* Bytes of the slot of each scalar. A slot that contains the loss begins the struct of a step's scalars (>>trainer), so
+   that the host reads loss, hits and gradient norm of a step in one copy. A scalar's slot lives from time 0 on, because
+   the trainer writes to the struct before the loss is computed. */
 #define HPMLI_SCALAR_SLOT 64
-
 HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -3875,7 +3794,7 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
     }
 }
 
-/* Sets the batch of the graph, which must be the same in all inputs. */
+/* Sets the batch of the graph and `batchable`; an error unless the batch is the same in all inputs. */
 HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 {
     g->batchable = true;
@@ -3929,7 +3848,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     return true;
 }
 
-/* Releases the nodes of a graph, so that another graph may plan them. */
+/* Marks the nodes of a graph as free, so that another graph may plan them. */
 HPMLI_FN void hpmli_graph_release_nodes(hpml_graph *g)
 {
     for (int i = 0; i < g->count; i++) {
@@ -3979,10 +3898,9 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
     if (out) memset(out, 0, sizeof *out);
     if (g && out) *out = g->memory;
 }
-
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
 
-/* Points the gradients of the parameters into this graph's array; they may have pointed into another graph's. */
+/* Points `grad` of the parameters into this graph's array of gradients, instead of another graph's. */
 HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
 {
     int64_t at = 0;
@@ -4006,7 +3924,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
     if (ctx->status != HPML_OK) return ctx->status;
-    for (int i = 0; i < g->slot_count; i++) /* an input keeps the memory that another graph gave it */
+    for (int i = 0; i < g->slot_count; i++) /* a leaf keeps the memory that another graph gave it */
         if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
     for (int i = 0; i < g->leaf_count; i++) hpmli_set_memory(g->leaves[i], g->leaves[i]->raw, g->leaves[i]->raw_grad);
     hpmli_graph_place_grads(g);
@@ -4023,7 +3941,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 // >>run   running a graph forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Sets shape[0] of all tensors to the current batch. Called before each pass, because graphs may share inputs. */
+/* Sets shape[0] of all tensors with a batch to the current batch. Called before each pass: graphs may share inputs. */
 HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
 {
     for (int i = 0; i < g->leaf_count + g->count; i++) {
@@ -4032,7 +3950,7 @@ HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
     }
 }
 
-/* Sets the full batch again. */
+/* Sets the full batch as the current batch. */
 HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
 {
     g->batch_now = g->batch;
@@ -4051,7 +3969,7 @@ HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
 }
 
 /* Zeroes the gradients that backward of n would overwrite and that have no batch dimension: a short batch may not write
-   all of them, and an idle rank writes none. */
+   all of their elements, and a rank without samples writes none. */
 HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 {
     for (int s = 0; s < n->src_count; s++) {
@@ -4061,7 +3979,7 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
     }
 }
 
-/* Calls the hook that makes the parameters of n available. */
+/* Calls the hook `need`, which makes a parameter available, for each parameter that n reads. */
 HPMLI_FN hpml_status hpmli_node_need(hpml_graph *g, const hpml_node *n)
 {
     const hpml_hooks *h      = g->hooks;
@@ -4071,7 +3989,7 @@ HPMLI_FN hpml_status hpmli_node_need(hpml_graph *g, const hpml_node *n)
     return status;
 }
 
-/* Runs the op of n, unless this rank has no samples and the op does not join those of all ranks. */
+/* Runs the op of n, unless this rank has no samples and the op is not one that computes with all ranks' samples. */
 HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_op_impl *op   = &g->ctx->ops[n->op];
@@ -4081,7 +3999,7 @@ HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node
     return backward ? op->backward(run, n) : op->forward(run, n);
 }
 
-/* Takes the optimizer steps that follow backward of n, unless the op itself has taken them. */
+/* Takes the optimizer steps that follow backward of n, except those that the op itself has taken. */
 HPMLI_FN hpml_status hpmli_node_update(hpml_graph *g, hpml_node *n, hpml_status status)
 {
     for (int s = 0; s < n->src_count; s++) {
@@ -4089,7 +4007,7 @@ HPMLI_FN hpml_status hpmli_node_update(hpml_graph *g, hpml_node *n, hpml_status 
         n->state->update[s] = NULL;
         if (!u || u->n == 0 || status != HPML_OK) continue;
         status = g->ctx->backend->update(g->ctx->device, g->ctx, u, 1);
-        u->n   = 0; /* one step, also where an op reads a parameter twice */
+        u->n   = 0; /* the step is not repeated where an op reads a parameter twice */
     }
     return status;
 }
@@ -4101,8 +4019,8 @@ HPMLI_FN hpml_status hpmli_run_untimed(hpml_graph *g, const hpml_run *run, hpml_
     return backward ? hpmli_node_update(g, n, status) : status;
 }
 
-/* Runs node i forward or backward; times it if a trace or a profile is on. A backend with time_op measures the time on
-   its device; the trace's span is then the time that the host took to launch the op. */
+/* Runs node i forward or backward, and times it if a trace or a profile is on. A backend with time_op measures the time
+   on its device; the trace's span is then the time that the host took to launch the op. */
 HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
 {
     hpml_node          *n = g->nodes[i];
@@ -4127,7 +4045,6 @@ HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
     const hpml_graph *g = (const hpml_graph *)graph;
     return g->hooks->sum(g->hooks->user, g->trainer, values, n);
 }
-
 HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
 {
     hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
@@ -4135,13 +4052,13 @@ HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float s
     return run;
 }
 
-/* Runs the backward pass of node i; `accumulate`: gradients of parameters are added to. */
+/* Runs the backward pass of node i. accumulate: gradients of parameters are added to, else overwritten. */
 HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
 {
     hpml_node *n = g->nodes[i];
     bool       before[HPML_MAX_SRC];
     if (!n->out->needs_grad || !n->out->raw_grad) return HPML_OK;
-    for (int s = 0; s < n->src_count; s++) { /* accumulating: also the first node adds to a parameter's gradient */
+    for (int s = 0; s < n->src_count; s++) { /* with `accumulate` the first node adds to a gradient, too */
         before[s] = n->accumulate[s];
         if (!n->src[s] || !hpmli_trainable(n->src[s])) continue;
         int param = n->src[s]->param->index;
@@ -4153,7 +4070,7 @@ HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, b
     return status;
 }
 
-/* Calls the hook of each parameter whose gradient is final after backward of node i. */
+/* Calls the hook `grad` for each parameter whose gradient is final after backward of node i. */
 HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
 {
     hpml_node  *n      = g->nodes[i];
@@ -4164,12 +4081,11 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
     return status;
 }
 
-/* A backward pass with gradient hooks is cut into at most HPMLI_PIECES_OF_PASS pieces of at least as many nodes: a
-   device replays a piece as a whole, and the hooks of its gradients are called when the piece has been launched. Few
-   pieces cost few launches; many let communication begin early. */
+/* A backward pass with gradient hooks is cut into at most HPMLI_PIECES_OF_PASS pieces of at least that many nodes: a
+   device replays a piece as a whole, and then the hooks of the piece's gradients are called. Few pieces cost few
+   launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
-
-/* Number of nodes of a piece: 1 if the device cannot replay this pass, all nodes if no hook waits for gradients. */
+/* Returns the nodes of a piece: 1 if the device cannot replay this pass, all nodes if no hook waits for gradients. */
 HPMLI_FN int hpmli_piece_nodes(const hpml_graph *g, bool replays, bool hooks)
 {
     if (!replays) return 1;
@@ -4177,7 +4093,7 @@ HPMLI_FN int hpmli_piece_nodes(const hpml_graph *g, bool replays, bool hooks)
     return (int)hpmli_max(HPMLI_PIECES_OF_PASS, (g->count + HPMLI_PIECES_OF_PASS - 1) / HPMLI_PIECES_OF_PASS);
 }
 
-/* Runs nodes from .. to - 1 in the order of running, the last node first if backward. */
+/* Runs pass->from .. pass->to - 1 in running order: node i forward, or the i-th from the end backward. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     hpml_status status = HPML_OK;
@@ -4187,7 +4103,7 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
     return status;
 }
 
-/* Runs a piece of a pass: the device replays its recording or records the piece while its nodes run. */
+/* Runs a piece of a pass: the device replays its recording of the piece, or records it while the nodes run. */
 HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     const hpml_backend *b = g->ctx->backend;
@@ -4203,17 +4119,17 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
     return status;
 }
 
-/* Runs all nodes forward or backward, in pieces, and calls the hooks of gradients behind each piece. */
+/* Runs all nodes forward or backward, in pieces, and calls the hooks of gradients after each piece. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
     const hpml_hooks *h       = g->hooks;
-    bool              single  = g->profile || g->ctx->trace || h->need || h->sum || g->idle; /* nodes run one by one */
+    bool              single  = g->profile || g->ctx->trace || h->need || h->sum || g->idle; /* run nodes singly */
     bool              replays = g->ctx->backend->begin && !single;
     bool              hooks   = backward && h->grad && g->last;
     int               piece   = hpmli_piece_nodes(g, replays, hooks);
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
-    memset(&pass, 0, sizeof pass); /* compared byte by byte */
+    memset(&pass, 0, sizeof pass); /* padding too: compared by bytes */
     pass.graph      = g;
     pass.samples    = g->batch_now;
     pass.first      = g->shift;
@@ -4253,7 +4169,7 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
     return hpmli_graph_pass(g, &run, true, accumulate);
 }
 
-/* Returns the loss with `by` added to element `at` of t. */
+/* Returns the loss after adding `by` to element `at` of t, which is then restored. */
 HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
 {
     float was, now, loss = 0;
@@ -4293,12 +4209,12 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
         if (!grad) return -1;
         g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
         for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
-        scale = sqrt(scale / (double)n); /* differences far below the root mean square are rounding errors */
+        scale = sqrt(scale / (double)n); /* smaller differences are rounding errors */
         for (int64_t i = 0; i < samples && i < n; i++) {
             int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
             double  step_1 = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
             double  step_2 = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
-            double  want   = (8 * step_1 - step_2) / (12 * (double)eps); /* error of order eps^4 */
+            double  want   = (8 * step_1 - step_2) / (12 * (double)eps); /* fourth order: error about eps^4 */
             double  got    = (double)grad[at];
             double  error  = fabs(want - got) / (fabs(want) + fabs(got) + scale + 1e-6);
             if (!(error <= worst)) worst = error;
