@@ -222,7 +222,7 @@ typedef enum hpml_status {
 #undef HPMLI_X
 } hpml_status;
 HPML_API const char *hpml_status_string(hpml_status status); /* a static text such as "out of memory"; never NULL */
-HPML_API int         hpml_version(void);                     /* HPML_VERSION of the compiled body */
+HPML_API int         hpml_version(void);                     /* HPML_VERSION of the compiled implementation */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-context   allocator, logger, context
@@ -262,7 +262,7 @@ HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user);
 typedef struct hpml_ctx_desc {
     uint32_t            _begin;    /* canary: first and last field of every desc; nonzero is an error (garbage) */
     int32_t             threads;   /* computing threads, the caller included, 1 to 1024; 0: all cores of this process */
-    uint64_t            seed;      /* of all random numbers of this context */
+    uint64_t            seed;      /* seed of all random numbers of this context */
     const char         *cpu;       /* kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best of this CPU */
     /* Mixed precision on the CPU: the type in which results of ops and their gradients are stored: F32 (default), BF16
        (8 bits of precision, the range of f32) or F16 (11 bits of precision, at most 65504, see
@@ -272,9 +272,9 @@ typedef struct hpml_ctx_desc {
     hpml_dtype          activation_dtype;
     const hpml_backend *backend;   /* the device that holds tensors and runs ops; NULL: CPU */
     void               *backend_desc; /* passed to backend->open */
-    hpml_allocator      allocator; /* all zero: malloc */
+    hpml_allocator      allocator; /* all fields zero: malloc and free */
     hpml_log_fn        *log;       /* NULL: errors are not logged */
-    void               *log_user;  /* passed to log */
+    void               *log_user;  /* passed to each call of `log` */
     uint32_t            _end;
 } hpml_ctx_desc;
 
@@ -289,8 +289,8 @@ HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx); /* threads that comp
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx);    /* kernels in use: "avx512", ... */
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx);
 HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of alloc; a training step makes none */
-HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes held now */
-HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* all zero for ctx NULL */
+HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes allocated now */
+HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* returns all zero for ctx NULL */
 
 /* A callback during the writing of safetensors, parameters and checkpoints: called after each 64 MB that are on the
    disk, with the bytes written to the file by then. fn NULL: none, and the file is synced once, at its end. */
@@ -340,7 +340,7 @@ typedef struct hpml_param {
     float     lr_scale;   /* multiplies the learning rate; 1 at first */
 } hpml_param;
 
-/* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), the channels of a pixel adjacent. */
+/* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), a pixel's channels being adjacent. */
 typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
 
 /* A dense row-major array, owned by its context. hpml_tensor_create, hpml_graph_alloc or hpml_trainer_create allocate
@@ -351,10 +351,10 @@ typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
 struct hpml_tensor {
     hpml_ctx   *ctx;
     const char *name;                  /* unique among parameters; never NULL */
-    float      *data;                  /* (shape) values; NULL unless dtype is F32 */
-    float      *grad;                  /* (shape) d loss / d data; NULL if not needed, and unless dtype is F32 */
-    void       *raw;                   /* (shape) values of type dtype */
-    void       *raw_grad;              /* (shape) d loss / d data of type dtype; NULL if not needed */
+    float      *data;                  /* values, an array of `shape`; NULL unless dtype is F32 */
+    float      *grad;                  /* d loss / d data, of `shape`; NULL if not needed or dtype is not F32 */
+    void       *raw;                   /* values of type dtype, an array of `shape` */
+    void       *raw_grad;              /* d loss / d data of type dtype; NULL if not needed */
     hpml_dtype  dtype;
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
@@ -415,7 +415,7 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y);
 HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
-                                int64_t inc_y); /* y += alpha x */
+                                int64_t inc_y); /* y += alpha x, vectors of n numbers */
 HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x); /* x *= alpha */
 /* Returns the first i, from 0, whose |x[i]| is largest; that of the first NaN, if any; -1 for n 0 and on error. */
 HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x);
@@ -429,32 +429,31 @@ HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64
    with a NULL source returns NULL and does nothing, so a model is written without a check on each line. `name` (copied)
    names the layer: "fc1" gives the parameters "fc1.weight" and "fc1.bias"; NULL gives "linear3" and so on.
    Shapes: B batch, T time, C channels or features, H x W image; (..) any leading dimensions.
-
    hpml_input creates an input, to which each step writes a batch. Its dimension 0 is the batch, of the same size in all
    inputs of a graph; a tensor without a batch dimension comes from hpml_tensor_create. Ops pass the batch dimension on,
    so that a short last batch runs on fewer rows. Most ops read F32; tokens and labels are I32. */
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
-HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
-HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
-HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w);    /* (B, C, H, W) */
-HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t);                      /* i32 (B, T) */
+HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (b, d1) */
+HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (b, d1, d2) */
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w);    /* f32 (b, c, h, w) */
+HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t);                      /* i32 (b, t) */
 
 typedef struct hpml_param_desc {
     uint32_t    _begin;
     int32_t     ndim;       /* required, 1 to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];
-    const char *name;       /* NULL: "param3" */
+    const char *name;       /* NULL: "param<index>", such as "param3" */
     hpml_init   init;       /* DEFAULT: KAIMING_UNIFORM */
-    float       init_scale; /* of NORMAL and UNIFORM */
+    float       init_scale; /* scale of the inits NORMAL and UNIFORM */
     bool        buffer, frozen, no_decay; /* see hpml_param */
     uint32_t    _end;
 } hpml_param_desc;
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* creates a parameter */
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
-HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* by order of recording, or NULL */
+HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* number `index` recorded, or NULL */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
-HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements; without buffers */
-HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 of all bytes */
+HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all, without buffers */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 of all values' bytes */
 HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory and values; hpml_graph_alloc calls it */
 
 /* Elementwise ops with numpy's broadcasting: shapes are matched from the last dimension; a size of 1 is repeated. */
@@ -526,18 +525,18 @@ typedef enum hpml_conv_algorithm {
    f32 copies that are needed where results are stored in halves. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
-    int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
+    int32_t     kernel_h, kernel_w;     /* size of the kernel; kernel_h required; kernel_w 0: as kernel_h */
     int32_t     stride_h, stride_w;     /* 0: 1 (w: as h) */
     int32_t     padding_h, padding_w;   /* zeros added on each side; w 0: as h, HPML_NO_PAD: none */
     int32_t     dilation_h, dilation_w; /* 0: 1 (w: as h) */
     int32_t     groups;                 /* 0: 1 */
     const char *name;
-    hpml_act    activation;             /* all but GELU, GELU_ERF, SILU, LOG, SQUARE, ABS */
+    hpml_act    activation;             /* applied to y; any but GELU, GELU_ERF, SILU, LOG, SQUARE, ABS */
     bool        no_bias;
     hpml_init   init;
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
-    size_t      workspace;              /* limit in bytes for working memory; 0: none */
+    size_t      workspace;              /* most bytes of working memory; 0: no limit */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -566,7 +565,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim); /*
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim);
 
-/* Over the last dimension: exp(x_i) / sum_j exp(x_j), and its logarithm. */
+/* softmax over the last dimension: y_i = exp(x_i) / sum_j exp(x_j); log_softmax: the logarithm of y. */
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x);
 
@@ -579,9 +578,9 @@ typedef struct hpml_norm_desc {
     uint32_t    _begin;
     const char *name;
     float       eps;        /* 0: 1e-5 */
-    float       momentum;   /* batchnorm; 0: 0.1 */
-    bool        no_affine;  /* no gamma and beta */
-    hpml_act    activation; /* of batchnorm: NONE or RELU; of the others ignored */
+    float       momentum;   /* of batchnorm's running statistics; 0: 0.1 */
+    bool        no_affine;  /* without gamma and beta */
+    hpml_act    activation; /* applied by batchnorm: NONE or RELU; others ignore it */
     uint32_t    _end;
 } hpml_norm_desc;
 HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc);
@@ -611,8 +610,8 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
    attends to the keys up to its own position. Works on blocks of queries, so that the (T, T) matrix is not stored. */
 typedef struct hpml_attention_desc {
     uint32_t _begin;
-    int32_t  heads;      /* required, divides C */
-    bool     not_causal; /* every query attends to all keys */
+    int32_t  heads;      /* number of heads, required, divides C */
+    bool     not_causal; /* true: every query attends to all keys */
     float    scale;      /* 0: 1 / sqrt(C / heads) */
     uint32_t _end;
 } hpml_attention_desc;
@@ -625,11 +624,11 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
 /* Losses: f32 scalars. cross_entropy: -log softmax(logits)[label], logits (.., classes), labels I32 (..), averaged over
-   the labels that are not ignore_index. The other losses are means over all elements of two tensors of one shape. */
+   the labels that are not ignore_index. The others (bce: s = sigmoid(logits)) are means over all elements of two tensors of one shape. */
 typedef struct hpml_cross_entropy_desc {
     uint32_t _begin;
     float    label_smoothing; /* 0 to 1: this part of the target is spread evenly over all classes */
-    int32_t  ignore_index;    /* rows with this label are left out; 0: HPML_IGNORE (so label 0 cannot be left out) */
+    int32_t  ignore_index;    /* rows with this label do not count; 0: HPML_IGNORE (so label 0 always counts) */
     uint32_t _end;
 } hpml_cross_entropy_desc;
 #define HPML_IGNORE (-100)
@@ -679,7 +678,8 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
    1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
    - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
-HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* f32, not yet read by an op */
+/* Requests the gradient of an f32 input; an error if an op reads the input already. */
+HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-optimizer   optimizers: a table of rows, your own rows too
@@ -696,10 +696,10 @@ enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
 /* One optimizer step on one parameter. All arrays have n floats and lie in the memory of the backend (GPU or host). */
 typedef struct hpml_update {
     hpml_opt opt;              /* the formula; HPML_OPT_CUSTOM: that of custom->step (CPU only) */
-    const struct hpml_optimizer *custom; /* the row, where opt is HPML_OPT_CUSTOM */
+    const struct hpml_optimizer *custom; /* the optimizer, where opt is HPML_OPT_CUSTOM */
     void    *user;             /* hpml_trainer_desc.optimizer_user */
-    const hpml_tensor *param;  /* the parameter, for its name and shape; NULL: not known */
-    int64_t  n;                /* 0: nothing to do */
+    const hpml_tensor *param;  /* the parameter to step, for its name and shape; NULL: not known */
+    int64_t  n;                /* numbers in each array; 0: nothing to do */
     float   *w;                /* weights */
     float   *g;                /* gradient; optimizers with `direction` overwrite it */
     float   *state[HPML_MAX_STATES]; /* the optimizer's arrays for this parameter; NULL: none */
@@ -721,7 +721,7 @@ typedef struct hpml_optimizer_state {
     const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints store "opt.<name>.<parameter>". NULL in a
                                   built-in optimizer: no array */
     bool        nonnegative;   /* sums or means of squares: checkpoints with a number below 0 are refused */
-    bool        with_momentum; /* kept only where the trainer's momentum is not 0 */
+    bool        with_momentum; /* array exists only where the trainer's momentum is not 0 */
 } hpml_optimizer_state;
 
 /* An optimizer. For your own, define one (static const, or as long-lived as its trainers) and pass it as
@@ -737,19 +737,19 @@ typedef struct hpml_optimizer_state {
 typedef struct hpml_optimizer {
     const char *name;          /* 1 to 31 characters, not a built-in optimizer's name; checkpoints store it */
     hpml_opt    opt;           /* of a built-in optimizer: its number; HPML_OPT_CUSTOM or 0 in your own */
-    int         state_count;   /* 0 to HPML_MAX_STATES */
+    int         state_count;   /* number of states, 0 to HPML_MAX_STATES */
     hpml_optimizer_state states[HPML_MAX_STATES];
-    float       lr, momentum, beta1, beta2, eps, trust; /* used where the trainer's desc has 0 (HPML_ZERO: a true 0) */
-    bool        nesterov;      /* knows Nesterov's momentum, and then needs a momentum */
+    float       lr, momentum, beta1, beta2, eps, trust; /* used if the trainer's desc has 0 (HPML_ZERO: a true 0) */
+    bool        nesterov;      /* supports Nesterov's momentum, and then needs a momentum */
     bool        direction;     /* step leaves w unchanged and replaces g by a direction r; then w -= lr r */
     bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB); lr r where |w| or |r| is 0 */
     bool        whole;         /* with direction: step is called once with all n numbers, whose shape u->param has; a
                                   number of r may then depend on all numbers of g (Muon) */
     void (*prepare)(hpml_update *u, double weight_norm, double grad_norm); /* optional */
-    void (*step)(const hpml_update *u, float *w, float *g, float *const *state, int64_t n); /* NULL: a built-in row */
+    void (*step)(const hpml_update *u, float *w, float *g, float *const *state, int64_t n); /* NULL: built-in */
 } hpml_optimizer;
-HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name); /* "sgd", "adamw", ...; NULL: no such row */
-HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-in rows from 0; NULL: no more */
+HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name); /* "sgd", "adamw", ...; NULL: none of that name */
+HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-in ones, from index 0; NULL: no more */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-backend   the seam to devices: a table of functions
@@ -779,10 +779,10 @@ typedef union hpml_attr {
     struct { hpml_act act; float slope; } act;                          /* ACTIVATION, LINEAR */
     struct { bool trans_a, trans_b; } matmul;
     struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act;
-             hpml_conv_algorithm algorithm; int32_t rows; } conv; /* and pooling; [0]: height, [1]: width; rows of the
-                                                                  result that IM2COL computes at a time */
+             hpml_conv_algorithm algorithm; int32_t rows; } conv; /* CONV2D and pooling; [0]: height, [1]: width; rows
+                                                                     of the result that IM2COL computes at a time */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
-    struct { int32_t dim; int64_t start; } slice;                       /* and CONCAT */
+    struct { int32_t dim; int64_t start; } slice;                       /* SLICE and CONCAT */
     struct { int32_t dim; bool mean; } sum;
     struct { float eps, momentum; hpml_act act; } norm;
     struct { float p; } dropout;
@@ -802,7 +802,7 @@ struct hpml_node {
     hpml_attr    attr;
     bool         mixes_batch;                  /* the result has no batch dimension 0 although a source has one */
     size_t       saved_bytes, scratch_bytes;   /* bytes needed from forward to backward; during one call */
-    void        *saved, *scratch;              /* addresses of that memory, on the device */
+    void        *saved, *scratch;              /* addresses of saved and scratch memory, on the device */
     hpml_node   *fused_with;                   /* set by a backend's plan: the next node, inside whose op the backend
                                                   computes this op; the sources of this op stay valid until then */
     struct hpmli_node_state *state;            /* private */
@@ -811,7 +811,7 @@ struct hpml_node {
 /* What an op is given when it runs forward or backward. */
 typedef struct hpml_run {
     hpml_ctx *ctx;
-    bool      train;       /* dropout active, batchnorm on batch statistics */
+    bool      train;       /* dropout is active, batchnorm uses the batch's statistics */
     uint64_t  step;        /* number of the step, on which random masks depend */
     float     loss_scale;  /* the value that the gradient of the loss starts with */
     uint64_t  sample;      /* number, in the global batch, of this rank's first sample: masks depend on it */
@@ -822,7 +822,7 @@ typedef struct hpml_run {
     void     *sum_user;
 } hpml_run;
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
-typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: no gradient */
+typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: none */
 
 /* A forward or backward pass through a graph, or a part of a pass. Passes that are equal in every byte of this struct
    run the same ops on the same memory, so that a device may record the first and replay the others. */
@@ -844,7 +844,7 @@ struct hpml_backend {
     hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* keeps the calls' order */
     hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* waits for the data */
     hpml_status (*zero)(void *device, void *dst, size_t bytes);
-    hpml_status (*sync)(void *device);                   /* optional: waits until all work is done */
+    hpml_status (*sync)(void *device);                   /* optional: waits until all work of the device is done */
     const hpml_op_impl *ops;                             /* [HPML_OP_COUNT] */
     hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* n 0: none */
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
@@ -971,8 +971,8 @@ typedef struct hpml_step_info {
     float    grad_norm;          /* norm of all gradients, unclipped; -1 without clip_norm and dynamic loss scale */
     bool     skipped;            /* a gradient overflowed: no update was made, and the loss scale is halved */
     int64_t  samples;            /* of this step */
-    double   seconds;            /* since the start of fit; without fit, of this step */
-    double   samples_per_second; /* since the start of fit; without fit 0 */
+    double   seconds;            /* seconds since the start of fit; without fit, of this step */
+    double   samples_per_second; /* since the start of fit; 0 without fit */
 } hpml_step_info;
 typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* returns not 0: fit stops with HPML_ERR_STOPPED */
 
@@ -1071,13 +1071,13 @@ struct hpml_dataset {
     hpml_dtype  x_dtype;                /* U8, F32 or I32 */
     int         x_ndim;                 /* of one sample */
     int64_t     x_shape[HPML_MAX_DIMS]; /* of one sample: (C, H, W) for images */
-    const void *x;                      /* (count, x_shape) */
+    const void *x;                      /* array of shape (count, x_shape) */
     hpml_dtype  y_dtype;                /* I32: class labels; F32: targets */
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
     float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0 at first; may be set */
-    int32_t     x_crop;                 /* 0, or set it: loaders crop images to this side, see hpml_augment */
+    int32_t     x_crop;                 /* side to which loaders crop images, set by you; 0: none; see hpml_augment */
     int64_t     x_step;                 /* elements of x from one sample to the next; 0: a sample's size; text: 1 */
     int64_t     y_step;                 /* elements of y from one sample to the next; 0: y_size */
     void       *owner;                  /* private */
@@ -1120,8 +1120,8 @@ typedef struct hpml_records_writer hpml_records_writer;
 typedef struct hpml_records_file   hpml_records_file;
 HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status          hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size);
-HPML_API hpml_status          hpml_records_finish(hpml_records_writer *w);  /* the whole file appears; frees w */
-HPML_API void                 hpml_records_abandon(hpml_records_writer *w); /* no file appears; frees w */
+HPML_API hpml_status          hpml_records_finish(hpml_records_writer *w);  /* completes the file; frees w */
+HPML_API void                 hpml_records_abandon(hpml_records_writer *w); /* discards the file; frees w */
 HPML_API hpml_records_file   *hpml_records_open(hpml_ctx *ctx, const char *path);
 HPML_API int64_t              hpml_records_count(const hpml_records_file *f);
 /* Returns the bytes of a record, valid until f is closed; *size (may be NULL) is their number. */
@@ -1145,7 +1145,7 @@ typedef struct hpml_loader_desc {
     bool         in_order;   /* samples are not shuffled */
     bool         drop_last;  /* skip a last batch that is not full */
     bool         no_prefetch; /* prepare batches in the caller's thread instead of a background thread; same batches */
-    uint64_t     seed;       /* 0: the context's */
+    uint64_t     seed;       /* seed of order and augmentation; 0: the context's */
     int32_t      rank, ranks; /* this rank takes shard number `rank` of each global batch; ranks 0: 1 (in fit: set by
                                  hpml_distribute). If each rank already has only its own part of the data: 0 and 1 */
     int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, at most `batch` */
@@ -1195,7 +1195,7 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
 HPML_API int               hpml_safetensors_count(const hpml_safetensors *f);
 HPML_API bool              hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out);
 HPML_API bool              hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out);
-HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: no such key */
+HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: none */
 HPML_API void              hpml_safetensors_close(hpml_safetensors *f);
 typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
@@ -1211,7 +1211,7 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all o
    their names, "opt.<state>.<param>" for each hpml_optimizer_state, "state.<name>", metadata "hpml.step",
    "hpml.optimizer" (the optimizer's name) ..., and checksums as in hpml_params_save. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
-HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error nothing changes */
+HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error changes nothing */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-see   timeline, profile, summary
@@ -1225,7 +1225,7 @@ typedef struct hpml_trace_desc {
     int64_t  first_step, last_step; /* steps that are traced, counted from 0; last_step 0: no end */
     int64_t  capacity;              /* events kept, of 72 bytes; older ones are overwritten; 0: 65,536 */
     double   origin;                /* hpml_now() at time 0 of the file, in seconds; 0: at the first event's start */
-    bool     arrows;                /* arrows from send to receive for the messages of collectives: two events each */
+    bool     arrows;                /* draws arrows from send to receive of collectives' messages: two events each */
     uint32_t _end;
 } hpml_trace_desc;
 #define HPML_LANE_COMPUTE 0
@@ -1251,7 +1251,7 @@ typedef struct hpml_trace_event {
     int         lane;
     const char *name;         /* required */
     double      start, end;   /* seconds of hpml_now; COUNTER, SEND and RECEIVE use only the start */
-    const char *first, *last; /* SPAN: names of the first and last tensor sent; last NULL: one; both NULL: none */
+    const char *first, *last; /* SPAN: first and last tensor sent; last NULL: one tensor; both NULL: none */
     int32_t     bucket;       /* SPAN: number of those tensors' bucket, from 1; 0: none */
     int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: the step. SEND, RECEIVE: an id, equal at both */
     double      value;        /* COUNTER; NaN and infinity are not written */
@@ -1275,12 +1275,13 @@ typedef struct hpml_profile_row {
     double           forward_flops, backward_flops; /* operations of one call, a multiply-add counts 2 */
     double           bytes;             /* read and written by one forward call: inputs, output, parameters */
 } hpml_profile_row;
-HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* starts a profile from zero, or ends it */
-HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* returns how many there are */
+HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* on: starts a profile from zero; else ends it */
+/* Copies up to `capacity` layers to rows; returns the number of layers that there are. */
+HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity);
 /* Write a table as text to `buffer` (`size` bytes, cut there); return the length of the whole text, as snprintf. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
-HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
+HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* operations at full batch */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-random   counter-based random numbers
@@ -1410,7 +1411,7 @@ HPML_API hpml_codec_kind   hpml_codec_find(const char *name);      /* "onebit", 
 #ifdef __cplusplus
 } /* extern "C" */
 
-/* In C++ a desc may be passed as an object: hpml_linear(x, 10, desc). */
+/* Overloads for C++: a desc may be passed as an object, as in hpml_linear(x, 10, desc). */
 #define HPMLI_REF(ret, name, params, args) \
     static inline ret name params { return name args; }
 HPMLI_REF(hpml_ctx *, hpml_ctx_create, (const hpml_ctx_desc &d), (&d))
@@ -1441,7 +1442,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #endif
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
-#if defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__) /* editors show the body */
+#if defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__) /* shown in editors */
 #define HPMLI_EDITOR
 #ifndef HPML_IMPLEMENTATION
 #define HPML_IMPLEMENTATION
@@ -1452,7 +1453,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
 #error "compile this file without -ffast-math or -Ofast: hpml tests for NaN and infinity, which these options exclude"
 #endif
-#ifdef __CUDACC__ /* nvcc warns of gcc's pragma to unroll loops, and hands it on */
+#ifdef __CUDACC__ /* nvcc warns of gcc's pragma that unrolls loops, but passes it on to gcc */
 #pragma nv_diagnostic push
 #pragma nv_diag_suppress 1675
 #endif
@@ -1568,9 +1569,9 @@ typedef struct hpmli_gemm_desc {
     float       *c;             /* (m, n): c[i * ldc + j] */
     int64_t      ldc;
     float        alpha, beta;   /* for beta 0 C is not read, for alpha 0 A and B are not */
-    const float *bias_n;        /* (n), added to each row, or NULL */
-    const float *bias_m;        /* (m), added to each column, or NULL */
-    int          act;           /* 1: relu */
+    const float *bias_n;        /* (n) numbers added to each row of C, or NULL */
+    const float *bias_m;        /* (m) numbers added to each column of C, or NULL */
+    int          act;           /* activation: 0 none, 1 relu */
     int64_t      batch;         /* number of products */
     int64_t      a_batch, b_batch, c_batch; /* elements from an array of one product to that of the next */
 } hpmli_gemm_desc;
@@ -1582,8 +1583,8 @@ typedef struct hpmli_gemm_part {
     float                 *ws; /* packing space of this thread: HPMLI_GEMM_WS floats */
 } hpmli_gemm_part;
 
-/* Sizes of the parts in which C = A B is computed: MC rows of A, KC columns deep, fit into the second-level cache; NC
-   columns of B stay packed for the next MC rows. A large KC reads and writes C less often. */
+/* Sizes of the parts of C = A B: MC rows of A, KC deep, stay in the second-level cache while all packed columns of B
+   are multiplied by them; NC columns of B stay packed for the next MC rows. A large KC touches C less often. */
 #define HPMLI_GEMM_KC 800
 #define HPMLI_GEMM_MC 168
 #define HPMLI_GEMM_NC 1024
@@ -1600,10 +1601,10 @@ typedef struct hpmli_gemm_part {
 #define HPMLI_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
-/* The arguments of an optimizer step that are the same for all weights, see >>vupdate. */
+/* The arguments of an optimizer step that are equal for all weights of a parameter, see >>vupdate. */
 typedef struct hpmli_opt_args {
     hpml_update u;                         /* the step; for LARS grad_scale and weight_decay include lr */
-    float       correction1, correction2;  /* 1 - beta^step */
+    float       correction1, correction2;  /* 1 - beta1^step, 1 - beta2^step */
 } hpmli_opt_args;
 #define HPMLI_PHILOX_CHUNK 64       /* random words that a call makes at once */
 #define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox */
@@ -1637,8 +1638,8 @@ typedef struct hpmli_conv {
     int64_t    x_row_step;             /* distance in x that belongs to one row of y */
     int64_t    x_pixel_step;           /* distance in x that belongs to one pixel of y */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
-    int64_t    run_floats;             /* length of a run */
-    int64_t    run_step[2];            /* steps of the runs in x */
+    int64_t    run_floats;             /* length of a run in floats */
+    int64_t    run_step[2];            /* distances of the runs in x */
     int64_t    band_rows;              /* forward: rows of y that are computed in a buffer before they are stored */
     int64_t    channel_pieces;         /* forward: tasks for one image, each for some channels */
     bool       want_dx, want_dw, want_db;
@@ -1647,7 +1648,7 @@ typedef struct hpmli_conv {
     float     *packed;                 /* packed weights: (groups, packed_floats) */
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
     float     *thread_space;           /* working memory of threads: (threads, thread_floats) */
-    int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: all three together */
+    int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: packed, sum_space and thread_space together */
 } hpmli_conv;
 
 /* Copies `rows` rows of `pixels` pixels, `channels` floats of each; to_, from_: floats to the next row or pixel. */
@@ -1696,7 +1697,7 @@ typedef struct hpmli_kernels {
     double (*vdot_wide)(const float *a, const float *b, int64_t n);
     /* sums[0] += sum of w, sums[1] += sum of w d, where d = x - centre; w NULL: w = d */
     void (*vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n);
-    float (*vmax)(const float *x, int64_t n);                            /* -infinity for n = 0 */
+    float (*vmax)(const float *x, int64_t n);                            /* largest x; -infinity for n = 0 */
     float (*vamax)(const float *x, int64_t n);                           /* largest |x|, or NaN; 0 for n = 0 */
     float (*vexp_sum)(float *y, const float *x, float shift, int64_t n); /* y = exp(x - shift); returns the sum of y */
     /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
@@ -1749,9 +1750,9 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
 // >>context   the context: errors, memory
 // ---------------------------------------------------------------------------------------------------------------------
 
+typedef void hpmli_destroy_fn(void *object); /* a destructor */
 /* The header before each allocation of a context. All are in one list, newest first, so that hpml_ctx_free can free
    them. `destroy`, if not NULL, is called before the memory is freed (to join a thread, to close a file). */
-typedef void hpmli_destroy_fn(void *object);
 typedef struct hpmli_block {
     struct hpmli_block *older, *newer;
     hpmli_destroy_fn      *destroy;
@@ -1775,7 +1776,7 @@ struct hpml_ctx {
     size_t               allocations, bytes;
     const hpmli_kernels *k;
     int                  threads;
-    hpmli_pool          *pool;       /* NULL: one thread */
+    hpmli_pool          *pool;       /* worker threads; NULL: one thread computes */
     long                 process;    /* id of the process that created the context, see hpmli_forked */
     uint64_t             seed;
     const hpml_backend  *backend;
@@ -1793,11 +1794,11 @@ struct hpml_ctx {
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
     hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
-    hpmli_trace         *trace;      /* NULL: off */
-    const double        *clock;      /* see hpml_trace_clock */
+    hpmli_trace         *trace;      /* the timeline; NULL: none is recorded */
+    const double        *clock;      /* clock for traces, see hpml_trace_clock */
     hpml_progress        progress;   /* callback while files are written */
-    char                 texts[8][192]; /* parts of error messages, used in turn, see hpmli_describe */
-    unsigned             text_count;    /* number of texts made */
+    char                 texts[8][192]; /* texts for error messages, used in turn, see hpmli_describe */
+    unsigned             text_count;    /* number of texts made in `texts` */
 };
 HPMLI_FN double hpmli_trace_time(const hpml_ctx *ctx, double now) { return ctx->clock ? *ctx->clock : now; }
 
@@ -2062,7 +2063,7 @@ HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_p
 typedef struct hpmli_worker {
     hpmli_pool *pool;
     pthread_t   thread;
-    int         index;  /* the caller is thread 0 */
+    int         index;  /* number of the thread; 0: the caller */
     long        asleep; /* the system's id of this thread while the thread sleeps, else 0; protected by the mutex */
     int64_t     next;   /* atomic: the first task of this thread's range that no thread has taken */
 } hpmli_worker;
@@ -2070,7 +2071,7 @@ typedef struct hpmli_worker {
 struct hpmli_pool {
     const hpml_ctx *ctx;
     uint64_t        state;    /* atomic: job, open bit, workers in it; see >>threads */
-    int64_t         count;    /* tasks of the job */
+    int64_t         count;    /* number of tasks of the job */
     hpmli_task_fn  *fn;
     void           *arg;
     int             sleepers; /* atomic: number of sleeping workers */
@@ -2197,7 +2198,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
 HPMLI_FN void hpmli_pool_destroy(void *object)
 {
     hpmli_pool *p = (hpmli_pool *)object;
-    if (hpmli_forked(p->ctx)) return; /* the child has no worker threads to wake and join */
+    if (hpmli_forked(p->ctx)) return; /* a forked child has no worker threads to wake and join */
     pthread_mutex_lock(&p->mutex);
     __atomic_store_n(&p->stop, 1, __ATOMIC_SEQ_CST);
     pthread_cond_broadcast(&p->wake);
@@ -2332,7 +2333,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 HPML_API void hpml_ctx_free(hpml_ctx *ctx)
 {
     if (!ctx) return;
-    for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: an object before the objects that it uses */
+    for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: an object before those that it uses */
         hpmli_destroy_fn *destroy = b->destroy;
         b->destroy = NULL;
         if (destroy) destroy((char *)b + HPMLI_BLOCK);
@@ -2384,8 +2385,8 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 #define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter; its first values */
 #define HPMLI_STREAM_CHECK_GRAD UINT64_C(77)          /* elements that hpml_check_grad compares */
 #define HPMLI_STREAM_SHUFFLE    (UINT64_C(0x5) << 60) /* order of a data set's samples; the block is the epoch */
-#define HPMLI_STREAM_AUGMENT    (UINT64_C(0xa) << 60) /* | epoch; augmentation of a sample */
-#define HPMLI_STREAM_DROPOUT    (UINT64_C(0xd) << 60) /* ^ step << 24 ^ node; masks */
+#define HPMLI_STREAM_AUGMENT    (UINT64_C(0xa) << 60) /* | epoch; random augmentation of samples */
+#define HPMLI_STREAM_DROPOUT    (UINT64_C(0xd) << 60) /* ^ step << 24 ^ node; dropout masks */
 
 HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4])
 {
@@ -2943,7 +2944,7 @@ enum {
 typedef struct hpmli_op_info {
     unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_* and HPMLI_INPLACE of this node */
     double (*flops)(const hpml_node *n, bool back);   /* operations of one forward or backward pass */
-    unsigned     traits;                              /* HPMLI_OP_... */
+    unsigned     traits;                              /* HPMLI_OP_* flags */
     hpml_op_impl run;
 } hpmli_op_info;
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
@@ -3000,7 +3001,7 @@ struct hpmli_work {
     const hpmli_kernels *k;
     hpml_node           *n;
     int64_t              cols; /* elements in the last dimension of source 0 */
-    bool                 back; /* the backward pass */
+    bool                 back; /* true in the backward pass */
     int64_t              count, per_task;
     hpmli_work_fn       *fn;
 };
@@ -3477,7 +3478,7 @@ HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
 }
 
 typedef struct hpmli_range {
-    size_t from, to; /* addresses, `to` not included */
+    size_t from, to; /* range of addresses, without `to` */
     int    next;     /* number of the list's next range, which begins above `to`; 0: none */
 } hpmli_range;
 typedef struct hpmli_times {
@@ -3511,7 +3512,7 @@ HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
         int first = m->inside[k] ? m->part[m->path[k]] : m->whole[m->path[k]];
         if (first) list[count++] = first;
     }
-    do { /* until the offset is free in every list */
+    do { /* repeated until `at` is free in every list */
         before = at;
         for (int k = 0; k < count; k++)
             for (const hpmli_range *r; r = &m->ranges[list[k]], list[k] && r->from < at + bytes; list[k] = r->next)
@@ -3631,7 +3632,7 @@ struct hpml_graph {
     hpml_trainer  *trainer;
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
-    bool           idle;       /* see hpml_run.idle */
+    bool           idle;       /* this rank has no samples, see hpml_run.idle */
 };
 
 /* True if t is among the leaves of g. `leaf` may be of another graph, so the leaf at that index is compared. */
