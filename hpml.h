@@ -435,7 +435,7 @@ HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (b, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (b, d1, d2) */
-HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w);    /* f32 (b, c, h, w) */
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w);    /* f32, 4 sizes */
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t);                      /* i32 (b, t) */
 
 typedef struct hpml_param_desc {
@@ -624,7 +624,7 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
 /* Losses: f32 scalars. cross_entropy: -log softmax(logits)[label], logits (.., classes), labels I32 (..), averaged over
-   the labels that are not ignore_index. The others (bce: s = sigmoid(logits)) are means over all elements of two tensors of one shape. */
+   labels other than ignore_index. bce (s = sigmoid(logits)), mse, huber: means over all elements. */
 typedef struct hpml_cross_entropy_desc {
     uint32_t _begin;
     float    label_smoothing; /* 0 to 1: this part of the target is spread evenly over all classes */
@@ -728,12 +728,12 @@ typedef struct hpml_optimizer_state {
    hpml_trainer_desc.custom_optimizer. Clipping, loss scaling, accumulation, weight decay by parameter, schedules,
    checkpoints and the data parallelism of hpml_comm.h work as for built-in ones. Your own steps run on the CPU backend
    only: a trainer on another device refuses them.
-   step computes new weights w and states of n numbers of one parameter from g, a copy of their gradient (unscaled,
+   step     computes new weights w and states of n numbers of one parameter from g, a copy of their gradient (unscaled,
             clipped, without weight decay) that step may change. Number i must depend on numbers i of w, g and state
             alone, because a parameter comes in parts, cut differently by threads and fused ops; several threads call at
             once. Rates are in u; use the arguments, not the arrays in u. States are 0 before the first step.
-   prepare optional; called once for each parameter before its parts, with the Euclidean norms of its weights and of its
-            gradient (unscaled, clipped; NaN or infinite where the gradient is): may change the rates in u (LARS). */
+   prepare  optional; called once for each parameter before its parts, with the Euclidean norms of its weights and of
+            its gradient (unscaled, clipped; NaN or infinite where the gradient is): may change the rates in u (LARS) */
 typedef struct hpml_optimizer {
     const char *name;          /* 1 to 31 characters, not a built-in optimizer's name; checkpoints store it */
     hpml_opt    opt;           /* of a built-in optimizer: its number; HPML_OPT_CUSTOM or 0 in your own */
@@ -867,8 +867,7 @@ struct hpml_backend {
     hpml_status (*decode)(void *device, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                           int64_t rows, bool add);
     /* optional: times an op without waiting: called with name NULL before the op and with its name after it. When the
-       host next waits for the device, the span is added to the trace (lane GPU) and its length to *seconds, if not
-       NULL. */
+       host next waits for the device, the span is added to the trace (lane GPU) and to *seconds, if not NULL. */
     void (*time_op)(void *device, const char *name, double *seconds);
     bool layouts; /* conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
 };
@@ -1005,27 +1004,27 @@ typedef struct hpml_fit_desc {
    d NULL: one epoch. */
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
 /* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. In evaluate and predict
-   a NaN or infinite loss or output is HPML_ERR_NONFINITE, and the error names the sample, unless no_finite_check is
-   set. */
+   a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
+   no_finite_check. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
 /* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
 /* Callbacks around a step, to which distributed training is attached (hpml_comm.h, or your own strategy). A serial
    trainer has none: all NULL. Each returns HPML_OK, or a status that ends the step.
-   run replaces forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward for
+   run     replaces forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward for
            the parts that this rank computes, and sets *loss
-   need before an op reads the value of parameter `param` (its index in the context), forward and backward: to fetch
+   need    before an op reads the value of parameter `param` (its index in the context), forward and backward: to fetch
            the parameter, or to wait for it
-   grad when the gradient of parameter `param` is final for this update (in the last micro-batch), in reverse order of
-           recording: to start its communication, which then overlaps the rest of the backward pass. A device that
+   grad    when the gradient of parameter `param` is final for this update (in the last micro-batch), in reverse order
+           of recording: to start its communication, which then overlaps the rest of the backward pass. A device that
            replays passes runs them in up to 8 parts, and grad is called at the end of a part
-   update replaces hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
+   update  replaces hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
            hpml_trainer_apply for the parameters that are stepped on this rank
-   free destructor of `user`: called by hpml_ctx_free and when the hooks are replaced
-   sum adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
+   free    destructor of `user`: called by hpml_ctx_free and when the hooks are replaced
+   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
-   data before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
+   data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
            order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete */
 typedef struct hpml_hooks {
     void *user;
@@ -1315,23 +1314,22 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 // >>api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A codec packs a gradient g in fewer bytes and adds what packing lost, the residual e, to the gradient of the next
-   step:
-       v = g + e, packed = encode(v), e <- v - decode(packed)
+/* A codec packs a gradient g in fewer bytes and adds what packing lost, the residual e, to the next step's gradient:
+       v = g + e,   packed = encode(v),   e <- v - decode(packed)
    so that the sum of all packed gradients plus e is the sum of all gradients. Packing works on bare arrays, needs no
-   context or model and allocates nothing. A gradient is (rows, cols), row-major: a weight of shape (out, ...) has rows
-   = out and cols = fan-in, a vector rows = 1. Codecs pack row by row, independently: rows [r0, r1) are the bytes [r0 *
-   row_size, r1 * row_size), in however many calls they are packed, and the same bytes on every instruction set.
+   context or model and allocates nothing. A gradient is (rows, cols), row-major: a weight of shape (out, ...) has
+   rows = out and cols = fan-in, a vector rows = 1. Codecs pack row by row, independently: rows [r0, r1) are the bytes
+   [r0 * row_size, r1 * row_size), in however many calls they are packed, and the same bytes on every instruction set.
    Packed forms, little-endian, nothing between rows:
-     NONE cols x f32
-     BF16 cols x bf16, rounded to nearest even
-     ONEBIT f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
+     NONE    cols x f32
+     BF16    cols x bf16, rounded to nearest even
+     ONEBIT  f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
              `high`; the unused last bits are 0
-     TWOBIT ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for
-     -threshold,
-             0 for nothing (as MXNet does; tune the threshold to the size of the gradients)
+     TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for
+             -threshold, 0 for nothing (as MXNet does; tune the threshold to the size of the gradients)
    Two codecs work on whole tensors and on all ranks together, so only exchanges (hpml_comm.h) execute them:
-     TOPK the largest numbers, as pairs of place and value; the rest stays in the residual (Lin et al. 2018)
+     TOPK    the largest numbers, as pairs of place and value; the rest stays in the residual (Lin et al. 2018, Deep
+             Gradient Compression)
      LOWRANK P Q^T of a given rank, P and Q being thin matrices (Vogels et al. 2019, PowerSGD) */
 typedef enum hpml_codec_kind {
     HPML_CODEC_UNKNOWN = -1, /* hpml_codec_find: no codec has this name */
@@ -2486,7 +2484,7 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 /* Private state of a tensor; allocated together with the tensor. */
 struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
-    bool used;        /* true: an op reads the tensor */
+    bool used;        /* true: a recorded op reads the tensor */
     int  leaf;        /* index among the leaves of the graph that was planned last */
 };
 
@@ -3073,8 +3071,7 @@ HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const cha
     return hpmli_strdup(ctx, text);
 }
 
-/* True if an op may read all sources: they are contiguous and of one context, which has no error. False without an
-   error if one is NULL. */
+/* True if an op may read all sources: all are contiguous, not NULL and of one context, which has no error. */
 HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 {
     hpml_ctx *ctx = NULL;
@@ -3344,8 +3341,7 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
     return total;
 }
 
-/* The first values w of a parameter, made on the host from the random stream of its index, so that other parameters do
-   not change them. */
+/* First values w of a parameter, made on the host from the random stream of its index alone. */
 typedef struct hpmli_init_job {
     const hpml_ctx *ctx;
     float          *w;             /* (n) */
@@ -3440,7 +3436,7 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
      and the `whole` lists of the tree nodes above. Slots of one size are in few ranges, so this takes about n log n
      steps for each size, and networks have few sizes. */
 typedef struct hpmli_slot {
-    size_t   bytes, offset; /* offset: before placing the slot's number, for a stable order */
+    size_t   bytes, offset; /* offset: before the slot is placed, its number, for a stable order */
     int      from, to;      /* first and last time of the slot's life */
     void   **place;         /* set to the address when memory is allocated */
 } hpmli_slot;
@@ -3660,7 +3656,7 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
 HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
 {
     hpml_ctx   *ctx   = g->ctx;
-    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by a node's index; NULL: not needed */
+    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by a node's index, at first with gaps */
     g->nodes  = found;
     g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
     if (!found || !g->leaves) return false;
@@ -3720,9 +3716,8 @@ HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
     return (hpml_tensor_count(p) + align - 1) / align * align;
 }
 
-/* Computes the lives of the gradients and, in the order of the backward pass, which node overwrites a gradient and
-   which nodes add to it. A result whose gradient has no writer when its own node is reached does not affect the
-   loss. */
+/* Computes the lives of the gradients and, in backward order, which node overwrites a gradient and which nodes add to
+   it. A result whose gradient no node has written when its own node is reached does not affect the loss. */
 HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -3767,9 +3762,9 @@ HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void
     g->memory.unshared += s.bytes;
 }
 
-/* Bytes of the slot of each scalar. A slot that contains the loss begins the struct of a step's scalars (>>trainer), so
-   that the host reads loss, hits and gradient norm of a step in one copy. A scalar's slot lives from time 0 on, because
-   the trainer writes to the struct before the loss is computed. */
+/* Bytes of the slot of each scalar. The slot of the loss, or of the loss's root, contains the struct of a step's
+   scalars (>>trainer), which begins with the loss: the host reads loss, hits and gradient norm of a step in one copy.
+   The slot lives from time 0 on, because the trainer writes to the struct before the loss is computed. */
 #define HPMLI_SCALAR_SLOT 64
 HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
 {
