@@ -163,14 +163,13 @@
 //     choose   which of the kernels run: the best instruction set of the CPU
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
-
 #include <stddef.h>
 #include <stdint.h>
 #include <stdbool.h>
 
 #define HPML_VERSION 100 /* 10000 * major + 100 * minor + patch */
 
-/* HPML_API is the linkage of every public function. Define it yourself (dllexport, ...) or define HPML_STATIC. */
+/* Linkage of every public function. Define HPML_API yourself (dllexport, ...), or HPML_STATIC for static functions. */
 #ifndef HPML_API
 #ifdef HPML_STATIC
 #if defined(__GNUC__)
@@ -195,8 +194,7 @@ extern "C" {
 // >>api-status   status codes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Status codes and their texts. Blocks: -1 general, -100 shapes, -200 memory, -300 files, -400 communication, -500
-   CUDA. */
+/* Status codes and texts: -1.. general, -100.. shapes, -200.. memory, -300.. files, -400.. communication, -500 CUDA */
 #define HPML_STATUS_LIST(X)                                                                                            \
     X(HPML_OK, 0, "ok")                                                                                                \
     X(HPML_ERR_ARGUMENT, -1, "invalid argument")                                                                       \
@@ -223,20 +221,17 @@ typedef enum hpml_status {
     HPML_STATUS_LIST(HPMLI_X)
 #undef HPMLI_X
 } hpml_status;
-
 HPML_API const char *hpml_status_string(hpml_status status); /* a static text such as "out of memory"; never NULL */
-HPML_API int         hpml_version(void);                     /* HPML_VERSION of the compiled body */
+HPML_API int         hpml_version(void);                     /* HPML_VERSION of the compiled implementation */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-context   allocator, logger, context
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* In every desc a zero field means its documented default. Where zero itself is legal but is not the default, set the
-   field to HPML_ZERO. */
+/* In a desc a zero field means its default; HPML_ZERO in a field means 0 itself, where that is not the default. */
 #define HPML_ZERO (1e-38f)
-
-#define HPML_MAX_DIMS 5 /* dimensions of a tensor */
-#define HPML_MAX_SRC  8 /* inputs of one op */
+#define HPML_MAX_DIMS 5 /* most dimensions of a tensor */
+#define HPML_MAX_SRC  8 /* most source tensors of one op */
 
 typedef struct hpml_ctx     hpml_ctx;     /* owns memory, threads, errors, the device and all objects; opaque */
 typedef struct hpml_tensor  hpml_tensor;  /* an array with a shape; transparent, see >>api-tensor */
@@ -252,70 +247,64 @@ typedef enum hpml_dtype {
     HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
 } hpml_dtype;
 
-/* Where a context takes its memory; all zero: malloc and free. `align` is a power of two, at most 64 bytes. alloc
-   returns NULL on failure. Both functions are called by the thread that calls the library, never by its worker threads.
-   */
+/* The functions by which a context takes memory; all zero: malloc and free. align: a power of two, at most 64 bytes;
+   alloc returns NULL on failure. Only the thread that calls the library calls these functions, no worker thread. */
 typedef struct hpml_allocator {
     void *(*alloc)(size_t size, size_t align, void *user);
     void (*free)(void *ptr, size_t size, void *user);
     void *user;
 } hpml_allocator;
 
-/* Called once for each error with its text. The library never prints; pass hpml_log_stderr to get a line on stderr. */
+/* The callback for errors: called once for each, with its text. The library prints nothing itself. */
 typedef void hpml_log_fn(hpml_status status, const char *text, void *user);
 HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user);
 
 typedef struct hpml_ctx_desc {
-    uint32_t            _begin;    /* canary, zero; every desc has _begin and _end: a nonzero canary is an error */
+    uint32_t            _begin;    /* canary: first and last field of every desc; nonzero is an error (garbage) */
     int32_t             threads;   /* computing threads, the caller included, 1 to 1024; 0: all cores of this process */
-    uint64_t            seed;      /* of all random numbers of this context */
+    uint64_t            seed;      /* seed of all random numbers of this context */
     const char         *cpu;       /* kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best of this CPU */
-    /* Mixed precision on the CPU: the type in which results of ops and their gradients are stored. F32 (default), BF16
+    /* Mixed precision on the CPU: the type in which results of ops and their gradients are stored: F32 (default), BF16
        (8 bits of precision, the range of f32) or F16 (11 bits of precision, at most 65504, see
-       hpml_trainer_desc.loss_scale). Ops compute in f32, on f32 copies of a block of samples at a time; matrix products
-       round a copy of their weights to this type. Parameters, their gradients, optimizer state, scalars, values that an
-       op saves for its backward pass, and files stay f32. A GPU's precision is set in its own desc. */
+       hpml_trainer_desc.loss_scale). Ops compute in f32, on f32 copies of some samples at a time; matrix products round
+       a copy of their weights to this type. Parameters, their gradients, optimizer state, scalars, values that an op
+       saves for its backward pass, and files stay f32. A GPU's precision is set in its own desc. */
     hpml_dtype          activation_dtype;
     const hpml_backend *backend;   /* the device that holds tensors and runs ops; NULL: CPU */
     void               *backend_desc; /* passed to backend->open */
-    hpml_allocator      allocator; /* all zero: malloc */
+    hpml_allocator      allocator; /* all fields zero: malloc and free */
     hpml_log_fn        *log;       /* NULL: errors are not logged */
-    void               *log_user;  /* passed to log */
+    void               *log_user;  /* passed to each call of `log` */
     uint32_t            _end;
 } hpml_ctx_desc;
 
-/* Creates a context. `desc` NULL means all defaults. Returns NULL only when there is no memory for the context itself;
-   any other failure (an unknown kernel name, say) gives a context that already holds the error. See THREADS above. */
+/* Creates a context. `desc` NULL: all defaults. Returns NULL only if there is no memory for the context itself; after
+   any other failure (an unknown kernel name, say) the context returned contains the error. See THREADS at the top. */
 HPML_API hpml_ctx   *hpml_ctx_create(const hpml_ctx_desc *desc);
-HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* and all objects created from it; NULL: nothing */
-HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* the first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
-HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came; or "" */
-/* Forgets the error, so that calls work again, and the parameters of the op whose recording failed. */
-HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx);
+HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* frees ctx and all objects created from it; ctx may be NULL */
+HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* the first error's text: object, expected, got; or "" */
+HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx); /* forgets the error and the failed op's parameters */
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx); /* threads that compute, the caller included */
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx);    /* kernels in use: "avx512", ... */
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx);
 HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of alloc; a training step makes none */
-HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes held now */
-HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* all zero for ctx NULL */
+HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes allocated now */
+HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* returns all zero for ctx NULL */
 
-/* A callback for the writing of safetensors, parameters and checkpoints: called each time that 64 MB more of the file
-   are on the disk, with the number of bytes written to the file. fn NULL: none, and the file is synced once, at its
-   end. */
+/* A callback during the writing of safetensors, parameters and checkpoints: called after each 64 MB that are on the
+   disk, with the bytes written to the file by then. fn NULL: none, and the file is synced once, at its end. */
 typedef struct hpml_progress {
     void (*fn)(void *user, uint64_t bytes);
     void  *user;
 } hpml_progress;
-/* Sets the callback and returns the previous one. */
-HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress);
+HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress); /* sets it; returns the previous */
 
-/* Allocates memory that lives as long as the context: zeroed, 64-byte aligned. `destroy`, if not NULL, is called before
-   the memory is freed. Returns NULL, with an error on the context, when there is no memory. */
+/* Allocates zeroed, 64-byte aligned memory that the context frees at its end, or returns NULL with an error on the
+   context. `destroy`, if not NULL, is called before the memory is freed. */
 HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*destroy)(void *object));
-HPML_API void  hpml_ctx_release(hpml_ctx *ctx, void *object); /* frees memory of hpml_ctx_alloc now; NULL: nothing */
-
-/* Logs an error, stores it in the context if that has none, and returns `status`: for code of your own that works on a
-   context, as hpml_comm.h and hpml_cuda.cuh do. */
+HPML_API void  hpml_ctx_release(hpml_ctx *ctx, void *object); /* frees memory of hpml_ctx_alloc; NULL: nothing */
+/* Logs an error of your own code, stores it in the context if that has none, returns `status`. format: as printf's. */
 HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 3, 4)))
@@ -351,42 +340,39 @@ typedef struct hpml_param {
     float     lr_scale;   /* multiplies the learning rate; 1 at first */
 } hpml_param;
 
-/* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), the channels of a pixel adjacent. */
+/* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), a pixel's channels being adjacent. */
 typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
 
-/* A dense array in row-major order, owned by its context. Memory is allocated by hpml_tensor_create, hpml_graph_alloc
-   or hpml_trainer_create; before that all four pointers are NULL. `raw` and `raw_grad` point to numbers of the type
-   `dtype`. `data` and `grad` are the same addresses where dtype is F32 and NULL for all other types, so that no program
-   reads halves or integers as floats. With the CPU backend you may read and write all of them; with another backend
-   they are addresses of the device: use hpml_tensor_get and _set. The first dimension of an input is the batch; see
-   `batch_rows`. */
+/* A dense row-major array, owned by its context. hpml_tensor_create, hpml_graph_alloc or hpml_trainer_create allocate
+   the memory; until then the four pointers are NULL. `raw` and `raw_grad` point to numbers of the type `dtype`. `data`
+   and `grad` are the same addresses where dtype is F32, and NULL for all other types, so that no program reads halves
+   or integers as floats. With the CPU backend you may read and write all of them; another backend's are addresses of
+   the device: use hpml_tensor_get and _set. The first dimension of an input is the batch; see `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
     const char *name;                  /* unique among parameters; never NULL */
-    float      *data;                  /* (shape) values; NULL unless dtype is F32 */
-    float      *grad;                  /* (shape) d loss / d data; NULL if not needed, and unless dtype is F32 */
-    void       *raw;                   /* (shape) values of type dtype */
-    void       *raw_grad;              /* (shape) d loss / d data of type dtype; NULL if not needed */
+    float      *data;                  /* values, an array of `shape`; NULL unless dtype is F32 */
+    float      *grad;                  /* d loss / d data, of `shape`; NULL if not needed or dtype is not F32 */
+    void       *raw;                   /* values of type dtype, an array of `shape` */
+    void       *raw_grad;              /* d loss / d data of type dtype; NULL if not needed */
     hpml_dtype  dtype;
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
     int64_t     stride[HPML_MAX_DIMS]; /* in elements; tensors of a graph are contiguous, views need not be */
     int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
-    hpml_param *param;      /* not NULL: a parameter */
-    hpml_node  *node;       /* the op that computes it; NULL: an input, a parameter or a constant */
-    bool        needs_grad; /* a parameter, computed from one, or an input marked by hpml_tensor_require_grad */
-    hpml_layout layout;     /* of the dimensions of images (4 dimensions); see hpml_to_layout */
+    hpml_param *param;      /* not NULL: the tensor is a parameter with these properties */
+    hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
+    bool        needs_grad; /* set for parameters, results of them, and by hpml_tensor_require_grad */
+    hpml_layout layout;     /* order of the dimensions, where there are 4 (images); see hpml_to_layout */
     struct hpmli_tensor_state *state; /* private */
 };
-
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element; 0 for an unknown type */
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype);    /* "f32", "bf16", "f16", "i32", "u8" */
-HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements; follows the batch set last; 0 for NULL */
-/* Writes a text such as f32 64x784 "fc1.weight" to buffer, cut to `size` bytes, and returns buffer. */
+HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements, by the batch set last; 0 for NULL */
+/* Writes a text such as f32 64x784 "fc1.weight" to buffer (`size` bytes, the text is cut there) and returns buffer. */
 HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size);
 
-/* Creates a tensor with memory of its own, filled with zeros: for constants, data, masks. shape: `ndim` positive
-   numbers. _1d to _4d: f32. */
+/* Creates a tensor of zeros with memory of its own (constants, data, masks): `ndim` sizes above 0. _1d to _4d: f32. */
 HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0);
 HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1);
@@ -394,46 +380,44 @@ HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d
 HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
 HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; frees a view or a tensor of hpml_tensor_create */
 
-/* Creates a view, a tensor that shares the memory of `t`, which must have memory. Ops accept contiguous views only; to
-   record a reshape, slice or transpose as part of a model see >>api-ops. */
-HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* t contiguous; one -1 */
+/* Creates a view, a tensor that shares the memory of `t`, which must have memory. Ops accept contiguous views only;
+   >>api-ops has the reshape, slice and transpose that are recorded as part of a model. */
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* contiguous t; one -1 */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
-/* Copies src to dst, of the same shape with any strides, and converts the type: rounded to nearest, ties to even; I32
-   and U8 saturate, and NaN becomes 0. CPU memory only. */
+/* Copies src to dst in CPU memory, of the same shape with any strides, and converts the type: floats are rounded to
+   nearest, ties to even; I32 and U8 saturate, and NaN becomes 0 in them. */
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
-/* Copies all values of a contiguous tensor from or to `count` floats in host memory, whatever device and dtype the
-   tensor has; converts as hpml_tensor_copy. `count` must equal hpml_tensor_count. */
+/* Copies `count` floats (hpml_tensor_count) in host memory to or from a contiguous tensor of any device and dtype;
+   converts as hpml_tensor_copy. */
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_t count);
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_t count);
-/* The same without conversion: `bytes` must equal hpml_tensor_count times hpml_dtype_size. For labels, tokens, halves.
-   */
+/* Copies all values unconverted; bytes: hpml_tensor_count times hpml_dtype_size (labels, tokens, halves). */
 HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes);
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes);
-
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
-/* BLAS on arrays in host memory, row-major, by all threads of the context. With alpha or beta 0 the operand that is
-   multiplied by it is not read, so that its NaNs do not matter.
-   C = alpha * op(A) * op(B) + beta * C: op(A) is (m, k), op(B) is (k, n). trans_a: A is stored (k, m). lda, ldb, ldc:
-   elements between rows as stored. */
+/* BLAS on row-major arrays in host memory, by all threads of the context. An operand that is multiplied by an alpha or
+   beta of 0 is not read, so that its NaNs do not matter.
+   sgemm: C = alpha * op(A) * op(B) + beta * C: op(A) is (m, k), op(B) (k, n), C (m, n). trans_a: A is stored as (k, m),
+   trans_b: B as (n, k). lda, ldb, ldc: elements from one row to the next as stored. */
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc);
-/* The same with A and B in types of their own, F32, BF16 or F16; products, sums and C are f32. */
+/* As hpml_sgemm, with A and B each in a type of its own, F32, BF16 or F16; products, sums and C are f32. */
 HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
                                int64_t ldb, float beta, float *c, int64_t ldc);
-/* y = alpha op(A) x + beta y: A is stored (m, n), rows lda apart; x has n numbers and y m, with trans_a the other way
-   round. Numbers of a vector are inc apart, 1 or more: a column of a matrix has the matrix's leading dimension. */
+/* y = alpha op(A) x + beta y: A is stored as (m, n), rows lda apart; x has n numbers and y m; with trans_a x m, y n.
+   inc_x, inc_y: elements from one number of the vector to the next, 1 or more (for a column: the row length). */
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y);
 HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
-                                int64_t inc_y); /* y += alpha x */
+                                int64_t inc_y); /* y += alpha x, vectors of n numbers */
 HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x); /* x *= alpha */
-/* The first i whose |x[i]| is largest, counted from 0; the first NaN, where there is one; -1 for n 0 and on error. */
+/* Returns the first i, from 0, whose |x[i]| is largest; that of the first NaN, if any; -1 for n 0 and on error. */
 HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -445,44 +429,41 @@ HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64
    with a NULL source returns NULL and does nothing, so a model is written without a check on each line. `name` (copied)
    names the layer: "fc1" gives the parameters "fc1.weight" and "fc1.bias"; NULL gives "linear3" and so on.
    Shapes: B batch, T time, C channels or features, H x W image; (..) any leading dimensions.
-
    hpml_input creates an input, to which each step writes a batch. Its dimension 0 is the batch, of the same size in all
    inputs of a graph; a tensor without a batch dimension comes from hpml_tensor_create. Ops pass the batch dimension on,
    so that a short last batch runs on fewer rows. Most ops read F32; tokens and labels are I32. */
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
-HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
-HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
-HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w);    /* (B, C, H, W) */
-HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t);                      /* i32 (B, T) */
+HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (b, d1) */
+HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (b, d1, d2) */
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w);    /* f32, 4 sizes */
+HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t);                      /* i32 (b, t) */
 
 typedef struct hpml_param_desc {
     uint32_t    _begin;
     int32_t     ndim;       /* required, 1 to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];
-    const char *name;       /* NULL: "param3" */
+    const char *name;       /* NULL: "param<index>", such as "param3" */
     hpml_init   init;       /* DEFAULT: KAIMING_UNIFORM */
-    float       init_scale; /* of NORMAL and UNIFORM */
+    float       init_scale; /* scale of the inits NORMAL and UNIFORM */
     bool        buffer, frozen, no_decay; /* see hpml_param */
     uint32_t    _end;
 } hpml_param_desc;
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* creates a parameter */
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
-HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* by order of recording, or NULL */
-HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none; O(1) */
-HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements; without buffers */
-HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 of all bytes */
-/* Allocates and initializes the parameters that have no memory yet; hpml_graph_alloc calls it. */
-HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx);
+HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* number `index` recorded, or NULL */
+HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
+HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all, without buffers */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 of all values' bytes */
+HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory and values; hpml_graph_alloc calls it */
 
-/* Elementwise, with numpy's broadcasting: dimensions are matched from the last, and a dimension of size 1 is repeated.
-   */
+/* Elementwise ops with numpy's broadcasting: shapes are matched from the last dimension; a size of 1 is repeated. */
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
 HPML_API hpml_tensor *hpml_sub(hpml_tensor *a, hpml_tensor *b); /* a - b */
 HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b); /* a * b */
 HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b); /* a / b */
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b); /* a * x + b */
 
-/* Functions of one element. */
+/* Activations: functions of one element x. */
 typedef enum hpml_act {
     HPML_ACT_NONE       = 0,
     HPML_ACT_RELU       = 1,  /* max(x, 0) */
@@ -504,8 +485,8 @@ HPML_API hpml_tensor *hpml_silu(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x);
 
-/* y = op(A) op(B): a (.., m, k), b (.., k, n), y (.., m, n). trans_a: a is (.., k, m); trans_b: b is (.., n, k). The
-   leading dimensions of a and b are equal, or b has two dimensions and multiplies each matrix of a. */
+/* y = op(a) op(b): a (.., m, k), b (.., k, n), y (.., m, n). trans_a: a is (.., k, m); trans_b: b is (.., n, k). The
+   leading dimensions (..) of a and b are equal, or b has two dimensions and multiplies each matrix of a. */
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b);
 
 /* y = act(x w^T + bias): x (.., in), w (out, in), bias (out), y (.., out). Records a parameter "name.weight" and,
@@ -523,20 +504,18 @@ typedef struct hpml_linear_desc {
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
 /* Converts images to another layout: records a permute, or returns x if x has that layout. The result of an op has the
-   layout of its sources; reshape and permute give NCHW. conv2d, pooling and batchnorm compute the same in both layouts,
-   up to rounding; their parameters have the same shapes and order, and hpml_flatten gives (B, C H W), so that files of
-   parameters fit both. Loaders, crops and augmentation produce (C, H, W), so record hpml_to_layout(input, HPML_NHWC).
-   batchnorm, and on a GPU conv2d and pooling, compute in NCHW and convert NHWC before and after. All other ops ignore
-   the layout; an op with images of two layouts is an error. */
+   layout of its sources; reshape and permute give NCHW. Both layouts give equal results up to rounding and need equal
+   parameters (shapes, order); hpml_flatten gives (B, C H W) for both, so files of parameters fit both. Loaders, crops
+   and augmentation produce (C, H, W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and
+   pooling, convert NHWC to NCHW and back. Other ops ignore the layout; images of two layouts in an op are an error. */
 HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout);
-/* Declares the layout of the numbers in x (an input or a reshape) without moving them. An op that reads x already is an
-   error. */
+/* Declares, without moving numbers, the layout of x: an input or a reshape that no op has read yet. */
 HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
 
-/* How the CPU computes a convolution; results agree up to rounding. t: weights (height x width) of a kernel. */
+/* How the CPU computes hpml_conv2d; results agree up to rounding. C: channels of x; t: height x width of a kernel. */
 typedef enum hpml_conv_algorithm {
     HPML_CONV_AUTO   = 0, /* DIRECT, or IM2COL if DIRECT would exceed the limit of the workspace */
-    HPML_CONV_DIRECT = 1, /* reads images in place. Workspace: up to 17 t C out floats, and some images per thread */
+    HPML_CONV_DIRECT = 1, /* reads images in place. Workspace: up to 17 t C out floats, some images per thread */
     HPML_CONV_IM2COL = 2  /* multiplies the weights by a matrix of t C / groups rows, for some rows of y at a time */
 } hpml_conv_algorithm;
 
@@ -546,18 +525,18 @@ typedef enum hpml_conv_algorithm {
    f32 copies that are needed where results are stored in halves. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
-    int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
+    int32_t     kernel_h, kernel_w;     /* size of the kernel; kernel_h required; kernel_w 0: as kernel_h */
     int32_t     stride_h, stride_w;     /* 0: 1 (w: as h) */
     int32_t     padding_h, padding_w;   /* zeros added on each side; w 0: as h, HPML_NO_PAD: none */
     int32_t     dilation_h, dilation_w; /* 0: 1 (w: as h) */
     int32_t     groups;                 /* 0: 1 */
     const char *name;
-    hpml_act    activation;             /* all but GELU, GELU_ERF, SILU, LOG, SQUARE, ABS */
+    hpml_act    activation;             /* applied to y; any but GELU, GELU_ERF, SILU, LOG, SQUARE, ABS */
     bool        no_bias;
     hpml_init   init;
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
-    size_t      workspace;              /* limit in bytes for working memory; 0: none */
+    size_t      workspace;              /* most bytes of working memory; 0: no limit */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -586,7 +565,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim); /*
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim);
 
-/* Over the last dimension: exp(x_i) / sum_j exp(x_j), and its logarithm. */
+/* softmax over the last dimension: y_i = exp(x_i) / sum_j exp(x_j); log_softmax: the logarithm of y. */
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x);
 
@@ -599,9 +578,9 @@ typedef struct hpml_norm_desc {
     uint32_t    _begin;
     const char *name;
     float       eps;        /* 0: 1e-5 */
-    float       momentum;   /* batchnorm; 0: 0.1 */
-    bool        no_affine;  /* no gamma and beta */
-    hpml_act    activation; /* of batchnorm: NONE or RELU; of the others ignored */
+    float       momentum;   /* of batchnorm's running statistics; 0: 0.1 */
+    bool        no_affine;  /* without gamma and beta */
+    hpml_act    activation; /* applied by batchnorm: NONE or RELU; others ignore it */
     uint32_t    _end;
 } hpml_norm_desc;
 HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc);
@@ -609,8 +588,8 @@ HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc);
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc); /* (B, C) or (B, C, H, W) */
 
 /* In training sets each element to zero with probability p, 0 <= p < 1, and multiplies the others by 1 / (1 - p)
-   (Srivastava et al. 2014); in evaluation y = x. The mask is a function of seed, step, node and the element's place in
-   the global batch: the backward pass computes the mask again instead of storing it. */
+   (Srivastava et al. 2014); in evaluation y = x. The mask is not stored but computed again in the backward pass, from
+   seed, step, node and the element's place in the global batch. */
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p);
 
 /* y[b][t] = table[tokens[b][t]]: tokens I32 (B, T) in 0 .. vocabulary - 1, table (vocabulary, width), y (B, T, width).
@@ -631,8 +610,8 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
    attends to the keys up to its own position. Works on blocks of queries, so that the (T, T) matrix is not stored. */
 typedef struct hpml_attention_desc {
     uint32_t _begin;
-    int32_t  heads;      /* required, divides C */
-    bool     not_causal; /* every query attends to all keys */
+    int32_t  heads;      /* number of heads, required, divides C */
+    bool     not_causal; /* true: every query attends to all keys */
     float    scale;      /* 0: 1 / sqrt(C / heads) */
     uint32_t _end;
 } hpml_attention_desc;
@@ -644,13 +623,12 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
    mul, with the state as an input. */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
-/* Losses: scalars. cross_entropy: logits (.., classes), labels I32 (..); the mean over the rows whose label is not
-   ignore_index of -log softmax(logits)[label]. The other losses are means over all elements of two tensors of the same
-   shape. */
+/* Losses: f32 scalars. cross_entropy: -log softmax(logits)[label], logits (.., classes), labels I32 (..), averaged over
+   labels other than ignore_index. bce (s = sigmoid(logits)), mse, huber: means over all elements. */
 typedef struct hpml_cross_entropy_desc {
     uint32_t _begin;
-    float    label_smoothing; /* 0 to 1: this share of the target is spread evenly over all classes */
-    int32_t  ignore_index;    /* rows with this label are left out; 0: HPML_IGNORE (so label 0 cannot be left out) */
+    float    label_smoothing; /* 0 to 1: this part of the target is spread evenly over all classes */
+    int32_t  ignore_index;    /* rows with this label do not count; 0: HPML_IGNORE (so label 0 always counts) */
     uint32_t _end;
 } hpml_cross_entropy_desc;
 #define HPML_IGNORE (-100)
@@ -663,13 +641,13 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 // >>api-graph   planning and running a recorded graph
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The memory that a graph needs, in bytes, known before any of it is allocated. A few KB of lists come on top. */
+/* Bytes of memory that a graph needs, known before any is allocated. A few KB of lists come on top. */
 typedef struct hpml_memory {
     size_t parameters;  /* values of all parameters of the context */
     size_t gradients;   /* gradients of the parameters that this graph trains */
-    size_t activations; /* inputs, results of ops, their gradients and saved values, with memory used again */
-    size_t unshared;    /* the same, if no memory were used again */
-    size_t scratch;     /* working memory of ops, shared by all */
+    size_t activations; /* inputs, results of ops, their gradients and saved values; memory is used again */
+    size_t unshared;    /* what activations would be if no memory were used again */
+    size_t scratch;     /* working memory of ops; all ops use the same memory */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer */
     size_t total;       /* parameters + gradients + activations + scratch + optimizer */
 } hpml_memory;
@@ -682,28 +660,25 @@ typedef struct hpml_graph_desc {
     uint32_t            _end;
 } hpml_graph_desc;
 
-/* Plans the ops on which outputs and loss depend. Allocates no tensor memory yet. A result of an op belongs to at most
-   one graph, and its memory may be used again unless it is an output; inputs and parameters may be in several graphs.
-   */
+/* Plans the ops on which outputs and loss depend; no tensor memory is allocated. A result of an op belongs to at most
+   one graph, and its memory may be used again unless it is an output; inputs and parameters may be in several. */
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc);
 HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
-HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* allocates the memory; the first run calls it */
-/* Sets the number of samples of the next runs, 1 to the batch of the inputs. shape[0] of all tensors with batch_rows
-   follows. */
+HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* allocates the planned memory; the first run calls it */
+/* Sets the number of samples of later runs, 1 to the inputs' batch, and so shape[0] of all tensors with batch_rows. */
 HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
-HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: an op mixes samples: full batches only */
-/* Computes all results. train: dropout is active and batchnorm uses the batch's statistics. step: number of the step,
-   which keys the dropout masks. */
+HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: an op mixes samples; full batches only */
+/* Computes all results. train: dropout is active and batchnorm uses the batch's statistics. step: the step's number, on
+   which the dropout masks depend. */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step);
-/* Computes the gradients of scale times the loss of the last forward pass. Gradients of parameters are overwritten or,
-   if `accumulate`, added to. */
+/* Computes gradients of scale x loss of the last forward pass; accumulate: adds to those of parameters. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
-   1e-2), for up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
-   - b| / (|a| + |b| + r), where r is the root mean square of that gradient; on error a negative number. */
+   1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
+   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
-/* Requests the gradient of an f32 input. An op that reads the input already is an error. */
+/* Requests the gradient of an f32 input; an error if an op reads the input already. */
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -714,71 +689,67 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
 typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
                         HPML_OPT_LARS, HPML_OPT_LAMB,
                         HPML_OPT_CUSTOM /* the step of hpml_trainer_desc.custom_optimizer */ } hpml_opt;
-
 #define HPML_MAX_STATES 4 /* arrays that an optimizer may keep for each parameter */
-
-/* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new state was. */
+/* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new optimizer state was. */
 enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
 
-/* One optimizer step on one parameter. All arrays have n numbers and lie where the backend keeps its tensors. */
+/* One optimizer step on one parameter. All arrays have n floats and lie in the memory of the backend (GPU or host). */
 typedef struct hpml_update {
-    hpml_opt opt;              /* the formula; HPML_OPT_CUSTOM: that of custom->step, on the CPU */
-    const struct hpml_optimizer *custom; /* the row, where opt is HPML_OPT_CUSTOM */
+    hpml_opt opt;              /* the formula; HPML_OPT_CUSTOM: that of custom->step (CPU only) */
+    const struct hpml_optimizer *custom; /* the optimizer, where opt is HPML_OPT_CUSTOM */
     void    *user;             /* hpml_trainer_desc.optimizer_user */
-    const hpml_tensor *param;  /* the parameter, for its name and shape; NULL: not known */
-    int64_t  n;                /* 0: nothing to do */
+    const hpml_tensor *param;  /* the parameter to step, for its name and shape; NULL: not known */
+    int64_t  n;                /* numbers in each array; 0: nothing to do */
     float   *w;                /* weights */
-    float   *g;                /* gradient; rows with `direction` overwrite it */
-    float   *state[HPML_MAX_STATES]; /* as the row lists them; NULL: not kept */
-    uint64_t step;             /* 1 for the first */
-    float    lr;               /* of this step and parameter: schedule and hpml_param_desc.lr_scale are in it */
+    float   *g;                /* gradient; optimizers with `direction` overwrite it */
+    float   *state[HPML_MAX_STATES]; /* the optimizer's arrays for this parameter; NULL: none */
+    uint64_t step;             /* number of the update, from 1 */
+    float    lr;               /* of this step and parameter, after schedule and hpml_param_desc.lr_scale */
     float    momentum, beta1, beta2, eps;
     float    weight_decay, trust;  /* both 0 where the parameter has no decay */
     float    grad_scale;       /* multiplies g: 1 / loss scale */
-    float    clip;             /* largest norm of all gradients, before grad_scale ... */
-    const double *sumsq;       /* ... and their sum of squares, on the device; NULL: gradients are not clipped */
+    float    clip;             /* largest norm of all gradients together, before grad_scale */
+    const double *sumsq;       /* sum of squares of all gradients, in device memory; NULL: no clipping */
     bool     nesterov;
-    int32_t *found_nonfinite;  /* not NULL: a gradient that is not finite counts as 0; a weight that would not be
-                                  finite stays, and its states start again from 0. The CPU sets HPML_NONFINITE_* bits
-                                  here; a device has an error when the host next waits for it. NULL: NaN and infinity
-                                  go into weights and states */
+    int32_t *found_nonfinite;  /* not NULL: a gradient that is not finite counts as 0; a weight that would not be finite
+                                  stays, its states restart from 0. The CPU sets HPML_NONFINITE_* bits here; a device
+                                  has an error when the host next waits for it. NULL: NaN and infinity get into w and
+                                  state */
 } hpml_update;
 
 typedef struct hpml_optimizer_state {
-    const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints hold "opt.<name>.<parameter>".
-                                  NULL in a built-in row: this place is not used */
+    const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints store "opt.<name>.<parameter>". NULL in a
+                                  built-in optimizer: no array */
     bool        nonnegative;   /* sums or means of squares: checkpoints with a number below 0 are refused */
-    bool        with_momentum; /* kept only where the trainer's momentum is not 0 */
+    bool        with_momentum; /* array exists only where the trainer's momentum is not 0 */
 } hpml_optimizer_state;
 
-/* An optimizer. Write a row for your own (static const, or at least as long-lived as its trainers) and hand it in as
+/* An optimizer. For your own, define one (static const, or as long-lived as its trainers) and pass it as
    hpml_trainer_desc.custom_optimizer. Clipping, loss scaling, accumulation, weight decay by parameter, schedules,
-   checkpoints and the data parallelism of hpml_comm.h work as for built-in rows. Steps of your own run on the CPU
-   backend only: a trainer on another device refuses them.
-
-   step     computes new weights and states of n numbers of one parameter from g, their gradient (unscaled, clipped,
-            without weight decay): a copy, which step may change. Number i must depend on numbers i of w, g and state
-            alone, because a parameter comes in pieces, cut differently by threads and fused ops; several threads call
-            at once. Rates are in u; use the arguments, not the arrays in u. States are 0 before the first step.
-   prepare  optional; called once for each parameter before its pieces, with the Euclidean norms of its weights and of
-            its gradient (unscaled, clipped; NaN or infinite where that is): may change the rates in u (LARS). */
+   checkpoints and the data parallelism of hpml_comm.h work as for built-in ones. Your own steps run on the CPU backend
+   only: a trainer on another device refuses them.
+   step     computes new weights w and states of n numbers of one parameter from g, a copy of their gradient (unscaled,
+            clipped, without weight decay) that step may change. Number i must depend on numbers i of w, g and state
+            alone, because a parameter comes in parts, cut differently by threads and fused ops; several threads call at
+            once. Rates are in u; use the arguments, not the arrays in u. States are 0 before the first step.
+   prepare  optional; called once for each parameter before its parts, with the Euclidean norms of its weights and of
+            its gradient (unscaled, clipped; NaN or infinite where the gradient is): may change the rates in u (LARS) */
 typedef struct hpml_optimizer {
-    const char *name;          /* 1 to 31 characters, not those of a built-in row; checkpoints hold it */
-    hpml_opt    opt;           /* built-in rows: which one; HPML_OPT_CUSTOM or 0 in your own */
-    int         state_count;   /* 0 to HPML_MAX_STATES */
+    const char *name;          /* 1 to 31 characters, not a built-in optimizer's name; checkpoints store it */
+    hpml_opt    opt;           /* of a built-in optimizer: its number; HPML_OPT_CUSTOM or 0 in your own */
+    int         state_count;   /* number of states, 0 to HPML_MAX_STATES */
     hpml_optimizer_state states[HPML_MAX_STATES];
-    float       lr, momentum, beta1, beta2, eps, trust; /* used where the trainer's desc has 0 (HPML_ZERO: a true 0) */
-    bool        nesterov;      /* knows Nesterov's momentum, and then needs a momentum */
-    bool        direction;     /* step leaves w alone and writes a direction r over g; w -= lr r follows */
-    bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB), lr r where one of them is 0 */
+    float       lr, momentum, beta1, beta2, eps, trust; /* used if the trainer's desc has 0 (HPML_ZERO: a true 0) */
+    bool        nesterov;      /* supports Nesterov's momentum, and then needs a momentum */
+    bool        direction;     /* step leaves w unchanged and replaces g by a direction r; then w -= lr r */
+    bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB); lr r where |w| or |r| is 0 */
     bool        whole;         /* with direction: step is called once with all n numbers, whose shape u->param has; a
-                                  number of r may then depend on all (Muon) */
+                                  number of r may then depend on all numbers of g (Muon) */
     void (*prepare)(hpml_update *u, double weight_norm, double grad_norm); /* optional */
-    void (*step)(const hpml_update *u, float *w, float *g, float *const *state, int64_t n); /* NULL: a built-in row */
+    void (*step)(const hpml_update *u, float *w, float *g, float *const *state, int64_t n); /* NULL: built-in */
 } hpml_optimizer;
-
-HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name); /* "sgd", "adamw", ...; NULL: no such row */
-HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-in rows from 0; NULL: no more */
+HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name); /* "sgd", "adamw", ...; NULL: none of that name */
+HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-in ones, from index 0; NULL: no more */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-backend   the seam to devices: a table of functions
@@ -802,16 +773,16 @@ typedef enum hpml_op {
 } hpml_op;
 HPML_API const char *hpml_op_name(hpml_op op); /* "linear" for HPML_OP_LINEAR; "?" for an unknown op */
 
-/* The constants of a node; the op determines the member. */
+/* The constants of a node; its op determines the member. */
 typedef union hpml_attr {
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACTIVATION, LINEAR */
     struct { bool trans_a, trans_b; } matmul;
     struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act;
-             hpml_conv_algorithm algorithm; int32_t rows; } conv; /* and pooling; [0]: height, [1]: width; rows of the
-                                                                  result that IM2COL computes at a time */
+             hpml_conv_algorithm algorithm; int32_t rows; } conv; /* CONV2D and pooling; [0]: height, [1]: width; rows
+                                                                     of the result that IM2COL computes at a time */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
-    struct { int32_t dim; int64_t start; } slice;                       /* and CONCAT */
+    struct { int32_t dim; int64_t start; } slice;                       /* SLICE and CONCAT */
     struct { int32_t dim; bool mean; } sum;
     struct { float eps, momentum; hpml_act act; } norm;
     struct { float p; } dropout;
@@ -823,83 +794,80 @@ typedef union hpml_attr {
 /* A node: one recorded op with its sources and its result, as backends get it. */
 struct hpml_node {
     hpml_op      op;
-    int          index;                        /* in the order of recording, in which nodes run */
+    int          index;                        /* position in the order of recording, in which nodes run */
     hpml_tensor *out;
     int          src_count;
-    hpml_tensor *src[HPML_MAX_SRC];            /* (src_count) sources; NULL: an optional source is absent */
-    bool         accumulate[HPML_MAX_SRC];     /* backward adds to the gradient of src (else overwrites) */
+    hpml_tensor *src[HPML_MAX_SRC];            /* (src_count) sources; NULL: an optional source that is absent */
+    bool         accumulate[HPML_MAX_SRC];     /* backward adds to the gradient of src[i], else overwrites it */
     hpml_attr    attr;
     bool         mixes_batch;                  /* the result has no batch dimension 0 although a source has one */
-    size_t       saved_bytes, scratch_bytes;   /* memory from forward to backward; memory during one call */
-    void        *saved, *scratch;              /* their addresses, on the device */
-    hpml_node   *fused_with;                   /* set by a backend's plan: the backend computes this op inside that one,
-                                                  the next; the sources of this op stay valid until then */
+    size_t       saved_bytes, scratch_bytes;   /* bytes needed from forward to backward; during one call */
+    void        *saved, *scratch;              /* addresses of saved and scratch memory, on the device */
+    hpml_node   *fused_with;                   /* set by a backend's plan: the next node, inside whose op the backend
+                                                  computes this op; the sources of this op stay valid until then */
     struct hpmli_node_state *state;            /* private */
 };
 
-/* A forward or backward pass, as ops get it. */
+/* What an op is given when it runs forward or backward. */
 typedef struct hpml_run {
     hpml_ctx *ctx;
-    bool      train;       /* dropout active, batchnorm on batch statistics */
-    uint64_t  step;        /* number of the step: keys random masks */
-    float     loss_scale;  /* the gradient of the loss */
-    uint64_t  sample;      /* number of this rank's first sample in the global batch: keys random masks */
+    bool      train;       /* dropout is active, batchnorm uses the batch's statistics */
+    uint64_t  step;        /* number of the step, on which random masks depend */
+    float     loss_scale;  /* the value that the gradient of the loss starts with */
+    uint64_t  sample;      /* number, in the global batch, of this rank's first sample: masks depend on it */
     bool      idle;        /* this rank has no samples: only ops that call `sum` (batchnorm) run, and add zeros */
     /* Adds up n numbers in host memory over all ranks, in place. Ops whose result depends on the whole global batch
-       call it, equally often and with the same n on all ranks. NULL: one rank has the whole batch. */
+       call it, equally often and with the same n on all ranks. NULL: this rank has the whole batch. */
     hpml_status (*sum)(void *user, double *values, int64_t n);
     void     *sum_user;
 } hpml_run;
-
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
-typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: no gradient */
+typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: none */
 
-/* A pass, or a part of one, through a graph. Passes that are equal in every byte run the same ops on the same memory,
-   so that a device may record the first and replay the others. */
+/* A forward or backward pass through a graph, or a part of a pass. Passes that are equal in every byte of this struct
+   run the same ops on the same memory, so that a device may record the first and replay the others. */
 typedef struct hpml_pass {
     const hpml_graph *graph;
-    int64_t           samples, first; /* number of samples; the first of them in the inputs */
-    int64_t           from, to;                    /* ops from .. to - 1 in the order of running: hooks of gradients cut
-                                                      a pass into pieces */
+    int64_t           samples, first; /* number of samples; index of the first sample in the inputs */
+    int64_t           from, to;                    /* ops from .. to - 1 in running order: gradient hooks cut a pass */
     uint64_t          train, backward, accumulate; /* 0 or 1 */
 } hpml_pass;
 
 /* A device: a table of functions. `device` is the object that open returned. Functions marked optional may be NULL. All
-   arrays are in the device's memory, counts and sums too, unless a parameter is called `host`. */
+   arrays and sums (out, counts) are in the device's memory, except parameters that are called `host`. */
 struct hpml_backend {
     const char *name;
     hpml_status (*open)(hpml_ctx *ctx, const void *desc, void **device);
     void (*close)(void *device);
-    void *(*alloc)(void *device, size_t bytes);          /* zeroed; aligned to 64 bytes; NULL on failure */
+    void *(*alloc)(void *device, size_t bytes);          /* zeroed, aligned to 64 bytes; NULL on failure */
     void (*free)(void *device, void *ptr, size_t bytes);
-    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* in the order of the calls */
-    hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* complete on return */
+    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* keeps the calls' order */
+    hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* waits for the data */
     hpml_status (*zero)(void *device, void *dst, size_t bytes);
-    hpml_status (*sync)(void *device);                   /* optional: waits until all work is done */
+    hpml_status (*sync)(void *device);                   /* optional: waits until all work of the device is done */
     const hpml_op_impl *ops;                             /* [HPML_OP_COUNT] */
-    hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* n 0: no step */
+    hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* n 0: none */
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
     hpml_dtype (*activation_dtype)(void *device); /* optional (NULL: F32): the type in which results of ops are stored:
                                                      F32, BF16 or F16. Scalars are always F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets saved_bytes, scratch_bytes, fused_with of a node */
     /* optional: begin is called before the first op of a pass. It sets *done if the device has replayed the whole pass;
-       otherwise the ops of the pass run, and then end is called with their status. end sets *again if recording the
-       pass has failed and none of its ops has run: begin, the ops and end are then called once more. Both are not
-       called while a trace, a profile or hooks other than those of gradients need single ops. */
+       otherwise the ops run, and then end is called with their status. end sets *again if recording has failed and no
+       op has run: begin, the ops and end are then called once more. Neither is called while a trace, a profile or hooks
+       other than `grad` need single ops. */
     hpml_status (*begin)(void *device, const hpml_run *run, const hpml_pass *pass, bool *done);
     hpml_status (*end)(void *device, const hpml_run *run, hpml_status status, bool *again);
     /* optional: counts[0] = number of rows of y (rows, classes) whose largest number is at the label; counts[1] =
        number of labels in 0 .. classes - 1 */
     hpml_status (*correct)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                            int64_t rows, int64_t classes, int64_t counts[2]);
-    /* optional: hpml_packing_encode and _decode for arrays of the device */
+    /* optional: hpml_packing_encode and _decode (add: hpml_packing_decode_add) on arrays of the device */
     hpml_status (*encode)(void *device, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                           const float *grad, int64_t rows);
     hpml_status (*decode)(void *device, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                           int64_t rows, bool add);
-    /* optional: times an op without waiting for it. Called with name NULL before the op and with its name after it; the
-       device records two events. When the host next waits for the device, the span is added to the trace (lane GPU) and
-       its length to *seconds, if not NULL. */
+    /* optional: times an op without waiting: called with name NULL before the op and with its name after it. When the
+       host next waits for the device, the span is added to the trace (lane GPU) and to *seconds, if not NULL. */
     void (*time_op)(void *device, const char *name, double *seconds);
     bool layouts; /* conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
 };
@@ -912,7 +880,6 @@ HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* the object that the back
 // ---------------------------------------------------------------------------------------------------------------------
 
 typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_MSE, HPML_LOSS_HUBER } hpml_loss;
-
 typedef enum hpml_schedule_kind {
     HPML_SCHEDULE_CONSTANT = 0,
     HPML_SCHEDULE_STEP     = 1, /* lr gamma^(floor(step / period)) */
@@ -920,7 +887,7 @@ typedef enum hpml_schedule_kind {
     HPML_SCHEDULE_LINEAR   = 3  /* a straight line from lr to min_lr over total_steps */
 } hpml_schedule_kind;
 
-/* How the learning rate changes with the updates. All zero: it stays. */
+/* How the learning rate changes with the number of updates. All fields zero: it is constant. */
 typedef struct hpml_schedule {
     hpml_schedule_kind kind;
     int64_t warmup_steps; /* updates of warm-up: lr (step + 1) / warmup_steps (Goyal et al. 2017); 0: none */
@@ -929,10 +896,10 @@ typedef struct hpml_schedule {
     float   gamma;        /* STEP: factor of a change; 0: 0.1 */
     float   min_lr;       /* COSINE, LINEAR: learning rate at the end and afterwards */
 } hpml_schedule;
-/* The learning rate of update `step`, the first of which is 0, where lr is that without a schedule. s NULL: lr. */
+/* Returns the learning rate of update `step`, counted from 0; lr: the rate without a schedule. s NULL: returns lr. */
 HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step);
 
-/* How the learning rate follows the batch size. factor: batch / the batch that lr was tuned for. */
+/* How the learning rate lr depends on the batch size; factor: the batch size / the one that lr was tuned for. */
 typedef enum hpml_lr_rule {
     HPML_LR_AS_GIVEN = 0, /* lr */
     HPML_LR_LINEAR   = 1, /* lr factor */
@@ -940,20 +907,20 @@ typedef enum hpml_lr_rule {
 } hpml_lr_rule;
 HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor);
 
-/* What is trained, and how. Numbers are finite and not negative; an error names a field that is out of its range. */
+/* What is trained, and how. Numbers must be finite and not negative; the error names a field that is out of range. */
 typedef struct hpml_trainer_desc {
     uint32_t      _begin;
     hpml_tensor  *input;           /* required: receives x of each batch. Set other inputs that the loss depends on with
                                       hpml_tensor_set before a step */
     hpml_tensor  *output;          /* required, (B, ..): read by hpml_trainer_predict and for the accuracy */
-    hpml_loss     loss;            /* recorded by the trainer, from output and a target input that it adds ... */
-    hpml_tensor  *loss_tensor;     /* ... unless you give a scalar here; then `target` is required */
-    hpml_tensor  *target;          /* with loss_tensor: the input that receives y; without targets: .input, and y = x */
+    hpml_loss     loss;            /* the loss that the trainer records, from output and a target input that it adds */
+    hpml_tensor  *loss_tensor;     /* not NULL: your own scalar instead of `loss`; `target` is then required */
+    hpml_tensor  *target;          /* with loss_tensor: the input that receives y; no targets: as .input, y = x */
     float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
     float         huber_delta;     /* HUBER: where the square ends and the line begins; 0: l1 */
     hpml_opt      optimizer;
-    const hpml_optimizer *custom_optimizer; /* not NULL: this row instead, your own or hpml_optimizer_find's */
-    void         *optimizer_user;  /* hpml_update.user of each step */
+    const hpml_optimizer *custom_optimizer; /* not NULL: replaces `optimizer`; your own or hpml_optimizer_find's */
+    void         *optimizer_user;  /* passed to each step as hpml_update.user */
     float         lr;              /* learning rate; 0: SGD, LARS, ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
     float         momentum;        /* 0 to 1; SGD, RMSPROP, LARS; 0: none (LARS: 0.9) */
     bool          nesterov;        /* SGD, LARS: Nesterov's momentum; needs a momentum */
@@ -967,50 +934,48 @@ typedef struct hpml_trainer_desc {
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
     int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
-    float         clip_norm;       /* scales gradients so that the norm of all of them is at most this; 0: no */
+    float         clip_norm;       /* scales gradients so that the norm of all together is at most this; 0: no */
     int32_t       accumulate;      /* micro-batches of an update; each weighs as many as it has samples; 0: 1 */
-    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, because
-                                      small ones would be 0 in halves; 0: 1, but dynamic where results are stored as
-                                      F16: it begins with 65,536, is halved, and the update skipped, when a gradient
-                                      overflows, and doubles after 2,000 updates without (Micikevicius et al. 2018) */
+    float         loss_scale;      /* gradients are computed times this and divided by it before use, because small ones
+                                      would be 0 in halves; 0: 1, but dynamic where results are stored as F16: it begins
+                                      with 65,536; when a gradient overflows, it is halved and the update skipped; after
+                                      2,000 updates without, it is doubled (Micikevicius et al. 2018) */
     bool          no_finite_check; /* skips the check of loss, gradients and new parameters for NaN and infinity. The
-                                      check fails with the step and the layer and keeps such numbers out of
-                                      parameters, but the rest of the step is in them. It makes the host wait for a
-                                      device in each step. Without clip_norm a device finds a non-finite gradient in
-                                      the update: the next step, the end of fit or reading a tensor returns the error */
+                                      check fails with the step and the layer and keeps such numbers out of parameters,
+                                      but the rest of the step is applied. It makes the host wait for a device in each
+                                      step. Without clip_norm a device finds a non-finite gradient in the update: the
+                                      next step, the end of fit or reading a tensor returns the error */
     uint32_t      _end;
 } hpml_trainer_desc;
 
-/* Plans the graph, allocates all memory, initializes the parameters. After that no training step allocates.
-   Batch, minibatch and stochastic gradient descent are one setting: the first dimension of the input.
-   A context may have several trainers, of the same parameters as well; each updates those that its loss depends on. A
-   parameter's `grad` is that of the trainer or graph that ran backward last. */
+/* Plans the graph, allocates all memory, initializes the parameters; no training step allocates. Batch, minibatch and
+   stochastic gradient descent differ only in the first dimension of the input. A context may have several trainers, of
+   the same parameters too; each updates those that its loss depends on. A parameter's `grad` is that of the trainer or
+   graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
-/* Copies the desc to *out, zeros replaced by the defaults that they mean. */
+/* Copies *d to *out, with zeros replaced by the defaults that they mean. */
 HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
-/* Computes the bytes that hpml_trainer_create with this desc will allocate, without allocating tensors. */
+/* Computes the bytes that hpml_trainer_create with this desc would allocate, without allocating tensors. */
 HPML_API hpml_status   hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out);
 HPML_API hpml_graph   *hpml_trainer_graph(hpml_trainer *t);
-HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* the resolved desc */
+HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* with defaults in */
 
-/* What a step reports. */
 typedef struct hpml_step_info {
-    int64_t  step;               /* updates until now, this one included */
-    int64_t  epoch;              /* from 0 */
-    int64_t  epoch_step, epoch_steps; /* of fit: batches of this epoch done, this one included; batches of an epoch */
+    int64_t  step;               /* updates of this trainer, this one included */
+    int64_t  epoch;              /* number of the epoch, from 0 */
+    int64_t  epoch_step, epoch_steps; /* in fit: batches of this epoch, this one included; batches of an epoch */
     float    loss;               /* mean over the samples of this step */
-    float    accuracy;           /* 0 to 1, of this step, in training mode; -1 if the loss is not CROSS_ENTROPY */
+    float    accuracy;           /* 0 to 1, of this step's samples in training; -1: loss is not CROSS_ENTROPY */
     float    lr;                 /* learning rate of this update */
-    float    grad_norm;          /* of all gradients, before clipping; -1 unless clip_norm is set or the loss scale is
-                                    dynamic */
-    bool     skipped;            /* a gradient overflowed: no update, and the loss scale is halved */
+    float    grad_norm;          /* norm of all gradients, unclipped; -1 without clip_norm and dynamic loss scale */
+    bool     skipped;            /* a gradient overflowed: no update was made, and the loss scale is halved */
     int64_t  samples;            /* of this step */
-    double   seconds;            /* since the start of fit; without fit, of this step */
-    double   samples_per_second; /* since the start of fit; without fit 0 */
+    double   seconds;            /* seconds since the start of fit; without fit, of this step */
+    double   samples_per_second; /* since the start of fit; 0 without fit */
 } hpml_step_info;
-typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
+typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* returns not 0: fit stops with HPML_ERR_STOPPED */
 
-/* Trains on one micro-batch in host memory. x and y hold `samples` samples (1 to the input's batch) in the dtypes of
+/* Trains on one micro-batch in host memory: x and y have `samples` samples (1 to the input's batch) in the dtypes of
    input and target (I32 labels for cross-entropy). Every accumulate-th call updates. info may be NULL. */
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info);
@@ -1026,42 +991,41 @@ typedef struct hpml_metrics {
 typedef struct hpml_dataset hpml_dataset;
 typedef struct hpml_loader  hpml_loader;
 struct hpml_loader_desc;
-
 typedef struct hpml_fit_desc {
     uint32_t      _begin;
     int32_t       epochs;                  /* 0: 1 */
     const struct hpml_loader_desc *loader; /* batch, shuffling, augmentation; NULL: shuffled with the context's seed */
     hpml_step_fn *on_step;                 /* callback after each batch, or NULL */
-    void         *user;                    /* its argument */
-    int64_t       max_steps;               /* updates of this call, at most; 0: no limit */
+    void         *user;                    /* passed to on_step */
+    int64_t       max_steps;               /* most updates of this call; 0: no limit */
     uint32_t      _end;
 } hpml_fit_desc;
-/* Trains on whole epochs of a data set. After an earlier fit that stopped inside an epoch, or a checkpoint of one, it
-   continues there. d NULL: one epoch. */
+/* Trains on whole epochs of a data set; continues an earlier fit, or a checkpoint of one, that stopped inside an epoch.
+   d NULL: one epoch. */
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
-/* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a
-   loss or an output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the
-   sample. */
+/* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. In evaluate and predict
+   a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
+   no_finite_check. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
-/* Computes `output` for any number of samples of x (laid out as in step): out holds samples x (numbers of a sample). */
+/* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
-/* Callbacks around a step, through which distributed training is attached (hpml_comm.h, or your own strategy). A serial
+/* Callbacks around a step, to which distributed training is attached (hpml_comm.h, or your own strategy). A serial
    trainer has none: all NULL. Each returns HPML_OK, or a status that ends the step.
-   run     instead of forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward
-           for the parts that this rank computes, and returns the loss in *loss
+   run     replaces forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward for
+           the parts that this rank computes, and sets *loss
    need    before an op reads the value of parameter `param` (its index in the context), forward and backward: to fetch
            the parameter, or to wait for it
    grad    when the gradient of parameter `param` is final for this update (in the last micro-batch), in reverse order
            of recording: to start its communication, which then overlaps the rest of the backward pass. A device that
-           replays passes runs them in up to 8 pieces, and the callback comes at the end of its piece
-   update  instead of hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
+           replays passes runs them in up to 8 parts, and grad is called at the end of a part
+   update  replaces hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
            hpml_trainer_apply for the parameters that are stepped on this rank
    free    destructor of `user`: called by hpml_ctx_free and when the hooks are replaced
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
-   data    before the first batch of a fit that takes this rank's share of the data; `mark` is a hash of the data, their
-           order and the epochs to come: if it is the same on all ranks, their shares are disjoint and complete */
+   data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
+           order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
@@ -1072,26 +1036,25 @@ typedef struct hpml_hooks {
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
 } hpml_hooks;
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
+HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* hooks NULL: none */
 /* Runs forward and backward on samples [first, first + samples) of the micro-batch that is in the inputs; gradients are
-   multiplied by grad_scale, and added to the present ones if `accumulate`. loss, if not NULL, receives the mean loss. 0
-   samples: gradients are zero, and the hooks are called as on other ranks. */
+   multiplied by grad_scale, and added to the present ones if `accumulate`. loss, if not NULL, receives the mean loss.
+   samples 0: gradients become zero, and the hooks are called as on other ranks. */
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                                    bool accumulate, float *loss);
-/* Clips the gradients and steps parameters first_param .. first_param + param_count - 1 (fewer if there are fewer). */
+/* Clips the gradients and steps parameters first_param .. first_param + param_count - 1, those that there are. */
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
-/* All gradients of the trainer as one array, in the backend's memory, and its floats: those of the trained parameters
-   in the order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats. The padding is 0 and stays 0
-   under a sum over ranks, which may hence be one sum of the array. Parameter i begins at float
-   hpml_trainer_gradient_at; -1: it is not trained. */
+/* Returns all gradients of the trainer as one array in the backend's memory (*floats: its length): those of trained
+   parameters in order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats with zeros, which a sum
+   over ranks keeps. hpml_trainer_gradient_at: the float where parameter `param` begins; -1: not trained. */
 #define HPML_GRADIENT_ALIGN 16
 HPML_API float  *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats);
 HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param);
-/* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule takes: see
-   hpml_loader_desc. */
+/* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
+   ranks and grain as in hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Adds an array of `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a
-   strategy), in place of an earlier one of that name; values NULL: removes that one. It must live until then. */
+/* Adds `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a strategy); replaces
+   an earlier array of that name, values NULL: removes it. Keep the memory until then. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
@@ -1100,77 +1063,75 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Samples in host memory. The dataset owns its arrays and frees them; a slice shares those of its dataset. */
+/* Samples in host memory. The dataset owns its arrays and frees them; a slice uses those of its dataset. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
     int64_t     count;                  /* samples */
     hpml_dtype  x_dtype;                /* U8, F32 or I32 */
     int         x_ndim;                 /* of one sample */
     int64_t     x_shape[HPML_MAX_DIMS]; /* of one sample: (C, H, W) for images */
-    const void *x;                      /* (count, x_shape) */
+    const void *x;                      /* array of shape (count, x_shape) */
     hpml_dtype  y_dtype;                /* I32: class labels; F32: targets */
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
-    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0; may be set */
-    int32_t     x_crop;                 /* 0, or set it: loaders crop images to this side, see hpml_augment */
-    int64_t     x_step;                 /* elements of x between samples; 0: the size of a sample; text: 1 */
-    int64_t     y_step;                 /* the same for y */
+    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0 at first; may be set */
+    int32_t     x_crop;                 /* side to which loaders crop images, set by you; 0: none; see hpml_augment */
+    int64_t     x_step;                 /* elements of x from one sample to the next; 0: a sample's size; text: 1 */
+    int64_t     y_step;                 /* elements of y from one sample to the next; 0: y_size */
     void       *owner;                  /* private */
 };
 
-/* All readers treat the file as untrusted: a truncated, oversized or random file, or one of another format, ends in an
-   error that names the place and what was expected there; pipes, devices and folders are refused. Readers copy the data
-   and allocate at most four times the (decompressed) size of the file and 1 MB. They return NULL on failure; the error
-   is in the context. */
-/* MNIST's format; gzipped files need HPML_USE_ZLIB. */
+/* Readers return NULL on failure, with an error on the context. They trust no file: one that is truncated, oversized,
+   random or of another format ends in an error that names the place and what was expected there; pipes, devices and
+   folders are refused. They copy the data and allocate at most four times the file's (decompressed) size and 1 MB. */
+/* Reads images and labels in MNIST's IDX format; gzipped files need HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
-/* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
+/* Reads `count` files of CIFAR-10's binary version into one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers (also the labels) separated by `,` `;` or tabs, each rounded to the nearest float in any locale. The first
-   line is a header if none of its fields is a number. Errors name line, column and, by the header, the column's name.
-   label_column: from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float
-   target. */
+/* Reads numbers (also the labels) separated by `,` `;` or tabs, each rounded to the nearest float in any locale. The
+   first line is a header if no field is a number. Errors name line, column and the header's name of it. label_column:
+   from 0; negative: from the end (-1 the last); HPML_NO_LABEL: none. regression: the label is a float target. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
-/* Text as a stream of tokens: x of a sample is `context` characters, y the same shifted by one. bytes: the vocabulary
-   is all 256 bytes; else the bytes that occur, in ascending order (see hpml_dataset_vocabulary). */
+/* Reads text as tokens: x of a sample is `context` characters, y the same characters shifted by one. bytes: the
+   vocabulary is all 256 bytes; else the bytes that occur, in ascending order (see hpml_dataset_vocabulary). */
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
                                               bool bytes);
-HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* text: byte of each token */
-/* A dataset from arrays in memory, which are copied; y NULL: unlabelled. */
+HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* of text: each token's
+                                                                                            byte */
+/* Creates a dataset from arrays in memory, which are copied; y NULL: unlabelled. */
 HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                            const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
                                            const void *y);
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive the slice */
 HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional: hpml_ctx_free frees datasets, too */
 
-/* numpy's .npy files: f32, f16, i32, u8 in C order. Loading accepts versions 1 to 3, and converts f64 to f32 and i64 to
-   i32 (an error if a number is out of range). Saving writes version 1. */
+/* Loads and saves numpy's .npy files: f32, f16, i32, u8 in C order. Loading accepts versions 1 to 3 and converts f64 to
+   f32 and i64 to i32 (an error if a number is out of range). Saving writes version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
-/* A file of records: many small byte strings in one large file with an index, read through mmap (the role of LMDB in
-   Caffe). Little-endian: "HPMLREC1", count u64, offset of the index u64, the records, the index: count + 1 offsets u64.
-   While such a file is open no program may truncate it, because reading the missing part kills this process (SIGBUS).
-   */
+/* A file of records: many small byte strings with an index, read through mmap (the role of LMDB in Caffe).
+   Little-endian: "HPMLREC1", count u64, offset of the index u64, the records, the index: count + 1 offsets u64. While
+   it is open no program may truncate the file, because reading the missing part kills this process (SIGBUS). */
 typedef struct hpml_records_writer hpml_records_writer;
 typedef struct hpml_records_file   hpml_records_file;
 HPML_API hpml_records_writer *hpml_records_create(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status          hpml_records_add(hpml_records_writer *w, const void *bytes, size_t size);
-HPML_API hpml_status          hpml_records_finish(hpml_records_writer *w);  /* the whole file appears; frees w */
-HPML_API void                 hpml_records_abandon(hpml_records_writer *w); /* no file appears; frees w */
+HPML_API hpml_status          hpml_records_finish(hpml_records_writer *w);  /* completes the file; frees w */
+HPML_API void                 hpml_records_abandon(hpml_records_writer *w); /* discards the file; frees w */
 HPML_API hpml_records_file   *hpml_records_open(hpml_ctx *ctx, const char *path);
 HPML_API int64_t              hpml_records_count(const hpml_records_file *f);
-/* The bytes of a record, valid until f is closed; *size (NULL: not wanted): how many. */
+/* Returns the bytes of a record, valid until f is closed; *size (may be NULL) is their number. */
 HPML_API const void          *hpml_records_get(const hpml_records_file *f, int64_t index, size_t *size);
 HPML_API void                 hpml_records_close(hpml_records_file *f);
 /* Save a dataset's samples as records, and load them (the first record holds the shapes). */
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path);
 
-/* Image augmentation, random by (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop = k, images (.., H, W)
-   are cropped to (.., k, k) first: at a random place; with in_order and in evaluation, in the middle. */
+/* Image augmentation, random by (seed, epoch, sample). All fields zero: none. With hpml_dataset.x_crop = k, images (..,
+   H, W) are first cropped to (.., k, k): at a random place; with in_order and in evaluation, in the middle. */
 typedef struct hpml_augment {
     int32_t shift;  /* shift by up to this many pixels in each direction, filled with zeros (as padding and cropping) */
     bool    flip;   /* mirror left to right with probability 1/2 */
@@ -1180,15 +1141,15 @@ typedef struct hpml_augment {
 typedef struct hpml_loader_desc {
     uint32_t     _begin;
     int32_t      batch;      /* samples per batch of this rank; required (fit: 0 = the trainer's) */
-    bool         in_order;   /* do not shuffle */
+    bool         in_order;   /* samples are not shuffled */
     bool         drop_last;  /* skip a last batch that is not full */
     bool         no_prefetch; /* prepare batches in the caller's thread instead of a background thread; same batches */
-    uint64_t     seed;       /* 0: the context's */
-    int32_t      rank, ranks; /* this rank's shard of each global batch; ranks 0: 1 (in fit: set by hpml_distribute).
-                                 If each rank already has only its own part of the data: 0 and 1 */
-    int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, of at most `batch` */
-    int64_t      grain;        /* samples that always stay together on one rank (a leaf of exact mode); 0: 1 */
-    int64_t      samples_per_epoch; /* 0: all of the data; more than the data: it is shuffled again each round */
+    uint64_t     seed;       /* seed of order and augmentation; 0: the context's */
+    int32_t      rank, ranks; /* this rank takes shard number `rank` of each global batch; ranks 0: 1 (in fit: set by
+                                 hpml_distribute). If each rank already has only its own part of the data: 0 and 1 */
+    int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, at most `batch` */
+    int64_t      grain;        /* samples that stay together on one rank (a leaf of hpml_comm.h's exact mode); 0: 1 */
+    int64_t      samples_per_epoch; /* 0: all of the data; more than the data: they are shuffled again each round */
     hpml_augment augment;
     uint32_t     _end;
 } hpml_loader_desc;
@@ -1196,18 +1157,16 @@ typedef struct hpml_loader_desc {
 typedef struct hpml_batch {
     const void *x;        /* (samples, ...) f32 (U8 pixels already scaled) or i32 tokens; valid until the next call */
     const void *y;        /* (samples, y_size) or NULL */
-    int64_t     samples;  /* of this rank; fewer, or 0, in the last global batch */
-    int64_t     global_samples; /* of all ranks: the divisor of a mean */
+    int64_t     samples;  /* samples of this rank; fewer, or 0, in the last global batch */
+    int64_t     global_samples; /* samples of all ranks: the divisor of a mean */
     int64_t     first;    /* offset of this rank's first sample in the global batch */
     int64_t     index;    /* number of the batch in its epoch, from 0 */
 } hpml_batch;
 
-/* Creates a loader. The order of the samples is a random permutation given by seed and epoch, the same for every number
-   of ranks. */
+/* Creates a loader. Seed and epoch alone give the order of the samples, a random permutation. */
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
 HPML_API int64_t      hpml_loader_steps(const hpml_loader *l); /* batches of an epoch, the same on every rank */
-/* Sets the batch that hpml_loader_next returns next. */
-HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);
+HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index); /* sets the next batch */
 /* Returns the next batch. False: an error, or the end of an epoch; then the next call begins the next epoch. */
 HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out);
 HPML_API void         hpml_loader_free(hpml_loader *l);
@@ -1216,57 +1175,56 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors files: 8-byte length, JSON header, data. Like every file of this library, such a file is written to
+/* safetensors files: 8-byte length, JSON header, data. As every file of this library, such a file is written to
    `path`.tmp, synced and renamed, and its folder is synced: if the process is killed at any moment, `path` is the old
-   file or the new one. The permissions of the old file are kept; a symbolic link is resolved. Only .npy files and
-   timelines can be written to a pipe. Reading accepts the same headers as the format's reference implementation, except
-   names that contain a NUL; tensors that hpml cannot hold (other dtypes, size 0, more than HPML_MAX_DIMS dimensions)
-   are skipped. */
+   file or the new one, complete. An old file's permissions are kept; a symbolic link is resolved. Only .npy files and
+   timelines can be written to a pipe. Reading accepts the headers that the format's reference implementation accepts,
+   except names that contain a NUL; tensors of other dtypes, size 0 or more than HPML_MAX_DIMS dimensions are
+   skipped. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open, mapped file: no program may truncate it (SIGBUS) */
 typedef struct hpml_safetensor {                  /* one tensor of a file */
     const char *name;
     hpml_dtype  dtype;
     int         ndim;
     int64_t     shape[HPML_MAX_DIMS];
-    const void *data; /* after reading: in the mapped file, valid until it is closed; may be unaligned for its dtype */
+    const void *data; /* when read: in the mapped file, valid until it is closed; may be unaligned for dtype */
     size_t      bytes;
 } hpml_safetensor;
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path);
 HPML_API int               hpml_safetensors_count(const hpml_safetensors *f);
 HPML_API bool              hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out);
 HPML_API bool              hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out);
-HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: no such key */
+HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: none */
 HPML_API void              hpml_safetensors_close(hpml_safetensors *f);
 typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count);
 
-/* Saves all parameters under their names, as F32, BF16 or F16. The metadata hold a CRC-32C of each array,
+/* Saves all parameters under their names, as F32, BF16 or F16, with a CRC-32C of each array as metadata
    "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; other tensors are ignored */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
 
-/* Saves everything that a training needs to continue with the same bits: parameters, optimizer state, named states
-   (such as residuals), step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
-   their names, "opt.<state>.<param>" for each state of the optimizer's row (hpml_optimizer_state.name), "state.<name>",
-   metadata "hpml.step", "hpml.optimizer" (the row's name) ..., checksums as above. */
+/* Saves all that a training needs to continue with the same bits: parameters, optimizer state, states added by
+   hpml_trainer_add_state, step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
+   their names, "opt.<state>.<param>" for each hpml_optimizer_state, "state.<name>", metadata "hpml.step",
+   "hpml.optimizer" (the optimizer's name) ..., and checksums as in hpml_params_save. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
-HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error nothing changes */
+HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error changes nothing */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The timeline in Chrome's trace format, for Perfetto: one process for each rank, one lane (thread) for each stream of
-   work that has events; the trainer's steps as spans, its loss and the bytes sent in each step as counters. Adding an
-   event takes about 50 ns. */
+   work that has events; steps as spans, loss and bytes sent in each step as counters. An event takes about 50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
-    int64_t  first_step, last_step; /* trace only these steps, counted from 0; last 0: no end */
+    int64_t  first_step, last_step; /* steps that are traced, counted from 0; last_step 0: no end */
     int64_t  capacity;              /* events kept, of 72 bytes; older ones are overwritten; 0: 65,536 */
-    double   origin;                /* the hpml_now() that is time 0 of the file; 0: the start of the first event */
-    bool     arrows;                /* arrows from send to receive for the messages of collectives: two events each */
+    double   origin;                /* hpml_now() at time 0 of the file, in seconds; 0: at the first event's start */
+    bool     arrows;                /* draws arrows from send to receive of collectives' messages: two events each */
     uint32_t _end;
 } hpml_trace_desc;
 #define HPML_LANE_COMPUTE 0
@@ -1276,10 +1234,9 @@ typedef struct hpml_trace_desc {
 #define HPML_LANE_STEP    4
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
-/* Adds a span; `name` must live as long as the trace. Thread-safe. Does nothing if no trace is on. */
+/* Adds a span; `name` must live as long as the trace. Thread-safe. Without a trace does nothing. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
-HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* a trace was started, and the current step is traced */
-
+HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* true: a trace was started and includes the current step */
 typedef enum hpml_trace_kind {
     HPML_TRACE_SPAN = 0,
     HPML_TRACE_STEP,    /* a span with the number of a step */
@@ -1287,61 +1244,60 @@ typedef enum hpml_trace_kind {
     HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* the two ends of an arrow, each inside a span of its lane */
 } hpml_trace_kind;
 
-/* Names must live as long as the trace. Bytes of them that are not UTF-8 are replaced in the file. */
+/* One event. Names must live as long as the trace; their bytes that are not UTF-8 are replaced in the file. */
 typedef struct hpml_trace_event {
     hpml_trace_kind kind;
     int         lane;
     const char *name;         /* required */
     double      start, end;   /* seconds of hpml_now; COUNTER, SEND and RECEIVE use only the start */
-    const char *first, *last; /* SPAN: names of the first and last tensor sent; last NULL: one; both NULL: none */
-    int32_t     bucket;       /* SPAN: number of their bucket, from 1; 0: none */
-    int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: its number. SEND, RECEIVE: the same id at both ends */
+    const char *first, *last; /* SPAN: first and last tensor sent; last NULL: one tensor; both NULL: none */
+    int32_t     bucket;       /* SPAN: number of those tensors' bucket, from 1; 0: none */
+    int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: the step. SEND, RECEIVE: an id, equal at both */
     double      value;        /* COUNTER; NaN and infinity are not written */
 } hpml_trace_event;
-/* Adds a copy of an event. Thread-safe. Does nothing if no trace is on. */
+/* Adds a copy of an event. Thread-safe. Without a trace does nothing. */
 HPML_API void        hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
-/* Returns the earliest start of the events kept, in seconds from the origin; 0 if there is none. */
+/* Returns the earliest start of the events that are kept, in seconds from the trace's origin; 0 if there is none. */
 HPML_API double      hpml_trace_first(const hpml_ctx *ctx);
-HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds); /* adds to the origin */
-/* Sets the clock of the spans of layers and updates on the CPU: *seconds instead of hpml_now(); NULL: hpml_now() again.
-   With such a clock the loader adds no spans. Returns the previous clock. hpml_comm.h uses it for virtual time. */
+HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds); /* adds to the trace's origin */
+/* Sets the clock of the spans of layers and updates on the CPU to *seconds, instead of hpml_now(), and returns the
+   clock before; NULL: hpml_now(). With such a clock the loader adds no spans. hpml_comm.h uses it for virtual time. */
 HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
-/* One row of the table by layer; times are sums over the runs since the profile was enabled. */
+/* One layer of a profile; times are sums in seconds over the runs since the profile was enabled. */
 typedef struct hpml_profile_row {
     const hpml_node *node;
-    const char      *name;              /* of the layer */
+    const char      *name;              /* the layer's name */
     int64_t          calls;
     double           forward_s, backward_s;
-    double           forward_flops, backward_flops; /* of one call, multiply-add = 2 */
+    double           forward_flops, backward_flops; /* operations of one call, a multiply-add counts 2 */
     double           bytes;             /* read and written by one forward call: inputs, output, parameters */
 } hpml_profile_row;
-HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* starts a profile from zero, or ends it */
-/* Copies up to `capacity` rows; returns the number of rows that there are. */
+HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* on: starts a profile from zero; else ends it */
+/* Copies up to `capacity` layers to rows; returns the number of layers that there are. */
 HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity);
-/* Write text tables to `buffer`; like snprintf, they return the length that the whole text needs. */
+/* Write a table as text to `buffer` (`size` bytes, cut there); return the length of the whole text, as snprintf. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
-HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
+HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* operations at full batch */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-random   counter-based random numbers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Philox 4x32-10 (Salmon et al. 2011): a keyed bijection of 128-bit counters, so that number i of a stream is computed
-   directly from i. Any thread, rank or device can compute any part of a sequence, with the same bits on every
-   instruction set. Not for cryptography. Writes the four words of block `counter` under `key` to out. */
+/* Writes the four words of block `counter` under `key` to out: Philox 4x32-10 (Salmon et al. 2011), a keyed bijection
+   of 128-bit counters, so that any thread, rank or device computes any part of a sequence directly, with the same bits
+   on every instruction set. Not for cryptography. */
 HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4]);
 
 /* A position in a sequence: number `counter` of stream `stream` of `seed`. Set the fields freely; all zero is valid.
-   Word i is word i % 4 of block i / 4 under the key (seed low, seed high) with the counter (block low, block high,
-   stream low, stream high). Each function returns the number at `counter` and increments counter (a fill: by n), so
-   a fill gives the same numbers as n single calls. */
+   Word i is word i % 4 of Philox block i / 4 under the key (seed low, seed high) with the counter (block low, block
+   high, stream low, stream high). A function returns the number at `counter` and adds 1 to counter; a fill of n gives
+   the n numbers of single calls and adds n. */
 typedef struct hpml_rng {
     uint64_t seed, stream, counter;
 } hpml_rng;
-
 HPML_API uint32_t hpml_rng_u32(hpml_rng *r);
 HPML_API float    hpml_rng_uniform(hpml_rng *r); /* [0, 1): a multiple of 2^-24 */
 HPML_API float    hpml_rng_normal(hpml_rng *r);  /* mean 0, variance 1, |x| < 6.8 (Box & Muller 1958) */
@@ -1351,84 +1307,81 @@ HPML_API void     hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n);
 HPML_API void     hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n);
 
 /* Returns element i of a random permutation of [0, n), a different one for each seed and epoch; -1 if i is not in [0,
-   n). Needs no memory and about 40 ns, so each rank computes its own part of a shuffle. */
+   n). Takes no memory and about 40 ns, so each rank computes its own part of a shuffle. */
 HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A codec packs a gradient in fewer bytes and carries what packing lost, the residual e, into the next step:
+/* A codec packs a gradient g in fewer bytes and adds what packing lost, the residual e, to the next step's gradient:
        v = g + e,   packed = encode(v),   e <- v - decode(packed)
    so that the sum of all packed gradients plus e is the sum of all gradients. Packing works on bare arrays, needs no
    context or model and allocates nothing. A gradient is (rows, cols), row-major: a weight of shape (out, ...) has
    rows = out and cols = fan-in, a vector rows = 1. Codecs pack row by row, independently: rows [r0, r1) are the bytes
    [r0 * row_size, r1 * row_size), in however many calls they are packed, and the same bytes on every instruction set.
-
    Packed forms, little-endian, nothing between rows:
      NONE    cols x f32
      BF16    cols x bf16, rounded to nearest even
      ONEBIT  f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
              `high`; the unused last bits are 0
      TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for
-             -threshold, 0 for nothing (as MXNet does it: tune the threshold to the size of the gradients)
+             -threshold, 0 for nothing (as MXNet does; tune the threshold to the size of the gradients)
    Two codecs work on whole tensors and on all ranks together, so only exchanges (hpml_comm.h) execute them:
      TOPK    the largest numbers, as pairs of place and value; the rest stays in the residual (Lin et al. 2018, Deep
              Gradient Compression)
-     LOWRANK P Q^T of a given rank (Vogels et al. 2019, PowerSGD) */
+     LOWRANK P Q^T of a given rank, P and Q being thin matrices (Vogels et al. 2019, PowerSGD) */
 typedef enum hpml_codec_kind {
     HPML_CODEC_UNKNOWN = -1, /* hpml_codec_find: no codec has this name */
     HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT, HPML_CODEC_TOPK, HPML_CODEC_LOWRANK,
-    HPML_CODEC_COUNT /* not a codec: how many there are */
+    HPML_CODEC_COUNT /* the number of codecs */
 } hpml_codec_kind;
-
 #define HPML_CODEC_MIN_ELEMENTS 256
-
 typedef struct hpml_codec hpml_codec; /* a table of functions, below */
 
 typedef struct hpml_codec_desc {
     uint32_t          _begin;
     hpml_codec_kind   kind;
-    const hpml_codec *custom;       /* your own codec instead of `kind`; NULL: none. Not copied: keep it */
-    void             *user;         /* for your own codec, which finds it as p->desc.user */
+    const hpml_codec *custom;       /* your own codec instead of `kind`; NULL: none. Not copied: it must live on */
+    void             *user;         /* passed to your own codec as p->desc.user */
     float             threshold;    /* TWOBIT: smaller numbers are not sent; 0: 0.5 */
-    float             ratio;        /* TOPK: share of the numbers that is sent; 0: 0.01 */
+    float             ratio;        /* TOPK: fraction of the numbers that is sent; 0: 0.01 */
     float             momentum;     /* TOPK: momentum correction; the optimizer must then have no momentum */
     int32_t           lowrank;      /* LOWRANK: the rank of P Q^T; 0: 2 */
-    int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors travel as NONE; 0: 256 */
-    bool              compress_all; /* vectors and small tensors too; those that would grow still travel as NONE */
-    bool              no_feedback;  /* no residual: fine for BF16; a control that must fail for ONEBIT */
+    int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors are sent as NONE; 0: 256 */
+    bool              compress_all; /* vectors and small tensors are packed too, except those that would grow */
+    bool              no_feedback;  /* no residual: fine for BF16; for ONEBIT only an experiment that must fail */
     uint64_t          seed;         /* of codecs that round at random; 0: in an exchange the context's */
     uint32_t          _end;
 } hpml_codec_desc;
 
 /* How one tensor is packed: desc and shape, resolved once. Read the fields; do not change them. */
 struct hpml_packing {
-    const hpml_codec *codec;          /* what packs this tensor: NONE's when the tensor is exempt */
+    const hpml_codec *codec;          /* the codec used for this tensor: NONE's if the tensor is exempt */
     hpml_codec_desc   desc;
     int64_t           rows, cols;
     size_t            row_size;       /* bytes of a packed row */
     size_t            size;           /* bytes of all rows: rows * row_size, rounded up to 4 to align what follows */
-    int64_t           residual_count; /* floats of residual: rows * cols or 0. Zero them at the start */
+    int64_t           residual_count; /* floats of the residual: rows * cols or 0. Set them to 0 at the start */
     const struct hpmli_kernels *kernels; /* private */
 };
 
-/* desc NULL: plain. HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT when rows, cols or desc make no sense;
-   HPML_ERR_UNSUPPORTED: TOPK or LOWRANK, which pack no rows. */
+/* Fills *p; desc NULL: NONE. Returns HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT if rows, cols or desc are
+   not valid, HPML_ERR_UNSUPPORTED for TOPK and LOWRANK, which do not pack rows. */
 HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols);
 
-/* What encode knows of the rows besides their numbers: stochastic rounding draws from a counter-based generator
-   (>>api-random) with these, so that the same gradients give the same bytes again. */
+/* What encode gets besides the numbers: stochastic rounding takes its random numbers (>>api-random) from these fields,
+   so that the same gradients give the same bytes again. */
 typedef struct hpml_encode_info {
-    int64_t  row;  /* number of the first row, of the rows of the tensor */
-    int64_t  step; /* number of the step: the trainer's, else how often an exchange has run */
-    uint64_t seed; /* exchanges: mixed from desc.seed, the tensor and the contribution, so that no two draw alike */
+    int64_t  row;  /* number, in the tensor, of the first row that is packed */
+    int64_t  step; /* number of the trainer's step; without a trainer, how often an exchange has run */
+    uint64_t seed; /* in exchanges a mix of desc.seed, the tensor and the contribution, so that each seed differs */
 } hpml_encode_info;
 
-/* Packs `rows` rows, all or a piece. packed: rows * row_size bytes, row 0 aligned to 4; residual, grad: (rows, cols),
-   from where the piece starts; residual is read and updated, NULL: no feedback. Nothing may overlap. A lossy codec
-   never packs NaN or infinity: a row of v that has one is packed as zeros, its residual is reset to zero, the other
-   rows are packed as ever, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. NONE copies rows
+/* Packs `rows` rows, all or some. packed: rows * row_size bytes, aligned to 4; residual, grad: (rows, cols), from the
+   first packed row on; residual is read and updated, NULL: no feedback. Nothing may overlap. A lossy codec never packs
+   NaN or infinity: a row of grad + residual that has one is packed as zeros, its residual becomes zero, the other rows
+   are packed as usual, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. NONE copies rows
    unchecked. Clip gradients before packing. Mean, sum and learning rate are not applied: the residual has the
    gradient's unit. You own the residual: save it with the weights (hpml_safetensors_save); zero it when the loss
    function changes. info: for codecs that round at random, which the built-in ones do not; NULL: zeros. */
@@ -1437,26 +1390,26 @@ HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, fl
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows);     /* out = */
 HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows); /* out += */
 
-/* A row of the table of codecs, or a codec of your own, to which desc.custom points. `rows` may be a part of the
-   tensor's rows; p has the desc and the shape. The functions are called by several threads at a time on CPU arrays. */
+/* A built-in codec, or one of your own, to which desc.custom points. `rows` may be a part of the tensor's rows; p has
+   the desc and the shape. The functions are called by several threads at a time on CPU arrays. */
 struct hpml_codec {
     const char *name;
-    bool        linear;        /* the packed form is f32 and sums of it decode to sums: any allreduce adds it */
-    bool        has_residual;  /* encode carries what it lost; else the codec gets no residual (NULL) */
-    bool        exempts_small; /* vectors and small tensors travel as NONE */
-    bool        whole_tensors; /* TOPK, LOWRANK: no rows, so the functions below are NULL */
+    bool        linear;        /* the packed form is f32, and packed sums decode to sums: any allreduce adds it */
+    bool        has_residual;  /* encode keeps what it lost in the residual; false: residual is NULL */
+    bool        exempts_small; /* vectors and small tensors are sent as NONE */
+    bool        whole_tensors; /* TOPK, LOWRANK: do not pack rows, so the functions below are NULL */
     size_t (*row_size)(const hpml_codec_desc *desc, int64_t cols); /* bytes of a packed row */
     hpml_status (*encode)(const hpml_packing *p, void *packed, float *residual, const float *grad, int64_t rows,
                           const hpml_encode_info *info); /* info is never NULL */
     void (*decode)(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add); /* add: out += */
 };
-HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind);   /* the row of a kind; NULL: there is no such kind */
+HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind);   /* the codec of a kind; NULL: none */
 HPML_API hpml_codec_kind   hpml_codec_find(const char *name);      /* "onebit", ...; else HPML_CODEC_UNKNOWN */
 
 #ifdef __cplusplus
 } /* extern "C" */
 
-/* In C++ a desc may be passed as an object: hpml_linear(x, 10, desc). */
+/* Overloads for C++: a desc may be passed as an object, as in hpml_linear(x, 10, desc). */
 #define HPMLI_REF(ret, name, params, args) \
     static inline ret name params { return name args; }
 HPMLI_REF(hpml_ctx *, hpml_ctx_create, (const hpml_ctx_desc &d), (&d))
@@ -1474,7 +1427,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
-/* Between these macros stands all code but the kernels. Six passes of gcc are off there: that cuts compile time by a
+/* All code but the kernels lies between these macros, which switch six passes of gcc off: that cuts compile time by a
    third and makes nothing slower. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define HPMLI_COMPILE_FAST_BEGIN                                                                                       \
@@ -1485,10 +1438,9 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_COMPILE_FAST_BEGIN
 #define HPMLI_COMPILE_FAST_END
 #endif
-
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
-#if defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__) /* editors show the body */
+#if defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__) /* shown in editors */
 #define HPMLI_EDITOR
 #ifndef HPML_IMPLEMENTATION
 #define HPML_IMPLEMENTATION
@@ -1499,11 +1451,11 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
 #error "compile this file without -ffast-math or -Ofast: hpml tests for NaN and infinity, which these options exclude"
 #endif
-#ifdef __CUDACC__ /* nvcc warns of gcc's pragma to unroll loops, and hands it on */
+#ifdef __CUDACC__ /* nvcc warns of gcc's pragma that unrolls loops, but passes it on to gcc */
 #pragma nv_diagnostic push
 #pragma nv_diag_suppress 1675
 #endif
-#ifndef HPMLI_ISA /* the body; with HPMLI_ISA this is a pass of the kernels, see PART VII */
+#ifndef HPMLI_ISA /* the implementation, once; with HPMLI_ISA only kernels are compiled, see PART VII */
 #ifndef HPMLI_BODY_INCLUDED
 #define HPMLI_BODY_INCLUDED
 
@@ -1538,7 +1490,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #include <arm_neon.h>
 #endif
 
-/* System headers are included once, before the kernel passes include this file again. */
+/* System headers are included here, once, before the kernel passes include this file again. */
 #include <errno.h>
 #include <float.h>
 #include <limits.h>
@@ -1572,14 +1524,13 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_BLAS false
 #endif
 
-/* True if a replaces b as the largest value; a NaN in b is kept, and a NaN in a replaces b. */
+/* True if a replaces b as the largest value so as to keep NaN: a NaN in b stays, and a NaN in a replaces b. */
 #define HPMLI_MAX_OR_NAN(a, b) (!((a) <= (b)) && (b) == (b))
-
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
 #define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
 
-/* Initializes a struct with zeros: T x = HPMLI_ZEROED. */
+/* Initializes a struct with zeros: T x = HPMLI_ZEROED. An empty list in C++. */
 #ifdef __cplusplus
 #define HPMLI_ZEROED {}
 #else
@@ -1595,7 +1546,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPML_ASSERT(condition) do { } while (0)
 #endif
 #endif
-
 #ifdef HPML_USE_ZLIB
 #include <zlib.h>
 #endif
@@ -1606,8 +1556,8 @@ HPMLI_COMPILE_FAST_BEGIN
 // >>kernels   the table of kernels: what each computes, and the structs that they take
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Matrix products C = act(alpha A B + beta C + bias), see >>gemm. A stride is the number of elements from one row (k,
-   column) to the next, so that any operand may be transposed. Set the whole struct to zero first. */
+/* `batch` matrix products C = act(alpha A B + beta C + bias), see >>gemm. Strides, in elements, lead to the next row
+   (a_row, b_k, ldc) and the next column (a_k, b_col), so A and B may be transposed. Zero the whole struct first. */
 typedef struct hpmli_gemm_desc {
     int64_t      m, n, k;
     const float *a;             /* (m, k): a[i * a_row + p * a_k] */
@@ -1617,30 +1567,30 @@ typedef struct hpmli_gemm_desc {
     float       *c;             /* (m, n): c[i * ldc + j] */
     int64_t      ldc;
     float        alpha, beta;   /* for beta 0 C is not read, for alpha 0 A and B are not */
-    const float *bias_n;        /* (n), added to each row, or NULL */
-    const float *bias_m;        /* (m), added to each column, or NULL */
-    int          act;           /* 1: relu */
+    const float *bias_n;        /* (n) numbers added to each row of C, or NULL */
+    const float *bias_m;        /* (m) numbers added to each column of C, or NULL */
+    int          act;           /* activation: 0 none, 1 relu */
     int64_t      batch;         /* number of products */
-    int64_t      a_batch, b_batch, c_batch; /* elements from an operand of one product to that of the next */
+    int64_t      a_batch, b_batch, c_batch; /* elements from an array of one product to that of the next */
 } hpmli_gemm_desc;
 
-/* A rectangle of C that one thread computes: rows [i0, i1), columns [j0, j1) of product number `batch`. */
+/* A rectangle of C (see hpmli_gemm_desc) that one thread computes: rows [i0, i1), columns [j0, j1), product `batch`. */
 typedef struct hpmli_gemm_part {
     const hpmli_gemm_desc *d;
     int64_t                batch, i0, i1, j0, j1;
     float                 *ws; /* packing space of this thread: HPMLI_GEMM_WS floats */
 } hpmli_gemm_part;
 
-/* Sizes of blocks: MC rows of A, KC deep, fit into the second-level cache while all panels of B are multiplied by them;
-   NC columns of B stay packed for the next MC rows. Deep blocks read and write C less often. */
+/* Sizes of the parts of C = A B: MC rows of A, KC deep, stay in the second-level cache while all packed columns of B
+   are multiplied by them; NC columns of B stay packed for the next MC rows. A large KC touches C less often. */
 #define HPMLI_GEMM_KC 800
 #define HPMLI_GEMM_MC 168
 #define HPMLI_GEMM_NC 1024
 #define HPMLI_GEMM_SUMS 65536 /* floats for the partial sums of a product that is cut along k */
-#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* offset of packed A in the packing space, behind B */
+#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* offset of packed A, behind packed B */
 #define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16) + HPMLI_GEMM_SUMS)
 
-/* Loops over registers must be unrolled at any optimization level. */
+/* Pragmas that unroll loops over registers at any optimization level. */
 #if defined(__clang__)
 #define HPMLI_UNROLL   _Pragma("clang loop unroll(full)")
 #define HPMLI_UNROLL_4 /* clang's code is slower with it */
@@ -1649,84 +1599,79 @@ typedef struct hpmli_gemm_part {
 #define HPMLI_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
-/* The arguments of an optimizer step that are the same for all weights, see >>vupdate. */
+/* The arguments of an optimizer step that are equal for all weights of a parameter, see >>vupdate. */
 typedef struct hpmli_opt_args {
-    hpml_update u;                         /* LARS: lr is in grad_scale and weight_decay */
-    float       correction1, correction2;  /* 1 - beta^step */
+    hpml_update u;                         /* the step; for LARS grad_scale and weight_decay include lr */
+    float       correction1, correction2;  /* 1 - beta1^step, 1 - beta2^step */
 } hpmli_opt_args;
-
-#define HPMLI_PHILOX_CHUNK 64       /* random words that are made at once */
+#define HPMLI_PHILOX_CHUNK 64       /* random words that a call makes at once */
 #define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox */
 #define HPMLI_PHILOX_M1 0xCD9E8D57u
-#define HPMLI_PHILOX_W0 0x9E3779B9u /* added to its key in each round */
+#define HPMLI_PHILOX_W0 0x9E3779B9u /* added to the key of Philox in each round */
 #define HPMLI_PHILOX_W1 0xBB67AE85u
 typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw; /* the kind of random numbers */
+#define HPMLI_ONEBIT_LANES 16   /* elements packed in one step: two bytes of bits */
+#define HPMLI_ONEBIT_CHUNK 1024 /* elements whose sum is in float, before it is added in double */
 
-#define HPMLI_ONEBIT_LANES 16   /* elements in a step: two bytes of bits */
-#define HPMLI_ONEBIT_CHUNK 1024 /* elements that are summed in float */
-
-/* Statistics of a row for the 1-bit codec: [0] of the elements below zero, [1] of the others. */
+/* Statistics of a gradient's row for the 1-bit codec: index 0 for the elements below zero, 1 for the others. */
 typedef struct hpmli_onebit_row {
     double  sum[2];
     int64_t count[2];
     float   least[2], most[2];
 } hpmli_onebit_row;
 
-/* A convolution, see >>conv. Images are in NHWC order. All distances and sizes are in floats; a `step` is the distance
-   from one to the next. */
+/* A convolution of x to y, see >>conv. Images are in NHWC order. Distances and sizes are in floats; a `step` is the
+   distance from one element to the next. */
 typedef struct hpmli_conv {
     hpml_ctx  *ctx;
     hpml_node *n;
     int64_t    B, C, H, W, OC, OH, OW; /* C and OC: channels of one group */
     int64_t    groups, taps;           /* taps: height x width of the kernel */
-    int64_t    x_pitch;                /* a row of the padded image of x */
+    int64_t    x_pitch;                /* length of a row of the padded image of x */
     int64_t    x_floats;               /* the padded image of x, and memory behind it that a tile may touch */
-    int64_t    x_first;                /* offset of the first pixel in the padded image that is not padding */
+    int64_t    x_first;                /* offset of the first pixel of the padded image that is not padding */
     int64_t    y_floats;               /* the image of dy, and memory behind it that a tile may touch */
     bool       nhwc;                   /* x and y are NHWC */
-    int64_t    x_pixel, y_pixel;       /* step of pixels in x and y, NHWC; else 1 */
-    int64_t    x_row_step;             /* in x, for the next row of y */
-    int64_t    x_pixel_step;           /* in x, for the next pixel of y */
+    int64_t    x_pixel, y_pixel;       /* distance of pixels in x and y, NHWC; else 1 */
+    int64_t    x_row_step;             /* distance in x that belongs to one row of y */
+    int64_t    x_pixel_step;           /* distance in x that belongs to one pixel of y */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
-    int64_t    run_floats;             /* length of a run */
-    int64_t    run_step[2];            /* steps of the runs in x */
-    int64_t    band_rows;              /* forward: rows of y that are computed before they are stored */
-    int64_t    channel_pieces;         /* forward: tasks for one image */
+    int64_t    run_floats;             /* length of a run in floats */
+    int64_t    run_step[2];            /* distances of the runs in x */
+    int64_t    band_rows;              /* forward: rows of y that are computed in a buffer before they are stored */
+    int64_t    channel_pieces;         /* forward: tasks for one image, each for some channels */
     bool       want_dx, want_dw, want_db;
     int64_t    sums, sum_floats;       /* backward: number and size of partial sums of dw and db */
     int64_t    images_at_once;         /* backward: images whose dw is summed by one product */
     float     *packed;                 /* packed weights: (groups, packed_floats) */
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
-    float     *thread_space;           /* (threads, thread_floats) */
-    int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: all three together */
+    float     *thread_space;           /* working memory of threads: (threads, thread_floats) */
+    int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: packed, sum_space and thread_space together */
 } hpmli_conv;
 
-/* Rows of pixels to copy, with their first `channels` channels; steps of rows and pixels in both images. */
+/* Copies `rows` rows of `pixels` pixels, `channels` floats of each; to_, from_: floats to the next row or pixel. */
 typedef struct hpmli_conv_copy {
     int64_t rows, pixels, channels, to_row, to_pixel, from_row, from_pixel;
 } hpmli_conv_copy;
 
 /* A product C (rows, one or two vectors) = sum over runs u, v and over k < length of
-   a[u * a_run[0] + v * a_run[1] + i * a_row + k * a_k] times the vectors at b + u * b_run[0] + v * b_run[1] + k * b_k,
-   added to C when `add`. */
+   a[u * a_run[0] + v * a_run[1] + i * a_row + k * a_k] times the vectors at b + u * b_run[0] + v * b_run[1] + k * b_k;
+   add: C += this sum. */
 typedef struct hpmli_conv_product {
     int64_t rows, a_row, a_k, b_k, c_row, length, runs[2], a_run[2], b_run[2];
     int     add;
 } hpmli_conv_product;
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
+#define HPMLI_CONV_PANEL 32 /* channels in a task of a convolution; a multiple of HPMLI_NR in every instruction set */
 
-#define HPMLI_CONV_PANEL 32 /* channels in a task; a multiple of HPMLI_NR in every instruction set */
-
-/* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own copy of each kernel
-   (PART VII), whose results equal the others' up to rounding; ctx->k is the table of the fastest set that the CPU runs.
-   `accumulate` adds to the result instead of writing it. A result may be one of the operands unless the kernel's
-   comment says otherwise. */
+/* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own version of each
+   kernel (PART VII), with equal results up to rounding; ctx->k is the table of the fastest set that the CPU runs.
+   accumulate: adds to the result, else overwrites it. A result may overwrite an operand unless a comment says no. */
 typedef struct hpmli_kernels {
     const char *name;        /* "scalar", "avx2", "avx512", "neon" */
     bool (*runs_here)(void); /* true when this CPU has the instructions */
-
-    /* Elementwise, n elements each. */
+    /* Elementwise loops over n elements of each array. */
     void (*act_forward)(hpml_act act, float slope, float *y, const float *x, int64_t n); /* y = act(x) */
     /* dx = dy act'(x) from x or from y = act(x); x or y may be NULL where the derivative does not read it */
     void (*act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *x, const float *y,
@@ -1738,51 +1683,44 @@ typedef struct hpmli_kernels {
     void (*vfill)(float *y, float value, int64_t n);                           /* y = value */
     void (*vaxpby)(float *y, float a, const float *x, float b, int64_t n);     /* y = a x + b y; b 0: y is not read */
     void (*vscale_add)(float *y, const float *x, float a, float b, int64_t n); /* y = a x + b */
-    /* y = a (x - centre) + b; relu: the larger of that and 0 */
+    /* y = a (x - centre) + b; with relu max(y, 0) */
     void (*vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n);
     /* y = a x + b (z - centre) + constant */
     void (*vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                      int64_t n, int accumulate);
-
-    /* Reductions. The `_wide` ones and vmoments add sums of 1,024 floats in double. */
+    /* Reductions. vsum_wide, vdot_wide, vmoments: float sums of 1,024 numbers, added in double. */
     float (*vsum)(const float *x, int64_t n);
     float (*vdot)(const float *a, const float *b, int64_t n);
     double (*vsum_wide)(const float *x, int64_t n);
     double (*vdot_wide)(const float *a, const float *b, int64_t n);
     /* sums[0] += sum of w, sums[1] += sum of w d, where d = x - centre; w NULL: w = d */
     void (*vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n);
-    float (*vmax)(const float *x, int64_t n);                            /* -infinity for n = 0 */
+    float (*vmax)(const float *x, int64_t n);                            /* largest x; -infinity for n = 0 */
     float (*vamax)(const float *x, int64_t n);                           /* largest |x|, or NaN; 0 for n = 0 */
     float (*vexp_sum)(float *y, const float *x, float shift, int64_t n); /* y = exp(x - shift); returns the sum of y */
     /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
     void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
-
-    /* One step of a built-in optimizer on n weights; dw: their gradients, which LAMB overwrites with its direction; m,
-       v: first and second moments, or NULL. Returns HPML_NONFINITE_ bits. */
+    /* One step of a built-in optimizer on n weights w. dw: their gradients, which LAMB overwrites with its direction;
+       m, v: first and second moments, or NULL. Returns HPML_NONFINITE_ bits. */
     int (*opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n);
-
-    /* Storage types. */
+    /* Conversions of n numbers between f32 and a storage type. */
     void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
     void (*from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n);
-
-    /* Matrix products: a rectangle of C; row i of C from `count` partial sums over k that are `stride` floats apart. */
+    /* Matrix products: a rectangle of C; row i of C from `count` sums over parts of k, `stride` floats apart. */
     void (*gemm_part)(const hpmli_gemm_part *part);
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
-
-    /* Numbers first .. first + n - 1 of a random stream: words or floats. */
+    /* Writes numbers first .. first + n - 1 of a random stream to out, as words or floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
-
-    /* Gradient codecs, for one row of n elements with the residual e, or NULL. */
-    /* pass 1: e += g; writes the bits, the sums and the extremes of both sides; pass 2: subtracts the levels from e */
+    /* Gradient codecs: a row g of n elements, residual e or NULL. onebit_scan: e += g; writes bits and, to *row, sums
+       and extremes of both signs; onebit_carry: subtracts from e the level low or high of each element. */
     void (*onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n);
     void (*onebit_carry)(float *e, float low, float high, int64_t n);
     void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
     void (*onebit_decode_add)(float *y, const uint8_t *bits, float low, float high, int64_t n);
-    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite as bf16 */
+    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite in bf16 */
     void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
-
-    /* Convolution: packing of weights (for y, for dx), copies of images to and from NHWC order, the three products,
-       and the sum of partial sums of dw. */
+    /* Convolution: packing of weights w (for y, for dx), copies of images to and from NHWC order, the products that
+       give y, dx and dw, and the sum of partial sums of dw. */
     void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
     void (*conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
     void (*conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
@@ -1794,16 +1732,14 @@ typedef struct hpmli_kernels {
     void (*conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
     void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
     void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate);
-
-    /* A row of n maxima of 2 x 2 windows in the rows at x and x + width; at: the corner of each maximum, 0 to 3. */
+    /* y: n maxima of 2 x 2 windows in the rows at x and x + width; at: the corner of each maximum, 0 to 3. */
     void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
     void (*max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate);
-
-    /* CRC-32C of some bytes, whose CRC is `crc`, and n more; that of no bytes is 0. */
+    /* Returns the CRC-32C of some bytes, whose CRC is `crc`, and n more; the CRC of no bytes is 0. */
     uint32_t (*crc32c)(uint32_t crc, const void *bytes, size_t n);
 } hpmli_kernels;
 
-/* Two kernels that are called by name, for single random numbers, see >>rng. */
+/* Kernels called directly, not through the table: for single random numbers, see >>rng. */
 HPMLI_FN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
 HPMLI_FN void hpmli_box_muller_scalar(const uint32_t *a, const uint32_t *b, float *x, float *y);
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
@@ -1812,16 +1748,15 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
 // >>context   the context: errors, memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All memory of a context is in blocks on one list, newest first, so that hpml_ctx_free can free all of it. A block may
-   have a destructor, which is called before the block is freed (to join a thread, to close a file). */
-typedef void hpmli_destroy_fn(void *object);
-
+typedef void hpmli_destroy_fn(void *object); /* a destructor */
+/* The header before each allocation of a context. All are in one list, newest first, so that hpml_ctx_free can free
+   them. `destroy`, if not NULL, is called before the memory is freed (to join a thread, to close a file). */
 typedef struct hpmli_block {
     struct hpmli_block *older, *newer;
     hpmli_destroy_fn      *destroy;
-    size_t              size; /* bytes taken from the allocator, this header included */
+    size_t              size; /* bytes taken from the allocator, header included */
 } hpmli_block;
-#define HPMLI_BLOCK 64 /* bytes of the header before the payload, which stays aligned to a cache line */
+#define HPMLI_BLOCK 64 /* bytes of a header; the memory after it stays aligned to a cache line */
 
 typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
 typedef struct hpmli_trace hpmli_trace; /* see >>trace */
@@ -1833,37 +1768,36 @@ struct hpml_ctx {
     hpml_allocator       allocator;
     hpml_log_fn         *log;
     void                *log_user;
-    hpml_status          status;     /* the first error ... */
-    char                 error[768]; /* ... and its text */
+    hpml_status          status;     /* the first error */
+    char                 error[768]; /* text of the first error */
     hpmli_block         *blocks;     /* newest */
     size_t               allocations, bytes;
     const hpmli_kernels *k;
     int                  threads;
-    hpmli_pool          *pool;       /* NULL: one thread */
+    hpmli_pool          *pool;       /* worker threads; NULL: one thread computes */
     long                 process;    /* id of the process that created the context, see hpmli_forked */
     uint64_t             seed;
     const hpml_backend  *backend;
-    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend; on the CPU with stored halves: wrappers */
+    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend, or the wrappers of >>half */
     hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
     void                *device;     /* the object that backend->open returned */
     float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
-    int                  param_kept; /* parameters of ops that were recorded; hpml_ctx_clear_error removes the others */
-    hpml_graph          *grads_of;   /* the graph in whose memory the parameters' gradients stand now */
+    int                  param_kept; /* parameters whose op is recorded; after an error those after them go */
+    hpml_graph          *grads_of;   /* the graph whose memory contains the parameters' gradients now */
     int64_t              param_capacity;
-    int                 *names;      /* (name_size) hash table of names: 1 + index of the parameter; 0: free */
+    int                 *names;      /* (name_size) hash table of names: 1 + index of a parameter; 0: free */
     int64_t              name_size;  /* a power of two, at least twice the number of parameters */
-    int                  node_count; /* recorded nodes: the next node's index, which numbers names and keys masks */
+    int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
-    hpml_node            spare;      /* returned by hpmli_node_create after an error */
-    hpmli_trace         *trace;      /* NULL: off */
-    const double        *clock;      /* see hpml_trace_clock */
+    hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
+    hpmli_trace         *trace;      /* the timeline; NULL: none is recorded */
+    const double        *clock;      /* clock for traces, see hpml_trace_clock */
     hpml_progress        progress;   /* callback while files are written */
-    char                 texts[8][192]; /* parts of error messages, used in turn, see hpmli_describe */
-    unsigned             text_count;    /* number of texts made */
+    char                 texts[8][192]; /* texts for error messages, used in turn, see hpmli_describe */
+    unsigned             text_count;    /* number of texts made in `texts` */
 };
-
 HPMLI_FN double hpmli_trace_time(const hpml_ctx *ctx, double now) { return ctx->clock ? *ctx->clock : now; }
 
 HPML_API const char *hpml_status_string(hpml_status status)
@@ -1875,7 +1809,6 @@ HPML_API const char *hpml_status_string(hpml_status status)
     default: return "unknown status";
     }
 }
-
 HPML_API int hpml_version(void) { return HPML_VERSION; }
 
 HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user)
@@ -1884,7 +1817,7 @@ HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user)
     fprintf(stderr, "%s\n", text);
 }
 
-/* Logs an error and stores it in the context if that has none. */
+/* Logs an error with the line of hpml.h (0: unknown) and stores it in the context if that has none. */
 HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
 {
     char text[sizeof ctx->error], whole[sizeof ctx->error + 32];
@@ -1912,7 +1845,7 @@ HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, 
 }
 #define hpmli_fail(ctx, status, ...) hpmli_fail_at(ctx, status, __LINE__, __VA_ARGS__)
 
-/* hpmli_fail for functions that return a pointer or a bool. */
+/* As hpmli_fail, for functions that return a pointer (hpmli_null) or a bool (hpmli_false). */
 #ifdef __cplusplus
 #define hpmli_null(...) (hpmli_fail(__VA_ARGS__), nullptr)
 #else
@@ -1930,7 +1863,7 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
     return status;
 }
 
-/* A text that grows by formatted pieces. As with snprintf, what does not fit is cut off, and `used` counts all. */
+/* A text to which formatted text is appended. As with snprintf, what does not fit is cut off, and `used` counts all. */
 typedef struct hpmli_text_buffer {
     char  *buffer;
     size_t size;
@@ -1948,7 +1881,7 @@ HPMLI_PRINTF(2, 3)
 HPMLI_FN void hpmli_text_add(hpmli_text_buffer *t, const char *format, ...)
 {
     va_list args;
-    bool    open = t->buffer && (size_t)t->used < t->size; /* not full yet */
+    bool    open = t->buffer && (size_t)t->used < t->size; /* the buffer is not full */
     va_start(args, format);
     char *to = open ? t->buffer + t->used : NULL;
     int   n  = vsnprintf(to, open ? t->size - (size_t)t->used : 0, format, args);
@@ -1956,30 +1889,29 @@ HPMLI_FN void hpmli_text_add(hpmli_text_buffer *t, const char *format, ...)
     if (n > 0) t->used += n;
 }
 
-/* True if there is no context or the context has an error: then calls do nothing. */
+/* True if ctx is NULL or has an error: then calls do nothing. */
 HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
 
-/* True if both canaries of a desc are zero, as they are when the desc was zeroed first; else an error. */
+/* True if _begin and _end of a desc are 0, as after zeroing the struct; else an error and false. */
 #define HPMLI_DESC_OK(ctx, what, d)                                                                                    \
     (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
      hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
 
-/* Copies *desc to d (zeros if desc is NULL) and checks the canaries. */
+/* Copies *desc to d (zeros if desc is NULL); false, with an error, if _begin or _end is not 0. */
 #define HPMLI_COPY_DESC(ctx, what, d, desc)                                                                            \
     ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_DESC_OK(ctx, what, &(d)))
-
 HPMLI_FN int64_t hpmli_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLI_FN int64_t hpmli_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* *out = a b; false if the product could not be the size of an array. */
+/* Sets *out = a b; false if the product could not be the size of an array. */
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 {
-    if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half: every size also fits ptrdiff_t */
+    if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half of SIZE_MAX, so that every size also fits ptrdiff_t */
     *out = a * b;
     return true;
 }
 
-/* Aligned malloc in C99: the pointer that malloc returned is stored right before the block. */
+/* Aligned malloc in C99: the pointer that malloc returned is stored right before the memory that is returned. */
 HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user HPMLI_UNUSED)
 {
     char *raw = (char *)malloc(size + align + sizeof(void *));
@@ -1997,7 +1929,7 @@ HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user H
     free(raw);
 }
 
-/* Allocates 64-byte aligned memory, not zeroed. Returns NULL, with an error on the context, when there is none. */
+/* Allocates 64-byte aligned memory, not zeroed. Returns NULL, with an error on the context, when memory is short. */
 HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
 {
     hpmli_block *b = NULL;
@@ -2025,7 +1957,7 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_destroy_fn 
     return memset(p, 0, bytes);
 }
 
-/* Allocates zeroed memory for `count` elements of `size` bytes; the product is checked. */
+/* Allocates zeroed memory for `count` elements of `size` bytes; checks the product for overflow. */
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
 {
     size_t bytes;
@@ -2039,7 +1971,6 @@ HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*destroy)(void 
 {
     return hpmli_failed(ctx) ? NULL : hpmli_alloc_object(ctx, bytes, destroy);
 }
-
 #define hpmli_new(ctx, T, count) ((T *)hpmli_alloc_array(ctx, count, sizeof(T)))
 
 HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
@@ -2050,7 +1981,7 @@ HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
     return p;
 }
 
-/* Destroys and frees one object; NULL: nothing. */
+/* Calls the destructor of memory of hpmli_alloc, if any, and frees it; p NULL: nothing. */
 HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
 {
     if (!p) return;
@@ -2063,8 +1994,8 @@ HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
     ctx->allocator.free(b, b->size, ctx->allocator.user);
 }
 
-/* Makes sure that an array of `count` elements can take one more: doubles the capacity when it is full. `array` is the
-   address of the array's pointer. False, with an error on the context, when there is no memory. */
+/* Makes room for one more element of `size` bytes in an array of `count`: doubles the capacity when the array is full.
+   array: the address of the array's pointer. False, with an error on the context, when there is no memory. */
 HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *capacity, size_t size)
 {
     int64_t larger = *capacity ? 2 * *capacity : 64;
@@ -2079,7 +2010,6 @@ HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *cap
     *capacity = larger;
     return true;
 }
-
 HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, object); }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2087,13 +2017,12 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Fork-join over numbered tasks. The caller opens a job, works on its tasks as thread 0, closes the job, and waits for
-   the workers that are still in it. Each thread begins with its own share of the tasks, so that it finds the same data
-   in its cache from job to job, and then takes tasks from the other shares. The result of a task does not depend on the
+   the workers that are still in it. Each thread begins with a fixed range of the tasks, so that it finds the same data
+   in its cache from job to job, and then takes tasks from other threads' ranges. A task's result does not depend on the
    thread, and no sum is split by the number of threads, so results have the same bits on any number of threads.
-
-   A worker waits adaptively: it spins for a moment (the next job usually comes within microseconds), then yields, then
-   sleeps. `state` packs (job number << 32 | open bit << 31 | workers in the job) in one word, so that a worker that
-   wakes late cannot enter a job that is closed or is not the one it has seen. */
+   A worker spins for a moment (the next job usually comes within microseconds), then yields, then sleeps. `state` packs
+   (job number << 32 | open bit << 31 | workers in the job) in one word, so that a worker that wakes late cannot enter a
+   job that is closed or is not the one it has seen. */
 
 HPML_API double hpml_now(void)
 {
@@ -2109,7 +2038,6 @@ HPML_API double hpml_now(void)
     return (double)clock() / CLOCKS_PER_SEC;
 #endif
 }
-
 typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 
 HPMLI_FN long hpmli_process(void)
@@ -2121,39 +2049,39 @@ HPMLI_FN long hpmli_process(void)
 #endif
 }
 
-/* True in a child process of fork, which has no copy of its parent's threads: joining one of them, or locking a mutex
-   that one of them held, would wait forever. */
+/* True in a child process of fork, which has none of its parent's threads: joining one of them, or locking a mutex that
+   one of them had locked, would wait forever. */
 HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
 
 #ifndef HPML_NO_THREADS
 #define HPMLI_JOB_OPEN   (UINT64_C(1) << 31)
-#define HPMLI_SPINS      4000 /* about 50 us */
+#define HPMLI_SPINS      4000 /* pauses before a waiting worker yields: about 50 us */
 #define HPMLI_YIELDS     50
 
 typedef struct hpmli_worker {
     hpmli_pool *pool;
     pthread_t   thread;
-    int         index;  /* the caller is thread 0 */
-    long        asleep; /* the system's id of this thread while it sleeps, else 0; protected by the mutex */
-    int64_t     next;   /* atomic: the first task of this thread's share that no thread has taken */
+    int         index;  /* number of the thread; 0: the caller */
+    long        asleep; /* the system's id of this thread while the thread sleeps, else 0; protected by the mutex */
+    int64_t     next;   /* atomic: the first task of this thread's range that no thread has taken */
 } hpmli_worker;
 
 struct hpmli_pool {
     const hpml_ctx *ctx;
-    uint64_t        state;    /* atomic, see above */
-    int64_t         count;    /* tasks of the job */
+    uint64_t        state;    /* atomic: job, open bit, workers in it; see >>threads */
+    int64_t         count;    /* number of tasks of the job */
     hpmli_task_fn  *fn;
     void           *arg;
-    int             sleepers; /* atomic: sleeping workers */
+    int             sleepers; /* atomic: number of sleeping workers */
     int             stop;     /* atomic */
     pthread_mutex_t mutex;
     pthread_cond_t  wake;
     int             worker_count;
     unsigned long   cores[128 / sizeof(long)]; /* a bit for each core that this process may use */
-    hpmli_worker    workers[1]; /* (worker_count + 1) the caller is the first */
+    hpmli_worker    workers[1]; /* (worker_count + 1) the first is the caller */
 };
 
-/* Passes a moment of busy waiting: a pause of the CPU and, from turn HPMLI_SPINS on, a yield. */
+/* Waits a moment in a busy loop: a pause of the CPU and, from turn HPMLI_SPINS on, also a yield. */
 HPMLI_FN void hpmli_pause(int turn)
 {
     if (turn >= HPMLI_SPINS) sched_yield();
@@ -2165,9 +2093,8 @@ HPMLI_FN void hpmli_pause(int turn)
 }
 
 /* Keeps a woken worker off the caller's core, because Linux may place the worker there, where it waits for milliseconds
-   behind the busy caller while other cores idle. The caller (wake 1) excludes its own core for each sleeping worker;
-   the worker (wake 0) allows all cores again when it is awake. Both hold the mutex, so that no exclusion is left
-   behind. */
+   behind the busy caller while other cores idle. wake 1, by the caller: excludes the caller's core for each sleeping
+   worker; wake 0, by an awake worker: allows all cores. Callers have locked the mutex, so that no exclusion remains. */
 HPMLI_FN void hpmli_pool_avoid_caller_core(hpmli_pool *p, int wake)
 {
 #if HPMLI_AFFINITY
@@ -2185,7 +2112,7 @@ HPMLI_FN void hpmli_pool_avoid_caller_core(hpmli_pool *p, int wake)
     (void)p, (void)wake;
 }
 
-/* Runs tasks until none is left: those of this thread's share first, then those of the next threads' shares. */
+/* Runs tasks of the open job until none is left: first those of this thread's range, then those of other threads'. */
 HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
 {
     for (int i = 0, threads = p->worker_count + 1; i < threads; i++) {
@@ -2197,14 +2124,14 @@ HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
     }
 }
 
-/* True if a job other than `seen` is open, or the pool stops. */
+/* True if a job whose number is not `seen` is open, or the pool stops. */
 HPMLI_FN bool hpmli_pool_ready(hpmli_pool *p, uint64_t seen)
 {
     uint64_t s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
     return ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) || __atomic_load_n(&p->stop, __ATOMIC_SEQ_CST);
 }
 
-/* Waits until hpmli_pool_ready: spins, yields, then sleeps. */
+/* Waits until hpmli_pool_ready is true: spins, then yields, then sleeps. */
 HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
 {
     for (int i = 0; i < HPMLI_SPINS + HPMLI_YIELDS; i++) {
@@ -2218,7 +2145,7 @@ HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
 #endif
     while (!hpmli_pool_ready(p, seen)) {
         pthread_cond_wait(&p->wake, &p->mutex);
-        hpmli_pool_avoid_caller_core(p, 0); /* even if the job has ended */
+        hpmli_pool_avoid_caller_core(p, 0); /* allows this worker all cores, even if the job has ended */
     }
     w->asleep = 0;
     __atomic_sub_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
@@ -2235,7 +2162,7 @@ HPMLI_FN void *hpmli_worker_main(void *arg)
         hpmli_pool_wait(p, w, seen);
         if (__atomic_load_n(&p->stop, __ATOMIC_SEQ_CST)) return NULL;
         s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
-        while ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) /* enters the job unless it has been closed */
+        while ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) /* enters the job unless that is closed */
             if (__atomic_compare_exchange_n(&p->state, &s, s + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
                 seen = s >> 32;
                 hpmli_pool_work(p, w->index);
@@ -2269,7 +2196,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
 HPMLI_FN void hpmli_pool_destroy(void *object)
 {
     hpmli_pool *p = (hpmli_pool *)object;
-    if (hpmli_forked(p->ctx)) return; /* the child has no worker threads to wake and join */
+    if (hpmli_forked(p->ctx)) return; /* a forked child has no worker threads to wake and join */
     pthread_mutex_lock(&p->mutex);
     __atomic_store_n(&p->stop, 1, __ATOMIC_SEQ_CST);
     pthread_cond_broadcast(&p->wake);
@@ -2279,7 +2206,7 @@ HPMLI_FN void hpmli_pool_destroy(void *object)
     pthread_mutex_destroy(&p->mutex);
 }
 
-/* Number of cores that this process may use. */
+/* Returns the number of cores that this process may use, at least 1. */
 HPMLI_FN int hpmli_cores(void)
 {
     long n = 1;
@@ -2315,7 +2242,7 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
 }
 #endif
 
-/* Calls fn for each task in [0, n), by all threads of the context; returns when all tasks are done. */
+/* Calls fn(arg, task, thread) for each task in [0, n), by all threads of the context; returns when all are done. */
 HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *arg)
 {
 #ifndef HPML_NO_THREADS
@@ -2328,15 +2255,12 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
     (void)ctx;
 }
 
-/* Loops over long arrays are cut into chunks of this many elements: small enough to balance the threads' work, large
-   enough that starting a task costs little in comparison. */
+/* Elements of a chunk, into which loops over long arrays are cut: few enough to balance the threads' work, so many that
+   starting a task costs little in comparison. */
 #define HPMLI_GRAIN 16384
-
-/* Long sums are cut into at most HPMLI_SUM_TASKS parts, whatever the number of threads; the partial sums are added in
-   order. */
+/* Most parts of a long sum, for any number of threads; the parts' sums are added in order, so the bits are the same. */
 #define HPMLI_SUM_TASKS 64
-
-/* Number of rows of `cols` elements that make a task of about HPMLI_GRAIN elements. */
+/* Returns how many rows of `cols` elements make a task of about HPMLI_GRAIN elements. */
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2363,7 +2287,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         ctx->threads = ctx->pool->worker_count + 1;
     }
 #endif
-    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
+    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not zeroed */
     if (!ctx->gemm_ws) return false;
     hpml_dtype dtype = d->activation_dtype;
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
@@ -2380,7 +2304,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 {
     hpml_ctx_desc d = HPMLI_ZEROED;
     hpml_ctx     *ctx;
-    if (desc && (desc->_begin || desc->_end)) d._begin = 1; /* hpmli_ctx_open fails; the rest of desc is not used */
+    if (desc && (desc->_begin || desc->_end)) d._begin = 1; /* makes hpmli_ctx_open fail; desc is not used */
     else if (desc) d = *desc;
     if (!d.allocator.alloc || !d.allocator.free) {
         d.allocator.alloc = hpmli_default_alloc;
@@ -2407,7 +2331,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 HPML_API void hpml_ctx_free(hpml_ctx *ctx)
 {
     if (!ctx) return;
-    for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: an object before the objects that it uses */
+    for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: an object before those that it uses */
         hpmli_destroy_fn *destroy = b->destroy;
         b->destroy = NULL;
         if (destroy) destroy((char *)b + HPMLI_BLOCK);
@@ -2417,7 +2341,6 @@ HPML_API void hpml_ctx_free(hpml_ctx *ctx)
     hpml_allocator allocator = ctx->allocator;
     allocator.free(ctx, sizeof *ctx, allocator.user);
 }
-
 HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx) { return ctx ? ctx->status : HPML_ERR_ARGUMENT; }
 HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx) { return ctx ? ctx->error : "no context"; }
 
@@ -2429,7 +2352,6 @@ HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
     ctx->param_count = ctx->param_kept;
     hpmli_names_fill(ctx);
 }
-
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ctx->k->name : ""; }
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx)        { return ctx ? ctx->seed : 0; }
@@ -2443,13 +2365,11 @@ HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress)
     ctx->progress = progress;
     return before;
 }
-
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
 {
     hpml_allocator none = HPMLI_ZEROED;
     return ctx ? ctx->allocator : none;
 }
-
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
 
@@ -2457,15 +2377,14 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // >>rng   single random numbers, permutations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A single number costs one block of Philox (about 20 ns) and has the same bits as that element of a fill. */
-
 /* Streams of a seed: the four highest bits of a stream's number are its use, so that no two uses draw the same numbers.
-   */
-#define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter that is initialized */
+   A single number costs one Philox block, about 20 ns. */
+
+#define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter; its first values */
 #define HPMLI_STREAM_CHECK_GRAD UINT64_C(77)          /* elements that hpml_check_grad compares */
-#define HPMLI_STREAM_SHUFFLE    (UINT64_C(0x5) << 60) /* order of a data set's samples; block: epoch */
-#define HPMLI_STREAM_AUGMENT    (UINT64_C(0xa) << 60) /* | epoch; augmentation of a sample */
-#define HPMLI_STREAM_DROPOUT    (UINT64_C(0xd) << 60) /* ^ step << 24 ^ node; masks */
+#define HPMLI_STREAM_SHUFFLE    (UINT64_C(0x5) << 60) /* order of a data set's samples; the block is the epoch */
+#define HPMLI_STREAM_AUGMENT    (UINT64_C(0xa) << 60) /* | epoch; random augmentation of samples */
+#define HPMLI_STREAM_DROPOUT    (UINT64_C(0xd) << 60) /* ^ step << 24 ^ node; dropout masks */
 
 HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4])
 {
@@ -2473,20 +2392,19 @@ HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], 
                         (uint64_t)counter[1] << 32 | counter[0], out);
 }
 
-/* Returns word i of the stream of r. */
+/* Returns random word i of the seed and stream of r. */
 HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
 {
     uint32_t block[4];
     hpmli_philox_scalar(r->seed, r->stream, i / 4, block);
     return block[i % 4];
 }
-
 HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return hpmli_rng_word(r, r->counter++); }
 HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f); }
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
-    /* Box & Muller make two numbers from two words: those of the positions j and j + half a chunk */
+    /* Box & Muller make two numbers from two words, here from those at positions j and j + half a chunk */
     uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2);
     uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_PHILOX_CHUNK / 2);
     float    x, y;
@@ -2494,7 +2412,7 @@ HPML_API float hpml_rng_normal(hpml_rng *r)
     return i == j ? x : y;
 }
 
-/* Draws as many bits as n - 1 has, again and again until their value is below n: fewer than two draws on average. */
+/* Draws as many random bits as n - 1 has until their value is below n: fewer than two draws on average. */
 HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
 {
     uint64_t mask = n > 1 ? (uint64_t)(n - 1) : 0, x;
@@ -2508,18 +2426,17 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
     return (int64_t)x;
 }
 
-/* Writes the next n numbers of a stream to x (n). */
+/* Writes the next n numbers of the stream of r to x and advances r by n. */
 HPMLI_FN void hpmli_rng_fill(hpml_rng *r, hpmli_draw kind, void *x, int64_t n)
 {
     hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);
     if (n > 0) r->counter += (uint64_t)n;
 }
-
 HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) { hpmli_rng_fill(r, HPMLI_WORDS, x, n); }
 HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_UNIFORM, x, n); }
 HPML_API void hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_NORMAL, x, n); }
 
-/* The last step of splitmix64: each bit of x affects all bits of the result. */
+/* Mixes the bits of x, as the last step of splitmix64: each bit of x affects all bits of the result. */
 HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
 {
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
@@ -2528,7 +2445,7 @@ HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
 }
 
 /* A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b: it splits the bits into two parts and changes,
-   in turn, one part by a random function of the other. Each such step can be undone, so the whole is a bijection. A
+   in turn, one part by a random function of the other. Each change can be undone, so the network is a bijection. A
    result of n or more is permuted again until it is below n, fewer than two times on average ("cycle walking", Black &
    Rogaway 2002): this follows a cycle of the larger permutation from [0, n) back into [0, n), so it permutes [0, n). */
 HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i)
@@ -2547,7 +2464,7 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
     key1 = (uint64_t)k[3] << 32 | k[2] | 1;
     do {
         uint64_t low = x & low_mask, high = x >> low_bits, round_key = key0;
-        for (int round = 0; round < 4; round++) { /* two half rounds each */
+        for (int round = 0; round < 4; round++) { /* a round changes the high and then the low bits */
             high ^= hpmli_mix64(low + (round_key += key1)) >> 32 & high_mask;
             low ^= hpmli_mix64(high + (round_key += key1)) >> 32 & low_mask;
         }
@@ -2566,30 +2483,28 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 
 /* Private state of a tensor; allocated together with the tensor. */
 struct hpmli_tensor_state {
-    bool owns_memory; /* made by hpml_tensor_create */
-    bool used;        /* an op reads the tensor */
-    int  leaf;        /* index among the inputs of the graph that was planned last */
+    bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
+    bool used;        /* true: a recorded op reads the tensor */
+    int  leaf;        /* index among the leaves of the graph that was planned last */
 };
 
-/* By hpml_dtype: bytes of an element; the names in hpml, safetensors and numpy files (numpy has no bf16). */
+/* Element types by hpml_dtype: bytes of an element; names in hpml, safetensors and numpy (which lacks bf16). */
 static const struct hpmli_dtype {
     size_t      size;
     const char *name, *safe, *numpy;
 } hpmli_dtypes[] = { { 4, "f32", "F32", "<f4" }, { 2, "bf16", "BF16", NULL }, { 2, "f16", "F16", "<f2" },
                      { 4, "i32", "I32", "<i4" }, { 1, "u8", "U8", "|u1" } };
 #define HPMLI_DTYPES 5
-
 HPML_API size_t hpml_dtype_size(hpml_dtype dtype)
 {
     return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].size : 0;
 }
-
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype)
 {
     return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].name : "?";
 }
 
-/* Returns the product of a shape; -1 if a dimension is not positive or the number of bytes would overflow. */
+/* Returns the number of elements of a shape; -1 if a size is not positive or the number of bytes would overflow. */
 HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
 {
     size_t count = 1;
@@ -2598,7 +2513,7 @@ HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
     return (int64_t)count;
 }
 
-/* Returns a text for a message, "64x784"; it is valid until eight more texts are made. */
+/* Returns a shape as text for a message, such as "64x784"; valid until eight more texts are made in the context. */
 HPMLI_FN const char *hpmli_shape_text(hpml_ctx *ctx, int ndim, const int64_t *shape)
 {
     hpmli_text_buffer t = hpmli_text_begin(ctx->texts[ctx->text_count++ % 8], sizeof ctx->texts[0]);
@@ -2614,7 +2529,6 @@ HPML_API int64_t hpml_tensor_count(const hpml_tensor *t)
     for (int i = 0; i < t->ndim; i++) count *= t->shape[i];
     return count;
 }
-
 HPMLI_FN size_t hpmli_tensor_bytes(const hpml_tensor *t)
 {
     return (size_t)hpml_tensor_count(t) * hpml_dtype_size(t->dtype);
@@ -2628,7 +2542,7 @@ HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t
     return buffer;
 }
 
-/* Returns a text for a message, f32 64x784 "fc1.weight"; it is valid until eight more texts are made. */
+/* Returns a text such as f32 64x784 "fc1.weight" for a message; valid until eight more texts are made. */
 HPMLI_FN const char *hpmli_describe(const hpml_tensor *t)
 {
     char *buffer = t->ctx->texts[t->ctx->text_count++ % 8];
@@ -2674,7 +2588,7 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     return t;
 }
 
-/* Sets the addresses of a tensor's values and gradient, and of the same as floats where the tensor is f32. */
+/* Sets the addresses of a tensor's values and gradient; raw_grad may be NULL. data and grad: the same if t is F32. */
 HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
 {
     bool f32 = t->dtype == HPML_DTYPE_F32;
@@ -2684,7 +2598,7 @@ HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
     t->grad     = f32 ? (float *)raw_grad : NULL;
 }
 
-/* Allocates zeroed memory on the context's device. Returns NULL, with an error on the context, when there is none. */
+/* Allocates zeroed memory on the context's device. Returns NULL, with an error on the context, when memory is short. */
 HPMLI_FN void *hpmli_device_alloc(hpml_ctx *ctx, size_t bytes)
 {
     void *p = ctx->backend->alloc(ctx->device, bytes);
@@ -2706,31 +2620,27 @@ HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int nd
     t->state->owns_memory = true;
     return t;
 }
-
 HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
 {
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 1, &d0);
 }
-
 HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1)
 {
     const int64_t shape[2] = { d0, d1 };
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 2, shape);
 }
-
 HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2)
 {
     const int64_t shape[3] = { d0, d1, d2 };
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 3, shape);
 }
-
 HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
 {
     const int64_t shape[4] = { d0, d1, d2, d3 };
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
 }
 
-/* True if views of t can be created; else an error. */
+/* True if t has memory, so that views of t can be created; else an error. */
 HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
@@ -2739,7 +2649,7 @@ HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
                        "or hpml_transpose instead", t->name);
 }
 
-/* Creates a view with the shape and strides of t. */
+/* Creates a view of t with the same shape and strides; the caller changes them. */
 HPMLI_FN hpml_tensor *hpmli_view(const hpml_tensor *t)
 {
     hpml_tensor *v = hpmli_tensor_new(t->ctx, "view", t->dtype, t->ndim, t->shape);
@@ -2767,8 +2677,7 @@ HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
     return true;
 }
 
-/* Writes the wanted shape to `shape`, with one -1 replaced by the size that keeps `count` elements; false if no size
-   does. */
+/* Writes the shape `want`, one -1 in it replaced, to `shape`; false if no size keeps the number of elements `count`. */
 HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, int64_t *shape)
 {
     int64_t known = 1;
@@ -2838,8 +2747,8 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
     return v;
 }
 
-/* Converts n elements between any two types through f32, in pieces that stay in the cache. Equal types are copied,
-   because f32 holds 24 bits of an I32 only. */
+/* Converts n elements between any two types through f32, 1,024 at a time, which stay in the cache. Equal types are
+   copied, because f32 keeps only 24 bits of an I32. */
 HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src,
                             int64_t n)
 {
@@ -2867,14 +2776,14 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
     return HPML_OK;
 }
 
-/* An iteration over two operands, a and b, in the shape of a result. Shapes are matched from the last dimension; a
-   dimension of size 1 is repeated, which in memory is a stride of 0. Adjacent dimensions are joined where both operands
-   allow, so that equal shapes become one long run of elements and (B, C) + (C) becomes B runs of C elements. */
+/* A loop over two operands, a and b, in the shape of a result. Shapes are matched from the last dimension; a dimension
+   of size 1 is repeated, which in memory is a stride of 0. Adjacent dimensions are joined where both operands allow, so
+   that equal shapes become one long run of elements and (B, C) + (C) becomes B runs of C elements. */
 typedef struct hpmli_broadcast_iter {
     int     ndim;
-    int64_t shape[HPML_MAX_DIMS];     /* of the result, joined */
-    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b, in elements; 0 where repeated */
-    int64_t runs, run;                /* number of runs; elements of a run (the last dimension) */
+    int64_t shape[HPML_MAX_DIMS];     /* of the result, with joined dimensions */
+    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b, in elements; 0 where the operand is repeated */
+    int64_t runs, run;                /* number of runs; elements of a run (the last joined dimension) */
 } hpmli_broadcast_iter;
 
 HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *out, const hpml_tensor *a,
@@ -2882,7 +2791,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i < out->ndim; i++) { /* outermost first; i is joined to the dimension before if both allow */
+    for (int i = 0; i < out->ndim; i++) { /* outermost first; dimension i joins the one before, if both allow */
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
             int dim = i - (out->ndim - src[s]->ndim);
@@ -2897,7 +2806,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
         w->stride[1][w->ndim] = stride[1];
         w->ndim++;
     }
-    if (w->ndim == 0) { /* a scalar: one run of one element */
+    if (w->ndim == 0) { /* a scalar is one run of one element */
         w->ndim         = 1;
         w->shape[0]     = 1;
         w->stride[0][0] = 1;
@@ -2908,7 +2817,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
     for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
 }
 
-/* Returns the offset, in elements, at which run r of operand s begins. */
+/* Returns the offset, in elements, at which run r of operand s (0: a, 1: b) begins. */
 HPMLI_FN int64_t hpmli_broadcast_offset(const hpmli_broadcast_iter *w, int s, int64_t r)
 {
     int64_t at = 0;
@@ -2942,18 +2851,17 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
-
-/* Copies the first n elements of t, of any dtype, from the device to the host as f32. */
+/* Copies the first n elements of t, of any dtype, from the device to out on the host, converted to f32. */
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
-    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out, converted in place */
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out, converted there */
     hpml_status status = ctx->backend->read(ctx->device, raw, t->raw, bytes);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
 }
 
-/* Copies n floats from the host to the first elements of t, of any dtype. */
+/* Copies n floats from the host to the first n elements of t on the device, converted to the dtype of t. */
 HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const float *in)
 {
     size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
@@ -2965,7 +2873,7 @@ HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int
     return status;
 }
 
-/* True if all values of t can be copied, and `count` is their number; else an error. */
+/* True if `values` is not NULL, t has memory and no gaps, and `count` is its number of values; else an error. */
 HPMLI_FN bool hpmli_transferable(const hpml_tensor *t, const char *verb, const void *values, int64_t count)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
@@ -2975,7 +2883,7 @@ HPMLI_FN bool hpmli_transferable(const hpml_tensor *t, const char *verb, const v
                        t->raw ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
 }
 
-/* True if `bytes` is the size of all values of t; else an error. */
+/* True if all values of t can be copied and take `bytes` bytes; else an error that begins with `verb`. */
 HPMLI_FN bool hpmli_transferable_raw(const hpml_tensor *t, const char *verb, const void *values, size_t bytes)
 {
     if (!t || !hpmli_transferable(t, verb, values, hpml_tensor_count(t))) return false;
@@ -2985,26 +2893,22 @@ HPMLI_FN bool hpmli_transferable_raw(const hpml_tensor *t, const char *verb, con
 }
 
 HPMLI_FN hpml_status hpmli_tensor_status(const hpml_tensor *t) { return t ? t->ctx->status : HPML_ERR_ARGUMENT; }
-
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_t count)
 {
     if (!hpmli_transferable(t, "set", values, count)) return hpmli_tensor_status(t);
     if (t->dtype != HPML_DTYPE_F32) return hpmli_write_floats(t->ctx, t, count, values);
     return t->ctx->backend->write(t->ctx->device, t->raw, values, hpmli_tensor_bytes(t));
 }
-
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_t count)
 {
     if (!hpmli_transferable(t, "get", values, count)) return hpmli_tensor_status(t);
     return hpmli_read_floats(t->ctx, t, count, values);
 }
-
 HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes)
 {
     if (!hpmli_transferable_raw(t, "set_raw", values, bytes)) return hpmli_tensor_status(t);
     return t->ctx->backend->write(t->ctx->device, t->raw, values, bytes);
 }
-
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes)
 {
     if (!hpmli_transferable_raw(t, "get_raw", values, bytes)) return hpmli_tensor_status(t);
@@ -3015,37 +2919,35 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 // >>op-table   the table of ops: a row for each, and the loops of which most passes consist
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Which values the backward pass of a node reads: the planner keeps these, and no others, until then. */
+/* Bits of hpmli_op_info.needs: the values that a node's backward pass reads. The planner keeps no others until then. */
 #define HPMLI_NEED_SRC(i) (1u << (i)) /* the value of source i */
 #define HPMLI_NEED_OUT    (1u << 8)   /* the value of the result */
-#define HPMLI_INPLACE     (1u << 9)   /* not a need: forward may write the result over the value of source 0 */
+#define HPMLI_INPLACE     (1u << 9)   /* no value: forward may write the result over the value of source 0 */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* What code outside an op's section has to know of the op: flags in its row of the table of ops. */
+/* Traits of an op (hpmli_op_info.traits): what code outside the op's section has to know. */
 enum {
-    HPMLI_OP_IS_ALIAS    = 1,   /* the result stands in the memory of source 0, of any dtype; nothing is computed */
-    HPMLI_OP_REORDERS    = 2,   /* the result's dimensions are others than the sources': it has no image layout */
-    HPMLI_OP_INDEX_0     = 4,   /* source 0, or 1, holds indices (tokens, labels): I32, without a gradient */
+    HPMLI_OP_IS_ALIAS    = 1,   /* the result is in the memory of source 0, of any dtype; nothing is computed */
+    HPMLI_OP_REORDERS    = 2,   /* the result's dimensions differ from the sources', so it has no image layout */
+    HPMLI_OP_INDEX_0     = 4,   /* source 0 (INDEX_1: source 1) is indices (tokens, labels): I32, no gradient */
     HPMLI_OP_INDEX_1     = 8,
-    HPMLI_OP_PRODUCT     = 16,  /* a matrix product; its weights are rounded where results are stored in halves */
-    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source of as many dimensions */
-    HPMLI_OP_JOINS_BATCH = 64,  /* each result depends on the whole global batch: a rank without samples takes part */
+    HPMLI_OP_PRODUCT     = 16,  /* a matrix product; weights are rounded where results are stored in halves */
+    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source with as many dimensions */
+    HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
-    HPMLI_OP_KEEPS_SUM   = 256  /* `saved` is the sum before the activation, an array like the result */
+    HPMLI_OP_KEEPS_SUM   = 256  /* `saved` is the sum before the activation, an array of the result's shape */
 };
 
-/* A row of the table of ops; hpmli_op_of finds the row of a node. */
+/* An entry of the table of ops; hpmli_op_of finds that of a node. */
 typedef struct hpmli_op_info {
-    unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_..., HPMLI_INPLACE of this node */
-    double (*flops)(const hpml_node *n, bool back);   /* operations of one forward or backward call */
-    unsigned     traits;                              /* HPMLI_OP_... */
+    unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_* and HPMLI_INPLACE of this node */
+    double (*flops)(const hpml_node *n, bool back);   /* operations of one forward or backward pass */
+    unsigned     traits;                              /* HPMLI_OP_* flags */
     hpml_op_impl run;
 } hpmli_op_info;
-
-HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table itself stands behind all ops, in >>backend */
+HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
 HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
 HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
-
 HPML_API const char *hpml_op_name(hpml_op op)
 {
     static const char *const names[] = {
@@ -3056,22 +2958,22 @@ HPML_API const char *hpml_op_name(hpml_op op)
     return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
 }
 
-/* Operations of an op that computes one for each element of its result, and as many for the gradient. */
+/* Returns the operations of an op that needs one for each element of its result, and as many in backward. */
 HPMLI_FN double hpmli_flops_pointwise(const hpml_node *n, bool back)
 {
     return back && !n->out->needs_grad ? 0 : (double)hpml_tensor_count(n->out);
 }
 
-/* Operations of a matrix product in which each element of the result is a sum of `inner` products; a multiply-add
-   counts 2. Backward costs one product for each of the sources 0 and 1 that needs a gradient. */
+/* Returns the operations of a matrix product each of whose results is a sum of `inner` products; a multiply-add counts
+   2. The backward pass makes one product for each of the sources 0 and 1 that needs a gradient. */
 HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner)
 {
     int products = (n->src[0]->needs_grad ? 1 : 0) + (n->src[1]->needs_grad ? 1 : 0);
     return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
 }
 
-/* Defines an op and its row: traits; needs and flops, written with the node `n` and `back`; the forward and the
-   backward pass, written with `run` and `n`. A pass that can fail returns its status. */
+/* Defines an op and its entry in the table of ops: traits; needs and flops, expressions in the node `n` and `back`; the
+   forward and the backward pass, statements with `run` and `n`, which return a status if they can fail. */
 #define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
     HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
     HPMLI_FN double hpmli_##name##_flops(const hpml_node *n HPMLI_UNUSED, bool back HPMLI_UNUSED) { return flops; }    \
@@ -3088,26 +2990,24 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
     static const hpmli_op_info hpmli_##name##_op = { hpmli_##name##_needs, hpmli_##name##_flops, traits,               \
                                                      { hpmli_##name##_forward, hpmli_##name##_backward } }
 
-/* Most passes are a loop over independent items (rows, planes, channels, chunks of elements): a function is called for
-   each of `count` items, and `per_task` items make one task of the thread pool. */
+/* A loop over independent items (rows, planes, channels, chunks of elements), as most ops are: calls fn for each of
+   `count` items; `per_task` items make one task of the thread pool. */
 typedef struct hpmli_work hpmli_work;
 typedef void hpmli_work_fn(const hpmli_work *w, int64_t item, int thread);
 struct hpmli_work {
     const hpml_run      *run;
     const hpmli_kernels *k;
     hpml_node           *n;
-    int64_t              cols; /* elements in a row (the last dimension) of source 0 */
-    bool                 back; /* the backward pass */
+    int64_t              cols; /* elements in the last dimension of source 0 */
+    bool                 back; /* true in the backward pass */
     int64_t              count, per_task;
     hpmli_work_fn       *fn;
 };
-
 HPMLI_FN void hpmli_for_each_task(void *arg, int64_t task, int thread)
 {
     const hpmli_work *w = (const hpmli_work *)arg;
     for (int64_t i = task * w->per_task; i < (task + 1) * w->per_task && i < w->count; i++) w->fn(w, i, thread);
 }
-
 HPMLI_FN void hpmli_for_each_parallel(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t per_task,
                                       hpmli_work_fn *fn)
 {
@@ -3116,19 +3016,19 @@ HPMLI_FN void hpmli_for_each_parallel(const hpml_run *run, hpml_node *n, bool ba
     hpmli_parallel(run->ctx, (count + per_task - 1) / per_task, hpmli_for_each_task, &w);
 }
 
-/* Defines an op of which both passes call a function for each of `count` items. */
+/* Defines an op (HPMLI_OP) whose forward and backward passes call a function for each of `count` items. */
 #define HPMLI_WORK_OP(name, traits, needs, flops, count, per_task, forward, backward)                                  \
     HPMLI_OP(name, traits, needs, flops, hpmli_for_each_parallel(run, n, false, count, per_task, hpmli_##forward),     \
              hpmli_for_each_parallel(run, n, true, count, per_task, hpmli_##backward))
 
-/* Calls fn for each row (the last dimension) of source 0. */
+/* Calls fn for each row, the elements along the last dimension, of source 0. */
 HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
 {
     int64_t cols = n->src[0]->shape[n->src[0]->ndim - 1];
     hpmli_for_each_parallel(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
 }
 
-/* Loops over a row of n elements in pieces that fit on the stack: c elements from element i on. */
+/* Loops over n elements in parts of at most HPMLI_PIECE, which fit on the stack: c elements from element i on. */
 #define HPMLI_PIECE 512
 #define HPMLI_PIECES(i, c, n) \
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
@@ -3139,29 +3039,29 @@ HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, h
 
 /* Private state of a node; allocated together with the node. */
 struct hpmli_node_state {
-    hpml_tensor *out_root, *grad_root;         /* tensors in whose memory value and gradient of the result stand; NULL:
-                                                  the node is in no graph */
-    struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken after backward has
+    hpml_tensor *out_root, *grad_root;         /* tensors in whose memory value and gradient of the result are; NULL: in
+                                                  no graph */
+    struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
-    /* Stored halves, see >>half: */
-    int64_t block_samples;                     /* samples of a block; 0: one block of all samples */
-    int64_t first_index;                       /* labels or tokens in the blocks before this one */
-    size_t  copies_at, block_saved;            /* bytes: offset of the copies in scratch; saved bytes of a block */
+    /* Stored halves, see >>half; a block is some samples, computed at a time: */
+    int64_t block_samples;                     /* samples of a block; 0: all samples */
+    int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
+    size_t  copies_at, block_saved;            /* bytes: offset of f32 copies in scratch; saved for a block */
 };
 
-/* Returns the type in which results of ops are stored. */
+/* Returns the type in which results of ops are stored: F32, BF16 or F16. */
 HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
 {
     return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
-/* True for the types that stand for f32 numbers. */
+/* True if t consists of numbers: F32, BF16 or F16. */
 HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
 {
     return t->dtype == HPML_DTYPE_F32 || hpmli_is_half(t->dtype);
 }
 
-/* Returns a copy of the given name or, if that is NULL or empty, "<kind><number>". */
+/* Returns a copy of `name` or, if that is NULL or empty, "<kind><number of the node>". */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
 {
     char text[64];
@@ -3171,8 +3071,7 @@ HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const cha
     return hpmli_strdup(ctx, text);
 }
 
-/* True if an op may be recorded: all sources belong to one context, which has no error, and are contiguous. With a NULL
-   source recording does nothing. */
+/* True if an op may read all sources: all are contiguous, not NULL and of one context, which has no error. */
 HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 {
     hpml_ctx *ctx = NULL;
@@ -3191,10 +3090,10 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
     return true;
 }
 
-/* The layout of a result of four dimensions: NHWC if a source is NHWC. Images of both layouts are an error. */
+/* Returns the layout of a 4-dimensional result: NHWC if a source is. Batches of images in both layouts: an error. */
 HPMLI_FN hpml_layout hpmli_check_layouts(hpml_op op, int src_count, hpml_tensor *const *src)
 {
-    const hpml_tensor *first = NULL; /* the last source that is a batch of images */
+    const hpml_tensor *first = NULL; /* the latest source that is a batch of images */
     hpml_layout        layout = HPML_NCHW;
     for (int i = 0; i < src_count; i++) {
         if (!src[i] || src[i]->ndim != 4) continue;
@@ -3208,7 +3107,7 @@ HPMLI_FN hpml_layout hpmli_check_layouts(hpml_op op, int src_count, hpml_tensor 
     return layout;
 }
 
-/* Checks the element types of the sources: I32 for indices, F32 or the type of stored results for numbers. */
+/* Checks the sources' dtypes: I32 for indices, F32 or the type of stored results for numbers; else an error. */
 HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpml_tensor *const *src)
 {
     hpml_dtype stored = hpmli_activation_dtype(src[0]->ctx);
@@ -3223,7 +3122,7 @@ HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpm
     }
 }
 
-/* Makes s, which may be NULL, source i of n; the result of n follows its batch and its need of a gradient. */
+/* Makes s (may be NULL) source i of n; the result of n has a batch and needs a gradient if a source has and does. */
 HPMLI_FN void hpmli_node_add_source(hpml_node *n, int i, hpml_tensor *s)
 {
     hpml_tensor *out = n->out;
@@ -3233,12 +3132,12 @@ HPMLI_FN void hpmli_node_add_source(hpml_node *n, int i, hpml_tensor *s)
     if (s->needs_grad) out->needs_grad = true;
     if (!s->batch_rows) return;
     if (out->ndim > 0 && out->shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
-    else n->mixes_batch = out->ndim > 0; /* a scalar of a short batch is just a shorter sum */
+    else n->mixes_batch = out->ndim > 0; /* a scalar result of a short batch is only a shorter sum */
 }
 
-/* Adds a node. Its result, n->out, is called `name` (see hpmli_layer_name; NULL: after the op). Optional sources that
-   are absent are NULL; the first is never NULL. The caller sets n->attr, saved_bytes and scratch_bytes. After an error
-   the node returned is a spare one whose `out` is NULL, so that callers may set its fields without a check. */
+/* Records a node. Its result, n->out, is called `name` (from hpmli_layer_name; NULL: after the op). src[0] is never
+   NULL; an absent optional source is NULL. The caller sets n->attr, saved_bytes and scratch_bytes. After an error
+   returns a dummy node whose `out` is NULL, so that callers may set its fields without a check. */
 HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
                                       const int64_t *shape)
 {
@@ -3271,8 +3170,8 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     return n;
 }
 
-/* Sets the rows of the result for each sample, where hpmli_node_create's rule (those of a source with as many rows)
-   does not hold. 0: the result has no batch dimension, so samples are mixed if a source has one. */
+/* Sets the result's rows for each sample, where they are not those of a source with as many rows (hpmli_node_create).
+   rows 0: the result has no batch dimension, so samples are mixed if a source has one. */
 HPMLI_FN void hpmli_node_batch(hpml_node *n, int64_t rows)
 {
     if (!n->out) return;
@@ -3289,25 +3188,21 @@ HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, cons
     if (t) t->batch_rows = 1;
     return t;
 }
-
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1)
 {
     const int64_t shape[2] = { b, d1 };
     return hpml_input(ctx, HPML_DTYPE_F32, 2, shape);
 }
-
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2)
 {
     const int64_t shape[3] = { b, d1, d2 };
     return hpml_input(ctx, HPML_DTYPE_F32, 3, shape);
 }
-
 HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w)
 {
     const int64_t shape[4] = { b, c, h, w };
     return hpml_input(ctx, HPML_DTYPE_F32, 4, shape);
 }
-
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
 {
     int64_t shape[2] = { b, t };
@@ -3332,16 +3227,15 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 // ---------------------------------------------------------------------------------------------------------------------
 
 #define HPMLI_NAME 256 /* bytes of an array's name in a file, with the final 0 */
-
 #define HPMLI_HASH UINT64_C(14695981039346656037)
-/* FNV-1a of n bytes: continues `hash`, at first HPMLI_HASH. */
+/* Returns the FNV-1a hash of n bytes, continued from `hash`; HPMLI_HASH is that of no bytes. */
 HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n)
 {
     for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
     return hash;
 }
 
-/* Returns the entry of parameter `name` in the hash table of names, or the free entry where it belongs. */
+/* Returns the entry of the parameter `name` in the hash table of names, or the free entry for it. */
 HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
 {
     uint64_t hash = hpmli_hash(HPMLI_HASH, name, strlen(name));
@@ -3358,7 +3252,7 @@ static void hpmli_names_fill(hpml_ctx *ctx)
     for (int i = 0; i < ctx->param_count; i++) *hpmli_name_entry(ctx, ctx->params[i]->name) = i + 1;
 }
 
-/* Doubles the hash table of names if one more parameter would fill more than half of it. */
+/* Doubles the hash table of names if one more parameter would fill more than half of it; false: no memory. */
 HPMLI_FN bool hpmli_names_grow(hpml_ctx *ctx)
 {
     int64_t size = ctx->name_size > 0 ? 2 * ctx->name_size : 128;
@@ -3378,7 +3272,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     if (!name || hpmli_failed(ctx)) return NULL;
     if ((int)init < 0 || init > HPML_INIT_ONES)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": no initializer %d", name, (int)init);
-    if (strlen(name) >= HPMLI_NAME - 8) /* files add prefixes such as "state." */
+    if (strlen(name) >= HPMLI_NAME - 8) /* names in files have prefixes such as "state." */
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": a name of %zu characters, expected fewer than %d",
                           name, strlen(name), HPMLI_NAME - 8);
     if (hpml_param_find(ctx, name))
@@ -3399,7 +3293,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     return t;
 }
 
-/* Creates the parameter "layer.suffix". Vectors (biases, scales of norms) are excluded from weight decay. */
+/* Creates the parameter "<layer>.<suffix>". Vectors (biases, scales of norms) are excluded from weight decay. */
 HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
                                         float scale, int ndim, const int64_t *shape)
 {
@@ -3430,18 +3324,15 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *de
 }
 
 HPML_API int hpml_param_count(const hpml_ctx *ctx) { return ctx ? ctx->param_count : 0; }
-
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index)
 {
     return ctx && index >= 0 && index < ctx->param_count ? ctx->params[index] : NULL;
 }
-
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name)
 {
     int *entry = ctx && name && ctx->name_size > 0 ? hpmli_name_entry(ctx, name) : NULL;
     return entry && *entry > 0 ? ctx->params[*entry - 1] : NULL;
 }
-
 HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
 {
     int64_t total = 0;
@@ -3450,17 +3341,15 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
     return total;
 }
 
-/* Initializes one parameter on the host, from the random stream of its index, so that its values do not depend on other
-   parameters. */
+/* First values w of a parameter, made on the host from the random stream of its index alone. */
 typedef struct hpmli_init_job {
     const hpml_ctx *ctx;
     float          *w;             /* (n) */
     int64_t         n;
     uint64_t        stream;
     double          scale;
-    bool            drawn, normal; /* not drawn: all elements are `scale` */
+    bool            drawn, normal; /* random; normally distributed. Not drawn: all elements are `scale` */
 } hpmli_init_job;
-
 HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
@@ -3497,7 +3386,7 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 
 HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
 {
-    size_t largest = 0; /* bytes of a parameter */
+    size_t largest = 0; /* bytes of the largest parameter without memory */
     float *w       = NULL;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     for (int i = 0; i < ctx->param_count; i++) {
@@ -3537,22 +3426,20 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A slot is an array and its life: the interval of times at which it is needed. The slots are placed in the order of
-   their size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit;
-   close to the optimum for chains of layers). Two algorithms find the same address:
+/* A slot is an array and its life: the interval of times at which the array is needed. The slots are placed in order of
+   size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit; close
+   to the optimum for chains of layers). Two algorithms find the same address:
    - a list of the slots placed before, sorted by address: for n slots n^2 / 2 short steps;
    - a binary tree over the times (a segment tree). Each tree node has two lists of address ranges in use, in which
      adjacent ranges are joined: `whole`, of slots alive at all times of the tree node, and `part`, of slots alive at
      some of them. A life is cut into at most two tree nodes a level; it can collide only with the `part` lists of these
      and the `whole` lists of the tree nodes above. Slots of one size are in few ranges, so this takes about n log n
      steps for each size, and networks have few sizes. */
-
 typedef struct hpmli_slot {
-    size_t   bytes, offset; /* offset: before the slot is placed its number, for a stable order */
-    int      from, to;      /* first and last time of its life */
-    void   **place;         /* receives the address when memory is allocated */
+    size_t   bytes, offset; /* offset: before the slot is placed, its number, for a stable order */
+    int      from, to;      /* first and last time of the slot's life */
+    void   **place;         /* set to the address when memory is allocated */
 } hpmli_slot;
-
 HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
 {
     const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
@@ -3560,8 +3447,7 @@ HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
     return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
 
-/* Returns the lowest offset at which s overlaps no placed slot that lives at the same time. `placed` is sorted by
-   offset. */
+/* Returns the lowest offset at which s overlaps none of `placed`, sorted by offset, that live at the same time. */
 HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
 {
     size_t at = 0;
@@ -3588,23 +3474,21 @@ HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
 }
 
 typedef struct hpmli_range {
-    size_t from, to; /* addresses, `to` not included */
-    int    next;     /* number of the next range of the list, which begins above `to`; 0: none */
+    size_t from, to; /* range of addresses, without `to` */
+    int    next;     /* number of the list's next range, which begins above `to`; 0: none */
 } hpmli_range;
-
 typedef struct hpmli_times {
     hpml_ctx    *ctx;
-    hpmli_range *ranges; /* (count, at most capacity) ranges of all lists; number 0 stands for none */
+    hpmli_range *ranges; /* (count, at most capacity) ranges of all lists; number 0 means none */
     int64_t      capacity;
-    int          count, spare;     /* spare: first of the ranges that are not used any more */
-    int         *whole, *part;     /* (4 * times) first range by tree node; 1 is the root, 2i and 2i + 1 are below i */
-    int          path[4 * 32 + 4]; /* (path_count) tree nodes into which the life is cut, and those above them */
-    bool         inside[4 * 32 + 4]; /* (path_count) the tree node lies inside the life */
+    int          count, spare;     /* spare: first of the ranges that are free again */
+    int         *whole, *part;     /* (4 * times) first range by tree node: 1 is the root, 2i and 2i + 1 are below i */
+    int          path[4 * 32 + 4]; /* (path_count) tree nodes into which a life is cut, and those above them */
+    bool         inside[4 * 32 + 4]; /* (path_count) true: the tree node lies inside the life */
     int          path_count;
 } hpmli_times;
 
-/* Appends to the path all tree nodes from `node`, which stands for the times first to last, down to those that lie
-   inside the life of s. */
+/* Appends to the path of m the tree nodes from `node` (times first to last) down to those inside the life of s. */
 HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
 {
     int  middle = first + (last - first) / 2;
@@ -3615,7 +3499,7 @@ HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, co
     if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
 }
 
-/* Returns the lowest offset at which `bytes` overlap no range of the lists on the path. */
+/* Returns the lowest offset at which `bytes` bytes overlap no range of the lists on the path of m. */
 HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
 {
     int    list[sizeof m->path / sizeof *m->path], count = 0;
@@ -3624,7 +3508,7 @@ HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
         int first = m->inside[k] ? m->part[m->path[k]] : m->whole[m->path[k]];
         if (first) list[count++] = first;
     }
-    do { /* until the offset is free in every list */
+    do { /* repeated until `at` is free in every list */
         before = at;
         for (int k = 0; k < count; k++)
             for (const hpmli_range *r; r = &m->ranges[list[k]], list[k] && r->from < at + bytes; list[k] = r->next)
@@ -3633,7 +3517,7 @@ HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
     return at;
 }
 
-/* Adds a range to the list that begins at *head and joins it with the ranges that it touches or overlaps. */
+/* Adds a range to the list that begins at *head, joined with ranges that it touches or overlaps; false: no memory. */
 HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
 {
     int before = 0, at = *head;
@@ -3682,8 +3566,8 @@ HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int 
     return good;
 }
 
-/* Sorts and places the slots and sets *bytes to the memory that all need. Uses the faster algorithm: the tree, if there
-   are at least 1000 slots for each size (measured with random graphs). */
+/* Sorts and places the slots; raises *bytes to the memory that all need. Uses the tree if there are at least 1000 slots
+   for each size, else the list: the faster one (measured with random graphs). */
 HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
 {
     int sizes = 1, times = 1;
@@ -3703,24 +3587,22 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A graph of N nodes runs at the times 0 .. N - 1 forward and N .. 2N - 1 backward (node i at 2N - 1 - i). The life of
-   an array goes from the time that writes it to the last time that reads it; hpmli_op_info.needs says which values the
-   backward pass of a node reads. Two arrays may share memory if their lives do not overlap: see >>place. Planning
-   happens once; a step allocates nothing.
-
-   Some results have no memory of their own: the result of a reshape stands in the memory of its source, and so does the
+   an array goes from the time that writes it to the last time that reads it; hpmli_op_info.needs says which values a
+   node's backward pass reads. Two arrays may share memory if their lives do not overlap: see >>place. Planning happens
+   once; a step allocates nothing.
+   Some results have no memory of their own: the result of a reshape is in the memory of its source, and so is the
    result of an op that works in place on a source which no other op reads. out_root and grad_root of a node's state are
-   the tensors at the end of such chains. */
-
+   the tensors at the end of such chains, which own the memory. */
 typedef struct hpmli_use {     /* how a graph uses the result of a node, or an input */
-    int  last;                 /* last time of the value's life */
-    int  grad_first, grad_last; /* the gradient's life */
+    int  last;                 /* last time of the life of the result's value */
+    int  grad_first, grad_last; /* first and last time of the gradient's life */
     int  readers;              /* number of nodes that read the value */
-    bool kept, grad_written;   /* an output or the loss; some node's backward writes the gradient */
+    bool kept, grad_written;   /* the result is an output or the loss; some node's backward writes the gradient */
 } hpmli_use;
 
 struct hpml_graph {
     hpml_ctx      *ctx;
-    hpml_node    **nodes;      /* (count) in order */
+    hpml_node    **nodes;      /* (count) in the order of recording */
     int            count;
     hpml_tensor  **leaves;     /* (leaf_count) inputs and constants that the nodes read */
     int            leaf_count;
@@ -3729,33 +3611,33 @@ struct hpml_graph {
     hpmli_slot    *slots;      /* (slot_count) */
     int            slot_count;
     hpml_memory    memory;
-    char          *arena;      /* activations, their gradients and scratch, on the device */
-    float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
+    char          *arena;      /* memory of activations, their gradients and scratch, on the device */
+    float         *grads;      /* gradients of all parameters, in order of recording, each 64-byte aligned */
     int64_t        grad_count; /* floats */
     size_t         scratch_bytes;
-    int            param_count; /* of the context, when the graph was planned */
-    int           *param_last;  /* (param_count) node whose backward makes the gradient final; -1: none */
-    int64_t        batch, batch_now; /* samples of a full batch, of the current one */
+    int            param_count; /* parameters of the context when the graph was planned */
+    int           *param_last;  /* (param_count) node whose backward makes the parameter's gradient final; -1: none */
+    int64_t        batch, batch_now; /* samples of a full batch; of the current batch */
     bool           batchable;   /* no op mixes samples: short batches may run */
-    bool           train;      /* of the last forward pass ... */
-    uint64_t       step;       /* ... and its step */
-    int64_t        first_sample, shift; /* first sample of this pass: in the global batch, in the inputs */
+    bool           train;      /* `train` of the last forward pass */
+    uint64_t       step;       /* `step` of the last forward pass */
+    int64_t        first_sample, shift; /* index of this pass's first sample: in the global batch, in the inputs */
     const char   **back_names; /* (count) names of backward spans in the timeline */
-    hpml_profile_row *profile; /* (count), NULL: off */
-    const hpml_hooks *hooks;   /* of the trainer; all NULL without one */
+    hpml_profile_row *profile; /* (count) times of the nodes; NULL: no profile */
+    const hpml_hooks *hooks;   /* hooks of the trainer; all NULL without a trainer */
     hpml_trainer  *trainer;
-    bool           last;       /* the last micro-batch of an update: gradients are final, and their hooks are called */
-    hpml_update   *updates;    /* (param_count) steps to take during the backward pass; NULL: none */
-    bool           idle;       /* see hpml_run.idle */
+    bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
+    hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
+    bool           idle;       /* this rank has no samples, see hpml_run.idle */
 };
 
-/* True if t is among the inputs found. `leaf` may stem from another graph, so the input of that index is compared. */
+/* True if t is among the leaves of g. `leaf` may be of another graph, so the leaf at that index is compared. */
 HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
 {
     return t->state->leaf < g->leaf_count && g->leaves[t->state->leaf] == t;
 }
 
-/* Enters the node that computes t into `found`, by its index, or t into the list of inputs. */
+/* Enters the node that computes t into `found`, by the node's index, or t into the leaves of g. */
 HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
 {
     if (!t || t->param) return;
@@ -3769,12 +3651,12 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
     g->leaves[g->leaf_count++] = t;
 }
 
-/* Collects the nodes and inputs on which the targets depend, from the last recorded node to the first, because the
-   nodes that read a result are recorded after the node that computes it. */
+/* Collects the nodes and leaves on which the targets depend, from the last recorded node to the first, because the
+   nodes that read a result are recorded after the node that computes it. False: no memory. */
 HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
 {
     hpml_ctx   *ctx   = g->ctx;
-    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by index, at first with gaps */
+    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by a node's index, at first with gaps */
     g->nodes  = found;
     g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
     if (!found || !g->leaves) return false;
@@ -3785,18 +3667,15 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
         if (found[i]) g->nodes[g->count++] = found[i];
     return true;
 }
-
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
-
-/* Returns the entry of t in `uses`, which has one for each recorded node and then one for each input; NULL for a
-   parameter. */
+/* Returns the entry of t in `uses`: one for each recorded node, then one for each leaf; NULL for a parameter. */
 HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
 {
     if (t && t->node) return &uses[t->node->index];
     return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->state->leaf] : NULL;
 }
 
-/* Computes the lives of the values. */
+/* Computes the lives of the results' values, and out_root for results that use a source's memory. */
 HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -3815,7 +3694,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
             if (s) s->readers++;
         }
     }
-    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not read later */
+    for (int i = 0; i < N; i++) { /* in place: a node that alone reads a source, which is not read later */
         hpml_node   *n = g->nodes[i];
         hpml_tensor *x = n->src[0];
         if (!x->node) continue;
@@ -3824,22 +3703,21 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
                        x->node->state->out_root == x && x->dtype == n->out->dtype;
         if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root = x->node->state->out_root;
     }
-    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as all results in its memory */
+    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as the results in its memory */
         hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->state->out_root->node->index];
         if (r->last < u->last) r->last = u->last;
     }
 }
 
-/* Floats of a parameter's gradient in the array of all gradients, padding included. */
+/* Returns the floats of a parameter's gradient in the array of all gradients, padding included. */
 HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
 {
     const int64_t align = HPML_GRADIENT_ALIGN;
     return (hpml_tensor_count(p) + align - 1) / align * align;
 }
 
-/* Computes the lives of the gradients and, in the order of the backward pass, which node overwrites a gradient and
-   which nodes add to it. A result whose gradient no node has written when its own node is reached does not affect the
-   loss. */
+/* Computes the lives of the gradients and, in backward order, which node overwrites a gradient and which nodes add to
+   it. A result whose gradient no node has written when its own node is reached does not affect the loss. */
 HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -3875,7 +3753,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
     }
 }
 
-/* Requests memory of `bytes` for the times from .. to; *place will be its address. */
+/* Requests `bytes` bytes for the times from .. to; *place receives their address when memory is allocated. */
 HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
 {
     hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
@@ -3884,11 +3762,10 @@ HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void
     g->memory.unshared += s.bytes;
 }
 
-/* Bytes of the slot of each scalar. One of these scalars is the loss, or the root of the loss, and the struct of a
-   step's scalars (>>trainer) begins with the loss: the host reads the loss, hits and gradient norm of a step in one
-   copy. The slot lives from time 0 on, because the trainer writes to it before the loss is computed. */
+/* Bytes of the slot of each scalar. The slot of the loss, or of the loss's root, contains the struct of a step's
+   scalars (>>trainer), which begins with the loss: the host reads loss, hits and gradient norm of a step in one copy.
+   The slot lives from time 0 on, because the trainer writes to the struct before the loss is computed. */
 #define HPMLI_SCALAR_SLOT 64
-
 HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -3913,7 +3790,7 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
     }
 }
 
-/* Sets the batch of the graph, which must be the same in all inputs. */
+/* Sets the batch of the graph and `batchable`; an error unless the batch is the same in all inputs. */
 HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 {
     g->batchable = true;
@@ -3967,7 +3844,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     return true;
 }
 
-/* Releases the nodes of a graph, so that another graph may plan them. */
+/* Marks the nodes of a graph as free, so that another graph may plan them. */
 HPMLI_FN void hpmli_graph_release_nodes(hpml_graph *g)
 {
     for (int i = 0; i < g->count; i++) {
@@ -4017,10 +3894,9 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
     if (out) memset(out, 0, sizeof *out);
     if (g && out) *out = g->memory;
 }
-
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
 
-/* Points the gradients of the parameters into this graph's array; they may have pointed into another graph's. */
+/* Points `grad` of the parameters into this graph's array of gradients, instead of another graph's. */
 HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
 {
     int64_t at = 0;
@@ -4044,7 +3920,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
     if (ctx->status != HPML_OK) return ctx->status;
-    for (int i = 0; i < g->slot_count; i++) /* an input keeps the memory that another graph gave it */
+    for (int i = 0; i < g->slot_count; i++) /* a leaf keeps the memory that another graph gave it */
         if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
     for (int i = 0; i < g->leaf_count; i++) hpmli_set_memory(g->leaves[i], g->leaves[i]->raw, g->leaves[i]->raw_grad);
     hpmli_graph_place_grads(g);
@@ -4061,7 +3937,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 // >>run   running a graph forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Sets shape[0] of all tensors to the current batch. Called before each pass, because graphs may share inputs. */
+/* Sets shape[0] of all tensors with a batch to the current batch. Called before each pass: graphs may share inputs. */
 HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
 {
     for (int i = 0; i < g->leaf_count + g->count; i++) {
@@ -4070,7 +3946,7 @@ HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
     }
 }
 
-/* Sets the full batch again. */
+/* Sets the full batch as the current batch. */
 HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
 {
     g->batch_now = g->batch;
@@ -4089,7 +3965,7 @@ HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
 }
 
 /* Zeroes the gradients that backward of n would overwrite and that have no batch dimension: a short batch may not write
-   all of them, and an idle rank writes none. */
+   all of their elements, and a rank without samples writes none. */
 HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 {
     for (int s = 0; s < n->src_count; s++) {
@@ -4099,7 +3975,7 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
     }
 }
 
-/* Calls the hook that makes the parameters of n available. */
+/* Calls the hook `need`, which makes a parameter available, for each parameter that n reads. */
 HPMLI_FN hpml_status hpmli_node_need(hpml_graph *g, const hpml_node *n)
 {
     const hpml_hooks *h      = g->hooks;
@@ -4109,7 +3985,7 @@ HPMLI_FN hpml_status hpmli_node_need(hpml_graph *g, const hpml_node *n)
     return status;
 }
 
-/* Runs the op of n, unless this rank has no samples and the op does not join those of all ranks. */
+/* Runs the op of n, unless this rank has no samples and the op is not one that computes with all ranks' samples. */
 HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_op_impl *op   = &g->ctx->ops[n->op];
@@ -4119,7 +3995,7 @@ HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node
     return backward ? op->backward(run, n) : op->forward(run, n);
 }
 
-/* Takes the optimizer steps that follow backward of n, unless the op itself has taken them. */
+/* Takes the optimizer steps that follow backward of n, except those that the op itself has taken. */
 HPMLI_FN hpml_status hpmli_node_update(hpml_graph *g, hpml_node *n, hpml_status status)
 {
     for (int s = 0; s < n->src_count; s++) {
@@ -4127,7 +4003,7 @@ HPMLI_FN hpml_status hpmli_node_update(hpml_graph *g, hpml_node *n, hpml_status 
         n->state->update[s] = NULL;
         if (!u || u->n == 0 || status != HPML_OK) continue;
         status = g->ctx->backend->update(g->ctx->device, g->ctx, u, 1);
-        u->n   = 0; /* one step, also where an op reads a parameter twice */
+        u->n   = 0; /* the step is not repeated where an op reads a parameter twice */
     }
     return status;
 }
@@ -4139,8 +4015,8 @@ HPMLI_FN hpml_status hpmli_run_untimed(hpml_graph *g, const hpml_run *run, hpml_
     return backward ? hpmli_node_update(g, n, status) : status;
 }
 
-/* Runs node i forward or backward; times it if a trace or a profile is on. A backend with time_op measures the time on
-   its device; the trace's span is then the time that the host took to launch the op. */
+/* Runs node i forward or backward, and times it if a trace or a profile is on. A backend with time_op measures the time
+   on its device; the trace's span is then the time that the host took to launch the op. */
 HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
 {
     hpml_node          *n = g->nodes[i];
@@ -4165,7 +4041,6 @@ HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
     const hpml_graph *g = (const hpml_graph *)graph;
     return g->hooks->sum(g->hooks->user, g->trainer, values, n);
 }
-
 HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
 {
     hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
@@ -4173,13 +4048,13 @@ HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float s
     return run;
 }
 
-/* Runs the backward pass of node i; `accumulate`: gradients of parameters are added to. */
+/* Runs the backward pass of node i. accumulate: gradients of parameters are added to, else overwritten. */
 HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
 {
     hpml_node *n = g->nodes[i];
     bool       before[HPML_MAX_SRC];
     if (!n->out->needs_grad || !n->out->raw_grad) return HPML_OK;
-    for (int s = 0; s < n->src_count; s++) { /* accumulating: also the first node adds to a parameter's gradient */
+    for (int s = 0; s < n->src_count; s++) { /* with `accumulate` the first node adds to a gradient, too */
         before[s] = n->accumulate[s];
         if (!n->src[s] || !hpmli_trainable(n->src[s])) continue;
         int param = n->src[s]->param->index;
@@ -4191,7 +4066,7 @@ HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, b
     return status;
 }
 
-/* Calls the hook of each parameter whose gradient is final after backward of node i. */
+/* Calls the hook `grad` for each parameter whose gradient is final after backward of node i. */
 HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
 {
     hpml_node  *n      = g->nodes[i];
@@ -4202,12 +4077,11 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
     return status;
 }
 
-/* A backward pass with gradient hooks is cut into at most HPMLI_PIECES_OF_PASS pieces of at least as many nodes: a
-   device replays a piece as a whole, and the hooks of its gradients are called when the piece has been launched. Few
-   pieces cost few launches; many let communication begin early. */
+/* A backward pass with gradient hooks is cut into at most HPMLI_PIECES_OF_PASS pieces of at least that many nodes: a
+   device replays a piece as a whole, and then the hooks of the piece's gradients are called. Few pieces cost few
+   launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
-
-/* Number of nodes of a piece: 1 if the device cannot replay this pass, all nodes if no hook waits for gradients. */
+/* Returns the nodes of a piece: 1 if the device cannot replay this pass, all nodes if no hook waits for gradients. */
 HPMLI_FN int hpmli_piece_nodes(const hpml_graph *g, bool replays, bool hooks)
 {
     if (!replays) return 1;
@@ -4215,7 +4089,7 @@ HPMLI_FN int hpmli_piece_nodes(const hpml_graph *g, bool replays, bool hooks)
     return (int)hpmli_max(HPMLI_PIECES_OF_PASS, (g->count + HPMLI_PIECES_OF_PASS - 1) / HPMLI_PIECES_OF_PASS);
 }
 
-/* Runs nodes from .. to - 1 in the order of running, the last node first if backward. */
+/* Runs pass->from .. pass->to - 1 in running order: node i forward, or the i-th from the end backward. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     hpml_status status = HPML_OK;
@@ -4225,7 +4099,7 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
     return status;
 }
 
-/* Runs a piece of a pass: the device replays its recording or records the piece while its nodes run. */
+/* Runs a piece of a pass: the device replays its recording of the piece, or records it while the nodes run. */
 HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     const hpml_backend *b = g->ctx->backend;
@@ -4241,17 +4115,17 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
     return status;
 }
 
-/* Runs all nodes forward or backward, in pieces, and calls the hooks of gradients behind each piece. */
+/* Runs all nodes forward or backward, in pieces, and calls the hooks of gradients after each piece. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
     const hpml_hooks *h       = g->hooks;
-    bool              single  = g->profile || g->ctx->trace || h->need || h->sum || g->idle; /* nodes run one by one */
+    bool              single  = g->profile || g->ctx->trace || h->need || h->sum || g->idle; /* run nodes singly */
     bool              replays = g->ctx->backend->begin && !single;
     bool              hooks   = backward && h->grad && g->last;
     int               piece   = hpmli_piece_nodes(g, replays, hooks);
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
-    memset(&pass, 0, sizeof pass); /* compared byte by byte */
+    memset(&pass, 0, sizeof pass); /* padding too: compared by bytes */
     pass.graph      = g;
     pass.samples    = g->batch_now;
     pass.first      = g->shift;
@@ -4291,7 +4165,7 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
     return hpmli_graph_pass(g, &run, true, accumulate);
 }
 
-/* Returns the loss with `by` added to element `at` of t. */
+/* Returns the loss after adding `by` to element `at` of t, which is then restored. */
 HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
 {
     float was, now, loss = 0;
@@ -4331,12 +4205,12 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
         if (!grad) return -1;
         g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
         for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
-        scale = sqrt(scale / (double)n); /* differences far below the root mean square are rounding errors */
+        scale = sqrt(scale / (double)n); /* smaller differences are rounding errors */
         for (int64_t i = 0; i < samples && i < n; i++) {
             int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
             double  step_1 = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
             double  step_2 = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
-            double  want   = (8 * step_1 - step_2) / (12 * (double)eps); /* error of order eps^4 */
+            double  want   = (8 * step_1 - step_2) / (12 * (double)eps); /* fourth order: error about eps^4 */
             double  got    = (double)grad[at];
             double  error  = fabs(want - got) / (fabs(want) + fabs(got) + scale + 1e-6);
             if (!(error <= worst)) worst = error;
