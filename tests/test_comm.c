@@ -644,7 +644,7 @@ static bool takes(const hpml_network *net, double least, double most)
     return best >= least && best <= most;
 }
 
-TEST(an_injected_link_takes_its_time)
+TEST_PLAIN(an_injected_link_takes_its_time)
 {
     hpml_network net;
     double       right = 2 * (0.005 + (1 << 20) / 100e6);
