@@ -435,7 +435,7 @@ HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (b, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (b, d1, d2) */
-HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w);    /* f32, 4 sizes */
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w);    /* f32 images */
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t);                      /* i32 (b, t) */
 
 typedef struct hpml_param_desc {
@@ -2379,7 +2379,6 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 
 /* Streams of a seed: the four highest bits of a stream's number are its use, so that no two uses draw the same numbers.
    A single number costs one Philox block, about 20 ns. */
-
 #define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter; its first values */
 #define HPMLI_STREAM_CHECK_GRAD UINT64_C(77)          /* elements that hpml_check_grad compares */
 #define HPMLI_STREAM_SHUFFLE    (UINT64_C(0x5) << 60) /* order of a data set's samples; the block is the epoch */
