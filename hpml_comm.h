@@ -543,10 +543,11 @@ typedef struct hpml_device_link {
        other nodes by messages over `across`. */
     hpml_comm *across;
     float *(*stage)(void *user, int64_t n); /* memory on the host; freed with the link */
-    /* back false: place r of the node gets the node's sum of x[at[r]] to x[at[r + 1]], and this rank copies its part to
-       `stage`. back true: copies `stage` to this rank's part of x, and all ranks of the node get all parts. Contains
-       its own begin and end. */
-    hpml_status (*share)(void *user, float *x, const int64_t *at, float *stage, bool back);
+    /* Part r of x is elements at[r] to at[r + 1] - 1. reduce_scatter: part r becomes the node's sum on place r of the
+       node, and this rank copies its part to `stage`. allgather: copies `stage` to this rank's part of x, and all ranks
+       of the node get all parts. Each contains its own begin and end. */
+    hpml_status (*reduce_scatter)(void *user, float *x, const int64_t *at, float *stage);
+    hpml_status (*allgather)(void *user, float *x, const int64_t *at, const float *stage);
     hpml_status (*landed)(void *user, float *stage); /* any thread waits for the copy; no error on the context */
 } hpml_device_link;
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
@@ -7480,7 +7481,7 @@ HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
     hpmlc_shard       *s   = &own->shard[b - d->buckets.item];
-    b->task.status = s->l->share(s->l->user, d->layout.first + b->at, s->cut, s->data, false);
+    b->task.status = s->l->reduce_scatter(s->l->user, d->layout.first + b->at, s->cut, s->data);
     d->c->counters.bytes += (int64_t)sizeof(float) * (b->floats + (own->ranks - 2) * s->floats);
     if (b->task.status != HPML_OK || !d->background) return HPML_OK;
     b->task.status = hpmlc_task_start(d, &b->task, s->l->across, hpmlc_shard_exchange, s);
@@ -7573,7 +7574,7 @@ HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
     for (int i = 0; i < d->buckets.count && status == HPML_OK; i++) {
         hpmlc_shard *s = &own->shard[i];
         if (!d->background) status = hpmlc_shard_exchange(l->across, s);
-        if (status == HPML_OK) status = l->share(l->user, d->layout.first + s->bucket->at, s->cut, s->data, true);
+        if (status == HPML_OK) status = l->allgather(l->user, d->layout.first + s->bucket->at, s->cut, s->data);
     }
     hpml_comm_counters(l->across, &sent);
     hpml_comm_counters_reset(l->across);

@@ -241,7 +241,8 @@ HPML_API hpml_status hpml_nccl_link_check(void *nccl);
 HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t count, float times, float by);
 HPML_API void        hpml_nccl_link_free(void *nccl);
 HPML_API float      *hpml_nccl_link_stage(void *nccl, int64_t count);
-HPML_API hpml_status hpml_nccl_link_share(void *nccl, float *x, const int64_t *at, float *stage, bool back);
+HPML_API hpml_status hpml_nccl_link_reduce_scatter(void *nccl, float *x, const int64_t *at, float *stage);
+HPML_API hpml_status hpml_nccl_link_allgather(void *nccl, float *x, const int64_t *at, const float *stage);
 HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage);
 
 #ifdef HPML_COMM_H_INCLUDED
@@ -265,8 +266,8 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
     hpml_nccl_meeting     meeting = { hpml_nccl_meet, in, hpml_nccl_closed, c, hpml_comm_rank(c) };
     hpml_device_link link = { NULL, hpml_nccl_link_begin, hpml_nccl_link_allreduce, hpml_nccl_link_swap,
                               hpml_nccl_link_end, hpml_nccl_link_wait, hpml_nccl_link_check, hpml_nccl_link_scale,
-                              hpml_nccl_link_free, NULL, hpml_nccl_link_stage, hpml_nccl_link_share,
-                              hpml_nccl_link_landed };
+                              hpml_nccl_link_free, NULL, hpml_nccl_link_stage, hpml_nccl_link_reduce_scatter,
+                              hpml_nccl_link_allgather, hpml_nccl_link_landed };
     d.rank    = hpml_comm_rank(in);
     d.ranks   = hpml_comm_size(in);
     d.meeting = &meeting;
@@ -6380,36 +6381,50 @@ HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
     return hpmlg_check(n->d, e, "host memory for gradients between nodes") == HPML_OK ? (float *)(s + 1) : NULL;
 }
 
-/* Reduces (sums) part r of x, elements at[r] to at[r + 1] - 1, to rank r, which copies its part to the host memory
-   `stage`; or, if `back`, copies `stage` to this rank's part and broadcasts all parts. Parts differ in size, for which
-   NCCL has no reduce-scatter, so each part is one call; the calls of a group run as one. */
-HPML_API hpml_status hpml_nccl_link_share(void *nccl, float *x, const int64_t *at, float *stage, bool back)
+/* Bytes of part r of an array, whose elements are at[r] to at[r + 1] - 1. */
+HPMLG_FN size_t hpmlg_part_bytes(const int64_t *at, int r) { return (size_t)(at[r + 1] - at[r]) * sizeof(float); }
+
+/* Reduces (sums) part r of x to rank r, and copies this rank's part to the host memory `stage`. Parts differ in size,
+   for which NCCL has no reduce-scatter, so each part is one call; the calls of a group run as one. */
+HPML_API hpml_status hpml_nccl_link_reduce_scatter(void *nccl, float *x, const int64_t *at, float *stage)
 {
     HPMLG_NCCL_ENTER(n, nccl);
-    float      *mine   = x + at[n->desc.rank];
-    size_t      bytes  = (size_t)(at[n->desc.rank + 1] - at[n->desc.rank]) * sizeof(float);
-    cudaError_t e      = cudaSuccess;
+    int         me     = n->desc.rank;
     hpml_status status = hpml_nccl_link_begin(nccl);
-    if (back) e = cudaMemcpyAsync(mine, stage, bytes, cudaMemcpyHostToDevice, n->stream);
-    snprintf(n->operation, sizeof n->operation, "%s of %lld floats", back ? "allgather" : "reduce-scatter",
-             (long long)at[n->desc.ranks]);
+    snprintf(n->operation, sizeof n->operation, "reduce-scatter of %lld floats", (long long)at[n->desc.ranks]);
     for (int r = 0; r < n->desc.ranks && status == HPML_OK; r++) {
         float *p     = x + at[r];
-        size_t count = (size_t)(at[r + 1] - at[r]);
-        if (count == 0) continue;
-        status = hpmlg_nccl_queued(n, back ? n->call.Broadcast(p, p, count, ncclFloat32, r, n->comm, n->stream)
-                                          : n->call.Reduce(p, p, count, ncclFloat32, ncclSum, r, n->comm, n->stream));
+        size_t count = hpmlg_part_bytes(at, r) / sizeof(float);
+        if (count > 0)
+            status = hpmlg_nccl_queued(n, n->call.Reduce(p, p, count, ncclFloat32, ncclSum, r, n->comm, n->stream));
     }
     if (status == HPML_OK) status = hpml_nccl_link_end(nccl);
     if (status != HPML_OK) return status;
-    if (back) return hpmlg_check(n->d, e, "copying a share to the device");
-    e = cudaMemcpyAsync(stage, mine, bytes, cudaMemcpyDeviceToHost, n->stream);
+    cudaError_t e = cudaMemcpyAsync(stage, x + at[me], hpmlg_part_bytes(at, me), cudaMemcpyDeviceToHost, n->stream);
     if (e == cudaSuccess) e = cudaEventRecord(((hpmlg_staging *)(void *)stage - 1)->arrived, n->stream);
     return hpmlg_check(n->d, e, "copying a share to the host");
 }
 
-/* Waits until hpml_nccl_link_share's copy to the host memory `stage` is complete, up to the timeout. Any thread may
-   call this function, because it gives the context no error. */
+/* Copies the host memory `stage` to this rank's part of x, and broadcasts part r from rank r, for all r. */
+HPML_API hpml_status hpml_nccl_link_allgather(void *nccl, float *x, const int64_t *at, const float *stage)
+{
+    HPMLG_NCCL_ENTER(n, nccl);
+    int         me     = n->desc.rank;
+    hpml_status status = hpml_nccl_link_begin(nccl);
+    cudaError_t e = cudaMemcpyAsync(x + at[me], stage, hpmlg_part_bytes(at, me), cudaMemcpyHostToDevice, n->stream);
+    snprintf(n->operation, sizeof n->operation, "allgather of %lld floats", (long long)at[n->desc.ranks]);
+    for (int r = 0; r < n->desc.ranks && status == HPML_OK; r++) {
+        float *p     = x + at[r];
+        size_t count = hpmlg_part_bytes(at, r) / sizeof(float);
+        if (count > 0)
+            status = hpmlg_nccl_queued(n, n->call.Broadcast(p, p, count, ncclFloat32, r, n->comm, n->stream));
+    }
+    if (status == HPML_OK) status = hpml_nccl_link_end(nccl);
+    return status != HPML_OK ? status : hpmlg_check(n->d, e, "copying a share to the device");
+}
+
+/* Waits until hpml_nccl_link_reduce_scatter's copy to the host memory `stage` is complete, up to the timeout. Any
+   thread may call this function, because it gives the context no error. */
 HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage)
 {
     hpml_nccl     *n = (hpml_nccl *)nccl;
@@ -6456,7 +6471,11 @@ HPML_API hpml_status hpml_nccl_link_check(void *) { return HPML_ERR_UNSUPPORTED;
 HPML_API hpml_status hpml_nccl_link_scale(void *, float *, int64_t, float, float) { return HPML_ERR_UNSUPPORTED; }
 HPML_API void        hpml_nccl_link_free(void *) {}
 HPML_API float      *hpml_nccl_link_stage(void *, int64_t) { return NULL; }
-HPML_API hpml_status hpml_nccl_link_share(void *, float *, const int64_t *, float *, bool)
+HPML_API hpml_status hpml_nccl_link_reduce_scatter(void *, float *, const int64_t *, float *)
+{
+    return HPML_ERR_UNSUPPORTED;
+}
+HPML_API hpml_status hpml_nccl_link_allgather(void *, float *, const int64_t *, const float *)
 {
     return HPML_ERR_UNSUPPORTED;
 }
