@@ -7381,7 +7381,8 @@ HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, floa
 
 HPMLC_FN hpml_status hpmlc_link_gradient(hpml_distributed *d, int param) { return hpmlc_sync_gradient(d, param); }
 
-/* Makes steps 3 to 5 (see hpml_exchange_desc) of the packed exchanges, of all buckets together. */
+/* Performs steps 3 to 5 (see hpml_exchange_desc) of the exchanges with compressed gradients, for all buckets at once.
+   */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
 {
     const hpmlc_link *own = (const hpmlc_link *)d->own;
@@ -7878,7 +7879,8 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     r->at_reset = now;
 }
 
-/* Gathers the rows of all ranks' last steps, sorts them by step, then rank, and sets bubble_s. */
+/* Gathers the rows of all ranks' last steps, sorts them by step, then rank, and sets bubble_s, the seconds in which a
+   rank waited for the slowest rank (see hpml_step_row). */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;

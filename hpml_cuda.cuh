@@ -3080,9 +3080,9 @@ template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g
    hpmlg_store_tile's writes nor its reads have bank conflicts. */
 template <int T> HPMLG_DEVICE int hpmlg_sum_offset(int row, int col) { return row * T + (col ^ (row & 3) << 3); }
 
-/* Stores the sums of tile t, which the threads have in their registers acc[] in the layout of the tensor cores (MMA) or
-   of hpmlg_f32_step: the sums pass through the shared memory `sums`, so that each thread gets 8 neighbours of a row.
-   Warp w has the quarter in row w / 2, column w % 2 of the tile. */
+/* Stores the sums of tile t of C, T x T, which the threads have in their registers acc[] in the layout of the tensor
+   cores (MMA) or of hpmlg_f32_step: the sums pass through the shared memory `sums`, so that each thread gets 8
+   neighbours of a row. Warp w has the quarter in row w / 2, column w % 2 of the tile. */
 template <int T, bool MMA>
 HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const float *acc, float *sums)
 {
@@ -3141,7 +3141,8 @@ HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int lin
     else hpmlg_ldmatrix_x4(r, x + hpmlg_tile_offset<T, L>(l8 + in, k8));
 }
 
-/* Adds the products of 16 k, from k on, of the half tiles a and b to acc, the warp's quarter of the tile of sums. */
+/* Adds the products over 16 values of the summed index, from k on, of the tiles of halves a and b (T lines) to acc, the
+   warp's quarter of the tile of sums. */
 template <int T, int LA, int LB, bool F16>
 HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const unsigned short *b, int k)
 {
@@ -3156,8 +3157,9 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
             hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
 }
 
-/* Starts the copy of a dense tile of halves, T lines and 32 k, to shared memory. x: its first element in the operand;
-   lines, ks: how many lines and k the operand has from there on; the rest is filled with 0. */
+/* Starts the copy of a dense tile of halves, T lines by 32 values of the summed index k, to shared memory. x: the
+   tile's first element in the operand; lines, ks: how many of each the operand has from there on; the rest becomes 0.
+   */
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x, int64_t ld, int64_t lines, int64_t ks)
 {
@@ -3177,7 +3179,8 @@ HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x
 
 #define HPMLG_STAGES 4
 
-/* Starts the copies of both operands' tiles, the 32 k of step `step`, into one of the four stages in turn. */
+/* Starts the copies of both operands' tiles, of T lines by the 32 values of k of step `step`, into one of the four
+   stages in turn. */
 template <int T, int LA, int LB>
 HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t, int64_t step, unsigned short *tiles)
 {
@@ -3194,7 +3197,8 @@ HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t,
     hpmlg_copy_commit(); /* a group per step, even an empty one, because hpmlg_copy_wait counts groups */
 }
 
-/* Computes a tile of a product of dense halves: four stages of 32 k, three being copied while one is multiplied. */
+/* Computes a tile, T x T, of a product of dense halves: in four stages of 32 values of the summed index k, three of
+   which are copied while one is multiplied. */
 template <int T, int LA, int LB>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __grid_constant__ hpmlg_product g)
 {
@@ -3223,8 +3227,8 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __g
 /* The type in which the kernel hpmlg_k_product_gather multiplies. */
 enum hpmlg_gather_type { HPMLG_IN_F32, HPMLG_IN_TF32, HPMLG_IN_HALF };
 
-/* Loads 16 k of an operand's tile into registers v, element by element. base: offset of the matrix; lines, ks:
-   coordinates of the tile's lines and of the 16 k. */
+/* Loads an operand's tile, T lines (rows of A, columns of B) by 16 values of the summed index k, into registers v,
+   element by element. base: offset of the matrix; lines, ks: coordinates of the lines and of the 16 values. */
 template <int T>
 HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t base, const hpmlg_coord *lines,
                                     const hpmlg_coord *ks)
@@ -3239,8 +3243,8 @@ HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t ba
    unchanged, because adding half of the last place would make it -0. */
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
-/* Stores the elements that hpmlg_gather_load loaded into shared memory: f32 as [k][line], tf32 as [line][k], halves (of
-   `type`) in the order of hpmlg_tile_offset. */
+/* Stores to shared memory the tile (T lines) that hpmlg_gather_load has loaded into registers v: f32 as [k][line], tf32
+   as [line][k], halves (of `type`) in the order of hpmlg_tile_offset. */
 template <int T, int KIND>
 HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k, int type)
 {
@@ -3253,7 +3257,8 @@ HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k
     }
 }
 
-/* Adds the products of 16 k in f32 to acc: a thread has sixteen rows of eight columns (T = 128), or eight of four. */
+/* Adds the products over 16 values of k in f32 to acc, this thread's part of the T x T tile of sums: 16 rows of 8
+   columns (T = 128), or 8 of 4. */
 template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, const float *b)
 {
     int ty = (int)threadIdx.x / 16 * 4, tx = (int)threadIdx.x % 16 * 4;
@@ -3268,7 +3273,8 @@ template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, co
     }
 }
 
-/* Adds the products of 16 k of the tiles a and b in tf32 to acc, the warp's quarter of the tile of sums. */
+/* Adds the products over 16 values of k of the tiles a and b in tf32 to acc, the warp's quarter of the T x T tile of
+   sums. */
 template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a, const unsigned *b)
 {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -3289,7 +3295,8 @@ template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a
 #define HPMLG_TILE_BYTES(T, KIND)                                                                                      \
     ((KIND) == HPMLG_IN_F32 ? 16 * ((T) + 4) * 4 : (KIND) == HPMLG_IN_TF32 ? (T) * 80 : (T) * 48)
 
-/* Computes a product of any operands, a tile a block: loads 16 k at a time through registers into one of two stages. */
+/* Computes a product of any operands, a T x T tile for each block: loads 16 values of the summed index k at a time
+   through registers into one of two stages. */
 template <int T, int KIND>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __grid_constant__ hpmlg_product g)
 {
