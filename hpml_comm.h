@@ -7381,8 +7381,7 @@ HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, floa
 
 HPMLC_FN hpml_status hpmlc_link_gradient(hpml_distributed *d, int param) { return hpmlc_sync_gradient(d, param); }
 
-/* Performs steps 3 to 5 (see hpml_exchange_desc) of the exchanges with compressed gradients, for all buckets at once.
-   */
+/* Performs steps 3 to 5 (see hpml_exchange_desc) of all buckets' exchanges with compressed gradients at once. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
 {
     const hpmlc_link *own = (const hpmlc_link *)d->own;
