@@ -566,7 +566,8 @@ TEST(nccl_groups_end_with_their_context)
                                                                   be used any more */
             hpml_ctx_clear_error(ctx);
             ENSURE(hpml_nccl_link_begin(n) == HPML_ERR_COMM);
-            ENSURE(strstr(hpml_ctx_error(ctx), again ? "NCCL was given up" : "an earlier group of calls was not ended"));
+            ENSURE(strstr(hpml_ctx_error(ctx), again ? "NCCL was given up"
+                                                     : "an earlier group of calls was not ended"));
         }
         hpml_ctx_free(ctx);
         ENSURE(nccl_on_cpu_count().groups == turn + 1 && nccl_on_cpu_count().live == 0);
