@@ -7297,8 +7297,8 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
        w, states = step(w, g, states)       see >>optimizers; lr by schedule and lr_rule
        L  = L / 2 after an overflow, 2 L after 2,000 updates without one, where L is dynamic
    G / (L s) and clipping are factors of the step (hpml_update.grad_scale, .clip), not passes over memory. The hooks of
-   hpml_hooks: `run` replaces the second and third line, `grad` is called within the third when a gradient is final,
-   `update` before the fifth. A hook that is not set costs a branch. */
+   hpml_hooks: `run` replaces the forward and backward pass, `grad` is called within backward when a gradient is final,
+   `update` before clipping. A hook that is not set costs a branch. */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>optimizers   the table of optimizers, the driver of their steps, schedules
@@ -7809,7 +7809,7 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 // >>trainer   the trainer: settings, creation, a batch in its inputs
 // ---------------------------------------------------------------------------------------------------------------------
 /* A trainer is a graph that ends in a loss, the settings of its steps, and what they keep: states of the optimizer, the
-   number of updates, the place in the data. Everything is checked, planned and allocated here; >>step runs it. */
+   number of updates, the place in the data. This section checks, plans and allocates all of it; >>step runs it. */
 
 typedef struct hpmli_named_array { /* an array of the user's that checkpoints save */
     const char *name;   /* allocated with this struct, behind it */
@@ -8327,7 +8327,7 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a paramete
 // ---------------------------------------------------------------------------------------------------------------------
 // >>step   one step: micro-batch, gradients, update
 // ---------------------------------------------------------------------------------------------------------------------
-/* hpml_trainer_step runs the lines of the table at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
+/* hpml_trainer_step runs the update described at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
    hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
    hpmli_step_update, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
 
@@ -8921,7 +8921,7 @@ HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size) /* reads `si
            hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
 }
 
-/* Opens a file and reads or maps all of it into f->bytes; a mapped file must not be truncated while it is open. */
+/* Opens a file and reads, or maps if `map`, all of it into f->bytes. A mapped file must not be truncated while open. */
 HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
 {
     if (!hpmli_file_open(ctx, f, path)) return false;
@@ -9547,8 +9547,8 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     return s;
 }
 #ifdef HPML_USE_ZLIB
-/* Decompresses the `want` bytes after the header into f->bytes, whose memory grows with the data read, because a false
-   header could ask for any amount. */
+/* Decompresses the `want` bytes after the header into f->bytes, whose memory grows with the data read, because a forged
+   header could ask for any amount. False: an error, also for more or fewer bytes. */
 HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
     size_t capacity = 0, got = 0;
@@ -10233,7 +10233,7 @@ HPMLI_FN int64_t hpmli_shard_begin(const hpml_loader_desc *d, int64_t size, int6
 }
 
 /* Hashes the settings that decide which samples make a batch, and the targets of 64 samples spread over the data. Ranks
-   compare it: equal for the same data, different for two slices of the data. */
+   compare their hashes, which are equal for the same data and differ for two slices of the data. */
 static uint64_t hpmli_loader_mark(const hpml_loader *l)
 {
     const hpml_dataset *d    = l->data;
@@ -10266,7 +10266,7 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 #ifndef HPML_NO_THREADS
-/* The background thread: prepares batches, at most two ahead of the batch in use. */
+/* Runs in a loader's background thread: prepares batches, at most two ahead of the one in use. arg: the hpml_loader. */
 HPMLI_FN void *hpmli_loader_main(void *arg)
 {
     hpml_loader *l = (hpml_loader *)arg;
@@ -10498,7 +10498,7 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
     return !j->bad;
 }
 
-/* The types of the format and their bits; the types that hpml_dtype has come first, in its order. */
+/* The types of the safetensors format and their bits; those that hpml_dtype has, too, come first, in its order. */
 static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
     { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
@@ -10508,7 +10508,7 @@ static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
 /* Values of ndim that mark an entry: FOREIGN, valid but nothing hpml can load, is skipped; WRONG makes the file
    invalid, unless a later entry of the same name replaces it. */
 enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
-/* Parses the entry `name`: an object or, as the reference reader accepts too, the list of the object's values. */
+/* Parses a tensor's entry: an object or, as the reference reader accepts, a list of its values. size: bytes of data. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
     static const char *const keys[] = { "dtype", "shape", "data_offsets" };
@@ -11068,8 +11068,8 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
-/* Events are kept in a ring of fixed size; adding one takes an atomic increment and a copy. The file is in Chrome's
-   trace format, as an array with one event a line, and times in microseconds. */
+/* A timeline: events are kept in a ring of fixed size; adding one takes an atomic increment and a copy. The file is in
+   Chrome's trace format, as an array with one event a line, and times in microseconds. */
 struct hpmli_trace {
     hpml_trace_desc  d;         /* the user's, with defaults in place of zeros */
     bool             at_first;  /* time 0 of the file is the start of the first event */
@@ -11133,7 +11133,7 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
     hpml_trace_add(ctx, &e);
 }
 
-/* Adds the events of a step that ends now: its span, from time `since` on, and a counter with its loss. */
+/* Adds the events of a step that ends now: its span, begun at time `since` (seconds), and its loss as a counter. */
 HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
 {
     hpml_trace_event e = HPMLI_ZEROED;
@@ -12883,8 +12883,8 @@ HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *
             }
     }
 }
-/* Calls the tile function for the tiles of `run`, `height` rows each, and moves the operand x->a to the tile below. The
-   first call for a panel may pack it; then x->b becomes the packed panel. */
+/* Calls the tile function for the tiles of `run`, `height` rows each, and advances x->a, the address in the left
+   operand, to the tile below. The first call for a panel may pack it; then x->b becomes the packed panel. */
 HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_gemm_panel *panel, int64_t height,
                                    hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -13744,7 +13744,7 @@ HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const
                                          dx + i * d->x_floats + row * d->x_row_step +
                                          u * d->run_step[0] + v * d->run_step[1] + lane);
 }
-/* Sums the weights' gradient over the pixels of some images: dw (panels of OC, taps, C, HPMLI_NR), += if `add`. */
+/* Sums the weights' gradient over all pixels of `images` images: dw (panels of OC, taps, C, HPMLI_NR), += if `add`. */
 HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
                                        int add)
 {
