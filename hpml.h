@@ -7297,8 +7297,8 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
        w, states = step(w, g, states)       see >>optimizers; lr by schedule and lr_rule
        L  = L / 2 after an overflow, 2 L after 2,000 updates without one, where L is dynamic
    G / (L s) and clipping are factors of the step (hpml_update.grad_scale, .clip), not passes over memory. The hooks of
-   hpml_hooks: `run` replaces the second and third line, `grad` is called within the third when a gradient is final,
-   `update` before the fifth. A hook that is not set costs a branch. */
+   hpml_hooks: `run` replaces the forward and backward pass, `grad` is called within backward when a gradient is final,
+   `update` before clipping. A hook that is not set costs a branch. */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>optimizers   the table of optimizers, the driver of their steps, schedules
@@ -7315,8 +7315,9 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 #define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
 #define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
 HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm);
-/* Columns: name, hpml_opt, state_count, states (name, nonnegative, with_momentum; built-in rows: 0 a sum of gradients,
-   1 of squares); lr, momentum, beta1, beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare, step. */
+/* The built-in optimizers. Columns: name, hpml_opt, state_count, states (name, nonnegative, with_momentum: kept only if
+   momentum is not 0; state 0 is a sum or mean of gradients, state 1 of their squares); defaults of lr, momentum, beta1,
+   beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare, step. */
 static const hpml_optimizer hpmli_optimizers[] = {
     { "sgd", HPML_OPT_SGD, 1, { { "momentum", false, true } },
       0.01f, 0, 0, 0, 0, 0, true, false, false, false, NULL, NULL },
@@ -7348,7 +7349,7 @@ HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name)
     return NULL;
 }
 
-/* Returns the optimizer `custom` or, where it is NULL, the built-in one of kind `opt`; NULL: there is none. */
+/* Returns the user's optimizer `custom` or, where it is NULL, the built-in one of kind `opt`; NULL: there is none. */
 HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_optimizer *custom)
 {
     const hpml_optimizer *row;
@@ -7358,7 +7359,7 @@ HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_opti
     return NULL;
 }
 
-/* True if the optimizer `row` keeps its state array number k in a training with this momentum. */
+/* True if the optimizer `row` uses its state array number k; some states are used only if momentum is not 0. */
 HPMLI_FN bool hpmli_optimizer_keeps(const hpml_optimizer *row, int k, float momentum)
 {
     return k < row->state_count && row->states[k].name && (!row->states[k].with_momentum || momentum != 0);
@@ -7415,7 +7416,7 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
     return true;
 }
 
-/* Writes to g the gradient of numbers i .. i + n - 1 of u's parameter, times u->grad_scale. If u->found_nonfinite is
+/* Writes to g the gradient of elements i .. i + n - 1 of u's parameter, times u->grad_scale. If u->found_nonfinite is
    set, a NaN or infinity becomes 0. Returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be u->g + i. */
 HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, int64_t n)
 {
@@ -7429,8 +7430,8 @@ HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, in
     return found;
 }
 
-/* Repairs n numbers after their step: restores each weight that is not finite from `was` (NULL: changes no weight), and
-   zeroes all states of a number if one of them is not finite. Returns HPML_NONFINITE_STEP if it changed any, else 0. */
+/* Repairs n weights after a step: a w that is not finite becomes its old value in `was` (NULL: w stays as it is); if
+   one of a weight's states is not finite, all become 0. Returns HPML_NONFINITE_STEP if it changed any, else 0. */
 HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *state, int64_t n)
 {
     int found = 0;
@@ -7448,8 +7449,8 @@ HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *stat
     return found;
 }
 
-/* Calls the step of u's own optimizer for numbers i .. i + n - 1. g: (n) memory for their gradient; was: (n) memory for
-   their old weights, NULL if the optimizer writes a direction. Returns HPML_NONFINITE_ bits. */
+/* Calls the step of the user's optimizer for elements i .. i + n - 1 of u's parameter. g, was: (n) memory for gradients
+   and old weights; was NULL: the optimizer writes a direction. Returns HPML_NONFINITE_ bits, or 0. */
 HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
 {
     float *state[HPML_MAX_STATES], *w = u->w + i;
@@ -7461,7 +7462,7 @@ HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int6
     return found;
 }
 
-/* Steps numbers i .. i + n - 1 of a parameter by a kernel or the user's optimizer; returns HPML_NONFINITE_ bits. */
+/* Steps elements i .. i + n - 1 of o's parameter, by a kernel or the user's function; returns HPML_NONFINITE_ bits. */
 HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64_t i, int64_t n)
 {
     const hpml_update *u = &o->u;
@@ -7477,8 +7478,8 @@ HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64
     return found;
 }
 
-/* The step of a parameter, cut into tasks. With d, the product that makes the gradient, a task computes some rows of
-   the gradient and then steps the same rows of the parameter, because they are still in the cache. */
+/* The step of a parameter, cut into tasks. If d, the product that makes the gradient, is not NULL, a task computes some
+   rows of the gradient and then steps the same rows of the parameter, because they are still in the cache. */
 typedef struct hpmli_update_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
@@ -7595,10 +7596,10 @@ HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>codec   gradients packed for the wire
 // ---------------------------------------------------------------------------------------------------------------------
-/* The paper on 1-bit gradients (Seide et al. 2014) prints the residual without the e that was carried in. Taken
-   literally, the sums drift apart by 30 % in 1,000 steps while training still looks plausible: tests show it with a
-   codec of their own. A column of the paper, which shares its two levels, is a row here, because a row is the fan-in,
-   contiguous in our [out][in] weights, and long, so that the two floats of the levels cost little. */
+/* The codecs none (plain f32), bf16 and 1-bit; the residual e is what packing lost. The paper on 1-bit gradients (Seide
+   et al. 2014) prints the new e without the old one. Taken literally, sums drift apart by 30 % in 1,000 steps while
+   training looks plausible: tests show it with a codec of their own. The paper's column, which shares two levels, is a
+   row here: it is the fan-in, contiguous in our [out][in] weights, and long, so that the levels cost little. */
 
 HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
 {
@@ -7633,10 +7634,10 @@ HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *p
     else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
 }
 
-/* Packs g + e, a row of p->cols numbers, into q; e (or NULL) then has what packing lost. False: NaN or infinity. */
+/* Packs g + e (gradient, residual or NULL), p->cols numbers, into q; e becomes what packing lost. False: NaN or inf. */
 typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
-/* Packs rows with `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed, because the
-   residual would keep it for ever and the packed row would bring it to other ranks; returns HPML_ERR_NONFINITE then. */
+/* Packs rows of g + e with `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed,
+   because e would keep it for ever and the packed row bring it to other ranks; returns HPML_ERR_NONFINITE then. */
 HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
                                        hpmli_pack_row *pack)
 {
@@ -7669,7 +7670,7 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
     else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
 }
 
-/* Returns the level of side 0 (numbers below 0) or 1 (the others): their mean, clamped to their range; none: 0. */
+/* Returns the mean of a row's numbers below 0 (side 0) or of the others (side 1), clamped to their range; none: 0. */
 HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 {
     if (row->count[side] == 0) return 0;
@@ -7808,7 +7809,7 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 // >>trainer   the trainer: settings, creation, a batch in its inputs
 // ---------------------------------------------------------------------------------------------------------------------
 /* A trainer is a graph that ends in a loss, the settings of its steps, and what they keep: states of the optimizer, the
-   number of updates, the place in the data. Everything is checked, planned and allocated here; >>step runs it. */
+   number of updates, the place in the data. This section checks, plans and allocates all of it; >>step runs it. */
 
 typedef struct hpmli_named_array { /* an array of the user's that checkpoints save */
     const char *name;   /* allocated with this struct, behind it */
@@ -7951,7 +7952,7 @@ HPMLI_FN void hpmli_trainer_destroy(void *object)
     if (t->hooks.free) t->hooks.free(t->hooks.user);
 }
 
-/* Checks that the loss depends on .input, on .target and on a trainable parameter; false: an error on the context. */
+/* Checks that the loss depends on desc.input, desc.target and a trainable parameter; false: an error on the context. */
 HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 {
     const hpml_tensor *missing[2] = { t->d.input, t->target };
@@ -8027,7 +8028,7 @@ HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t) /* true if targets are 
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
 
-/* Returns host memory for a batch of outputs: the output's own if that is f32 on the host, else an array made once. */
+/* Returns host memory for a batch of outputs: the output tensor's if f32 on the host, else t->host_out, made once. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
     if (t->ctx->backend == hpml_backend_cpu() && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
@@ -8146,8 +8147,8 @@ HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *input, const voi
     t->ctx->backend->write(t->ctx->device, input->raw, from, (size_t)n * hpml_dtype_size(input->dtype));
 }
 
-/* Sets the batch and copies x and y (NULL: none) into the inputs. A graph that mixes samples cannot run fewer rows than
-   it was recorded with: a short batch of labels is filled up with HPML_IGNORE, which does not count in the loss. */
+/* Sets the batch size, copies x and y (NULL: none) into the inputs. A graph whose ops mix samples cannot run fewer rows
+   than it was recorded with: short batches of labels are filled up with HPML_IGNORE, which the loss leaves out. */
 HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const void *y, int64_t samples)
 {
     hpml_graph *g    = t->graph;
@@ -8203,8 +8204,8 @@ HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const int32_t *labels, int64_t *
     }
 }
 
-/* Waits for the device and reads t->scalars from it. With labels (in host memory, or NULL) counts the rows that are
-   right, too, on the device if its backend can and `confusion` (a matrix on the host) is NULL. */
+/* Waits for the device and reads t->scalars. With labels (in host memory, or NULL) also counts the rows predicted
+   right: on the device if its backend can and `confusion` (a matrix on the host) is NULL, else on the host. */
 HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
@@ -8219,7 +8220,7 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
     if (labels && !on_device) hpmli_count_hits(t, labels, confusion);
 }
 
-/* Shifts every input, and every reshape of an input, by `samples` samples (negative: back) within its batch. */
+/* Moves the data address of each input, and of each reshape of an input, on by `samples` samples (negative: back). */
 HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
@@ -8235,7 +8236,7 @@ HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
     }
 }
 
-/* Lets the next passes begin with sample `first` of the batch in the inputs, until hpmli_inputs_rewind undoes it. */
+/* Lets the next passes (forward, backward) begin with sample `first` of the inputs, until hpmli_inputs_rewind. */
 HPMLI_FN void hpmli_inputs_advance(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, first); }
 HPMLI_FN void hpmli_inputs_rewind(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, -first); }
 HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t) /* ORs HPML_NONFINITE_ bits of all parameters' steps */
@@ -8272,8 +8273,8 @@ HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const v
     return false;
 }
 
-/* Fails with an error that names `place` of tensor y if a number of x (as y, on the device) is not finite, or `known`
-   says so; else returns false. what, value: the quantity in which the step has found a NaN or infinity. */
+/* Sets an error and returns true if a number of x (on the device, laid out as tensor y) is not finite, or `known` says
+   so; else returns false. The error names `place` ("parameter" ..), y, and `what` with its non-finite `value`. */
 HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double value, const char *place,
                                      const hpml_tensor *y, const void *x, bool known)
 {
@@ -8326,7 +8327,7 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a paramete
 // ---------------------------------------------------------------------------------------------------------------------
 // >>step   one step: micro-batch, gradients, update
 // ---------------------------------------------------------------------------------------------------------------------
-/* hpml_trainer_step runs the lines of the table at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
+/* hpml_trainer_step runs the update described at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
    hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
    hpmli_step_update, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
 
@@ -8360,7 +8361,7 @@ HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t) /* dynamic loss scale: / 2 
     if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-/* Reads the loss of the pass that began with sample `first`; with t->labels also adds its right rows to the step's. */
+/* Reads the loss of the pass from sample `first` on; if t->labels is set, adds rows predicted right to t->correct. */
 HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 {
     const int32_t *labels = t->labels;
@@ -8409,7 +8410,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
     return status;
 }
 
-/* Fills in what changes with each step in the updates of parameters first_param .. first_param + param_count - 1. */
+/* Sets what changes with each step (lr, grad_scale ..) in t->updates of param_count parameters from first_param on. */
 HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_count)
 {
     float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
@@ -8485,7 +8486,7 @@ typedef struct hpmli_step { /* one call of hpml_trainer_step */
     bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
-/* Chooses when the parameters step: early needs the CPU, no norm of all gradients, and no hook that uses gradients. */
+/* Chooses when parameters step. Early (in backward) needs the CPU, no gradient norm, no hook that uses gradients. */
 HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
 {
     const hpml_backend *b = t->ctx->backend;
@@ -8495,7 +8496,7 @@ HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
     return HPMLI_UPDATE_EARLY;
 }
 
-/* Copies the micro-batch x, y into the inputs, clears the results of the last step, and fills in *s. */
+/* Copies micro-batch x, y into the inputs, clears the last step's results, fills in *s, what the step's parts share. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
     int64_t samples = s->samples;
@@ -8523,7 +8524,7 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     return HPML_OK;
 }
 
-/* Runs forward and backward, by hooks.run if set, else with early steps within. Fails if the loss is not finite. */
+/* Runs forward and backward, by hooks.run if set; else parameters may step within. Fails if the loss is not finite. */
 HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 {
     hpml_status status;
@@ -8545,7 +8546,7 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
     return HPML_OK;
 }
 
-/* Counts the micro-batch; after the last one of an update steps the parameters, or checks their early steps. */
+/* Counts the micro-batch; after an update's last one steps the parameters, or checks those that stepped in backward. */
 HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t, const hpmli_step *s)
 {
     hpml_status status = HPML_OK;
@@ -8600,7 +8601,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
 // >>fit   passes over data, evaluation, prediction
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d); /* see >>dataset */
-/* Fails if a sample of the data has not the shape and type of the model's input and target. augments: images move. */
+/* Fails if samples of the data do not fit the model's input and target. augments: images get shifted, flipped, cut. */
 HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool augments)
 {
     const hpml_tensor *x = t->d.input, *y = t->target;
@@ -8624,7 +8625,7 @@ HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool au
     return true;
 }
 
-/* Creates a loader over `data`: to evaluate, all samples in order, else this rank's shard. NULL: error, or no data. */
+/* Creates a loader: to evaluate, of all samples in order, else of this rank's shard. NULL: an error, or no `data`. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
 {
@@ -8709,8 +8710,8 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     return status;
 }
 
-/* Fails with an error that names the sample whose loss is not finite, by running one at a time. The inputs hold
-   `samples` samples, which begin with number `first` of the data. */
+/* Fails with an error that names the sample whose loss is not finite, by evaluating one sample at a time. The inputs
+   hold `samples` samples, which begin with number `first` of the data. */
 HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64_t samples)
 {
     hpml_graph *g    = t->graph;
@@ -8734,8 +8735,8 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
-/* Evaluates one batch and adds its loss, samples and right rows to *out (its accuracy counts right rows until the last
-   batch), and the rows that have a label to *counted. False: an error on the context. */
+/* Evaluates one batch; adds its loss, its samples and its rows predicted right to *out (in .accuracy, which is a count
+   until the last batch), and its rows that have a label to *counted. False: an error on the context. */
 HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
 {
     bool classifier = hpmli_is_classifier(t);
@@ -8920,7 +8921,7 @@ HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size) /* reads `si
            hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
 }
 
-/* Opens a file and reads or maps all of it into f->bytes; a mapped file must not be truncated while it is open. */
+/* Opens a file and reads, or maps if `map`, all of it into f->bytes. A mapped file must not be truncated while open. */
 HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
 {
     if (!hpmli_file_open(ctx, f, path)) return false;
@@ -9078,7 +9079,7 @@ HPMLI_FN void hpmli_write_start(hpmli_writer *w) /* seeks to 0: the next writes 
 }
 
 /* Appends large data. After each 64 MB, if there is a progress callback, syncs the file and calls the callback, so that
-   the last sync is short and the callback's count of bytes is true. */
+   the last sync is short and the callback counts only bytes that are on the disk. */
 HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
 {
     const size_t         piece    = (size_t)64 << 20;
@@ -9441,7 +9442,7 @@ HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth) /* skips any value, at m
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dataset   datasets; images as data: IDX, CIFAR
 // ---------------------------------------------------------------------------------------------------------------------
-/* Numbers of a sample as loaders deliver it: of the crop, if the dataset d crops its images. */
+/* Returns how many numbers a sample has as loaders deliver it: those of the crop, if the dataset d crops its images. */
 HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d)
 {
     int64_t n = hpmli_shape_count(d->x_ndim, d->x_shape), crop = d->x_crop;
@@ -9459,8 +9460,8 @@ typedef struct hpmli_samples {
 } hpmli_samples;
 
 HPML_API void hpml_dataset_free(hpml_dataset *d) { if (d) hpmli_free(d->ctx, d); }
-/* Ends every reader: after an error frees the dataset and returns NULL; else returns it, and where labels are integers
-   and d.classes is 0 sets the number of classes to the largest label + 1. */
+/* Finishes a dataset that a file reader has filled: after an error frees it and returns NULL; else returns it, and
+   where labels are integers and d.classes is 0 sets the number of classes to the largest label + 1. */
 HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
 {
     bool    bad    = s && s->d.ctx->status != HPML_OK;
@@ -9546,8 +9547,8 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     return s;
 }
 #ifdef HPML_USE_ZLIB
-/* Decompresses the `want` bytes after the header into f->bytes, whose memory grows with the data read, because a false
-   header could ask for any amount. */
+/* Decompresses the `want` bytes after the header into f->bytes, whose memory grows with the data read, because a forged
+   header could ask for any amount. False: an error, also for more or fewer bytes. */
 HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
     size_t capacity = 0, got = 0;
@@ -9687,7 +9688,7 @@ typedef struct hpmli_csv {
     char        separator;
 } hpmli_csv;
 
-/* Reads the next field into [*text, *stop), without blanks and quotes around it; true: another follows on the line. */
+/* Reads the next field into [*text, *stop), without blanks and quotes around it; true: the line has another field. */
 HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop)
 {
     const char *p = c->p;
@@ -9777,7 +9778,7 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line int
 }
 
 /* Allocates as many samples as the rest of the file can contain: each takes a line, and 2 bytes or more a field. given:
-   the label's column by the caller's number. NULL without an error: the rest is too short for one sample. */
+   the label's column, negative from the end. NULL without an error: the rest is too short for one sample. */
 HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
 {
     int64_t columns = c->columns, lines = 1;
@@ -9879,8 +9880,8 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 // ---------------------------------------------------------------------------------------------------------------------
 // >>npy   numpy arrays and packed records
 // ---------------------------------------------------------------------------------------------------------------------
-/* A .npy file: \x93NUMPY; version 1 0, 2 0, 3 0; u16 (version 1) or u32, the header's length; a Python dict; data. */
-
+/* A .npy file: \x93NUMPY; bytes 1 0, 2 0 or 3 0, the version; the header's length, u16 in version 1, else u32; the
+   header, a Python dict; the data. */
 HPMLI_FN char *hpmli_npy_key(char *header, const char *key) /* returns the text after 'key': in a dict; "": none */
 {
     char *p = strstr(header, key);
@@ -10179,8 +10180,8 @@ struct hpml_loader {
 #endif
 };
 
-/* Copies a sample with random crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j' is j or,
-   flipped, w - 1 - j; 0 outside the image and in the cutout. */
+/* Copies a sample with random crop, shift (dx, dy), flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j'
+   is j or, flipped, w - 1 - j; 0 outside the image and in the cutout. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
     const hpml_augment *a     = &l->d.augment;
@@ -10223,7 +10224,7 @@ HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t
     if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
 
-/* Returns where the shard of `rank` begins in a global batch of `size` samples. */
+/* Returns the index, within a global batch of `size` samples, of the first sample of the shard of `rank`. */
 HPMLI_FN int64_t hpmli_shard_begin(const hpml_loader_desc *d, int64_t size, int64_t rank)
 {
     int64_t grains = d->grain > 0 ? (d->global_batch + d->grain - 1) / d->grain : 0;
@@ -10232,7 +10233,7 @@ HPMLI_FN int64_t hpmli_shard_begin(const hpml_loader_desc *d, int64_t size, int6
 }
 
 /* Hashes the settings that decide which samples make a batch, and the targets of 64 samples spread over the data. Ranks
-   compare it: equal for the same data, different for two slices of the data. */
+   compare their hashes, which are equal for the same data and differ for two slices of the data. */
 static uint64_t hpmli_loader_mark(const hpml_loader *l)
 {
     const hpml_dataset *d    = l->data;
@@ -10265,7 +10266,7 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 #ifndef HPML_NO_THREADS
-/* The background thread: prepares batches, at most two ahead of the batch in use. */
+/* Runs in a loader's background thread: prepares batches, at most two ahead of the one in use. arg: the hpml_loader. */
 HPMLI_FN void *hpmli_loader_main(void *arg)
 {
     hpml_loader *l = (hpml_loader *)arg;
@@ -10463,7 +10464,7 @@ HPMLI_FN int hpmli_name_find(const void *name, const void *b)
     return strcmp((const char *)name, *(const char *const *)b);
 }
 
-/* Sorts by name, keeps the last of several of one name, returns how many remain. *twice: a name that occurred again. */
+/* Sorts structs of `size` bytes by name, keeps the last of each name, returns how many. *twice: a repeated name. */
 HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **twice)
 {
     char *p = (char *)named, *to = p;
@@ -10497,7 +10498,7 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
     return !j->bad;
 }
 
-/* The types of the format and their bits; the types that hpml_dtype has come first, in its order. */
+/* The types of the safetensors format and their bits; those that hpml_dtype has, too, come first, in its order. */
 static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
     { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
@@ -10507,7 +10508,7 @@ static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
 /* Values of ndim that mark an entry: FOREIGN, valid but nothing hpml can load, is skipped; WRONG makes the file
    invalid, unless a later entry of the same name replaces it. */
 enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
-/* Parses the entry `name`: an object or, as the reference reader accepts too, the list of the object's values. */
+/* Parses a tensor's entry: an object or, as the reference reader accepts, a list of its values. size: bytes of data. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
     static const char *const keys[] = { "dtype", "shape", "data_offsets" };
@@ -10640,7 +10641,7 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
     return m ? m->value : NULL;
 }
 
-/* Appends `before` and the string s, quoted and escaped for JSON. */
+/* Appends the text `before`, then the string s, quoted and escaped for JSON. */
 HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *s)
 {
     char code[8];
@@ -10654,7 +10655,7 @@ HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *
     hpmli_write(w, "\"", 1);
 }
 
-/* Appends `before` and the header's entry of the tensor t, whose data begin at offset `at`. */
+/* Appends the text `before`, then the header's entry of the tensor t, whose data begin at offset `at`. */
 HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_safetensor *t, uint64_t at)
 {
     char        text[256];
@@ -10749,8 +10750,8 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
 }
 
 /* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file; else in device
-   memory as f32, read and converted through `host`, which can hold the largest. The head is written first with zeros,
-   and again at the end, when its length and the checksums are known. */
+   memory as f32, read and converted through `host`, memory for the largest tensor. The head is written first with
+   zeros, and again at the end, when its length and the checksums are known. */
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
     hpmli_writer w;
@@ -10787,8 +10788,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // ---------------------------------------------------------------------------------------------------------------------
 // >>checkpoint   parameters and whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-/* Saves named arrays of a device to a file and loads them. Loading checks all arrays before it changes the first. */
-
+/* Named arrays in device memory, to save to a file or load from one. Loading checks all before it changes the first. */
 typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: f32 on the device. First in the memory of all these arrays */
     float           *host;  /* host memory for the largest array */
@@ -10799,7 +10799,7 @@ typedef struct hpmli_arrays {
     hpml_dtype       dtype; /* of the data in the file */
 } hpmli_arrays;
 
-/* Adds an array in device memory (NULL: does nothing and returns NULL); returns the memory for its name. */
+/* Adds an array in device memory to the list `a` (NULL: adds none, returns NULL); returns the memory for its name. */
 HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, const float *device, int ndim, const int64_t *shape)
 {
     hpml_safetensor *t = &a->t[a->count];
@@ -10814,7 +10814,7 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, const float *device, int ndim, 
     return name;
 }
 
-/* Adds the state k of the optimizer, for each parameter, as "opt.<state>.<parameter>". */
+/* Adds to `a` the optimizer's state number k of each parameter, under the name "opt.<state>.<parameter>". */
 HPMLI_FN void hpmli_arrays_add_state(hpmli_arrays *a, const hpml_trainer *t, int k)
 {
     const hpml_optimizer_state *state = &t->optimizer->states[k];
@@ -10955,7 +10955,7 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
     return hpml_ctx_status(ctx);
 }
 
-/* A checkpoint's metadata on a training: the optimizer's name, the other entries whole numbers as text. */
+/* A checkpoint's metadata about its training: the optimizer's name; the other entries are whole numbers as text. */
 enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_AGE,
        HPMLI_ENTRIES };
 static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
@@ -11027,7 +11027,7 @@ HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const
     return true;
 }
 
-/* True if `name`, the optimizer of the file `path`, is that of this trainer; false: an error. */
+/* True if `name`, the optimizer that the file `path` was saved with, is that of trainer t; false: an error. */
 HPMLI_FN bool hpmli_optimizer_matches(const hpml_trainer *t, const char *path, const char *name)
 {
     if (strcmp(name, t->optimizer->name) == 0) return true;
@@ -11068,8 +11068,8 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
-/* Events are kept in a ring of fixed size; adding one takes an atomic increment and a copy. The file is in Chrome's
-   trace format, as an array with one event a line, and times in microseconds. */
+/* A timeline: events are kept in a ring of fixed size; adding one takes an atomic increment and a copy. The file is in
+   Chrome's trace format, as an array with one event a line, and times in microseconds. */
 struct hpmli_trace {
     hpml_trace_desc  d;         /* the user's, with defaults in place of zeros */
     bool             at_first;  /* time 0 of the file is the start of the first event */
@@ -11133,7 +11133,7 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
     hpml_trace_add(ctx, &e);
 }
 
-/* Adds the events of a step that ends now: its span, from time `since` on, and a counter with its loss. */
+/* Adds the events of a step that ends now: its span, begun at time `since` (seconds), and its loss as a counter. */
 HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
 {
     hpml_trace_event e = HPMLI_ZEROED;
@@ -12117,7 +12117,7 @@ HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const fl
     }
 }
 
-/* dx (+= with `accumulate`) = dy f'(x). xs (x) or ys (y = f(x)) may be NULL where f' does not read that array. */
+/* Computes dx = dy f'(x), added to dx when `accumulate`. xs: x, ys: f(x); NULL where f' does not read that array. */
 HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs,
                                    const float *ys, int64_t n, int accumulate)
 {
@@ -12187,10 +12187,10 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vreduce   sums, maxima, norms
 // ---------------------------------------------------------------------------------------------------------------------
-/* Four independent accumulators hide the latency of an addition; they are added up in a fixed order. The `_wide` sums
-   and vmoments add the sum of each HPMLI_BLOCK_SUM elements to a double, for statistics over long arrays. */
+/* Sums have four independent accumulators, to hide the latency of an addition, added up in a fixed order. The `_wide`
+   sums and vmoments add the sum of each HPMLI_BLOCK_SUM elements to a double, for statistics over long arrays. */
 #define HPMLI_BLOCK_SUM 1024
-/* Defines a sum over n elements: `term` is the new value of the accumulator `sum`, from the c elements at `at`. */
+/* Defines a function that sums n elements: `term` is the accumulator `sum` plus the c elements from index `at` on. */
 #define HPMLI_REDUCE(name, params, term)                                                                               \
     HPMLI_KERNEL float HV(name) params                                                                                 \
     {                                                                                                                  \
@@ -12331,8 +12331,8 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
 /* Collects the non-finite results of one update in sums that are 0, or NaN once a new weight, a mean square or LAMB's
    gradient was not finite. `replacement`, 0 or NaN, is added to the old weight where the new one is not finite. */
 typedef struct HV(update_check) { HV(f32) weight, square, gradient, replacement; } HV(update_check);
-/* Stores c lanes of x, updated weights, at w, or old + f->replacement where x is not finite, which f->weight records.
-   Only x is checked, because a non-finite gradient makes x non-finite as well. */
+/* Stores c lanes of x, updated weights, at w; where x is not finite, stores old + f->replacement and makes f->weight
+   NaN. Only x is checked, because a non-finite gradient makes x non-finite as well. */
 HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) old, HV(update_check) *f, int64_t c)
 {
     HV(f32) nan_or_0 = x * HV(zero)();
@@ -12419,7 +12419,7 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     }
     return found;
 }
-/* HPMLI_STEPS(step): an optimizer's loop over n weights; `step` updates c weights at i by their scaled gradient g. */
+/* HPMLI_STEP(step): `step` updates c weights from index i on by their scaled gradient g. HPMLI_STEPS: for n weights. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         HV(f32) g = HV(load_upto)(dw + i, c);                                                                          \
@@ -12464,7 +12464,7 @@ HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, f
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vconvert   storage types, checksums
 // ---------------------------------------------------------------------------------------------------------------------
-/* Calls X(dtype, name, C type) for the stored types that are converted; f32 is copied. */
+/* Calls X(dtype, name, C type) for each storage type that must be converted to and from f32. */
 #define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
 
 HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
@@ -12561,7 +12561,7 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 #define HPMLI_NR (2 * HV_LANES) /* columns of two vectors: the width of the panels of convolutions */
 
 #ifndef HPMLI_TILE_ROW
-/* What one call of a tile function computes: `panels` columns of `tiles` tiles of C, which all have the same size. */
+/* What one call of a tile function computes: `panels` columns of tiles of C, each of `tiles` tiles, all of one size. */
 typedef struct hpmli_tile_run {
     int64_t tiles;         /* tiles below each other in a column */
     int64_t a_tile;        /* floats in A from a tile's first row to that of the tile below */
@@ -12582,14 +12582,14 @@ typedef struct hpmli_gemm_epilogue {
     const float *bias_col; /* one number for each column, or NULL */
     int          relu;
 } hpmli_gemm_epilogue;
-/* A tile function runs kc steps of k: A is at a, with a_row floats from row to row and a_k from one k to the next; B is
-   at b, with b_k floats from one k to the next and contiguous columns; `run` describes the tiles of C. */
+/* A tile function computes tiles of C = A B over kc values of k, the summed index: A is at a, a_row floats from row to
+   row, a_k from k to k; B is at b, b_k floats from k to k, with contiguous columns; `run` describes the tiles. */
 #define HPMLI_TILE_ARGS                                                                                                \
     int64_t kc, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t b_k, const hpmli_tile_run *run
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
-/* A step of k for row r of a tile of mr rows, nv vectors: adds x, a number of A, times the vectors b0 .. b3 of B to the
-   sums s##r .. v##r. mr, nv are constants once inlined: the code for further rows and vectors vanishes. Every third row
-   of A has a pointer (a0, a3 ..), the others are one or two rows from it. */
+/* Row r of a tile of mr rows, nv vectors, has the sums s##r .. v##r: _ZERO clears them; _ROW adds a number of A times
+   the vectors b0 .. b3 of B. mr, nv are constants once inlined: code for further rows and vectors vanishes. Every third
+   row of A has a pointer (a0, a3 ..), the others are one or two rows from it. */
 #define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_A(r)        (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * a_row]
 #define HPMLI_TILE_ROW(nv, r)                                                                                          \
@@ -12600,7 +12600,7 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
         if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
     }
-/* Offset of vector i in a row: the last vector ends with the last of cols columns, and may overlap the one before. */
+/* Offset in floats of vector i in a tile's row. The last vector ends with the last of cols columns, and may overlap. */
 #define HPMLI_TILE_V(i) (nv == i + 1 ? last : i * HV_LANES)
 #define HPMLI_TILE_LOAD(i, p)                                                                                          \
     (nv <= i ? HV(zero)() : nv == 1 ? HV(load_partial)(p, cols) : HV(load)((p) + HPMLI_TILE_V(i)))
@@ -12626,7 +12626,7 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1) /* 1: for writing */
 #endif
 
-/* One step of k: loads the vectors of B, multiplies them by a number of A for each row, and goes to the next k. */
+/* HPMLI_TILE_B loads b0 .. b3, vectors of B; HPMLI_TILE_STEP also multiplies them by a number of A for each row. */
 #define HPMLI_TILE_B                                                                                                   \
     HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b);                                                    \
     HV(f32) b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
@@ -12723,7 +12723,7 @@ HPMLI_KERNEL void HV(pack_columns)(const float *x, int64_t x_k, int64_t x_col, i
                 dst[k * width + j + q] = q < rows ? x[(j + q) * x_col + k * x_k] : 0;
     }
 }
-/* Applies the epilogue e to the first n lanes of v, elements of row r of e's C from column j on; stores them at c. */
+/* Applies the epilogue e (alpha, beta, bias, relu) to n lanes of v, element (r, j) of C and the next; stores at c. */
 HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_gemm_epilogue *e, float *c, int64_t r, int64_t j, HV(f32) v,
                                         int64_t n)
 {
@@ -12734,7 +12734,7 @@ HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_gemm_epilogue *e, float *c, 
     if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays NaN */
     HV(store_upto)(c, v, n);
 }
-/* Applies the epilogue e to a tile of mr rows, which are HPMLI_NV vectors apart, and stores the rows ldc apart at c. */
+/* Applies the epilogue e to a tile of mr rows, HPMLI_NV vectors apart, and stores its rows ldc floats apart at c. */
 HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e, float *c,
                                   int64_t ldc)
 {
@@ -12742,8 +12742,8 @@ HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, c
         for (int64_t j = 0; j < cols; j += HV_LANES)
             HV(finish_vector)(e, c + j, r, j, HV(load)(tile + j), cols - j);
 }
-/* Transposes `tile`, mr rows of cols columns of C^T, applies the epilogue e and stores the result at c. Rows and
-   columns of e are those of C. store_only: e does nothing. */
+/* Transposes `tile`, mr rows of cols columns of C^T, applies the epilogue e (alpha, beta, bias, relu), stores the
+   result at c. Rows and columns of e are those of C. store_only: e changes nothing, and is skipped. */
 HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e,
                                              bool store_only, float *c, int64_t ldc)
 {
@@ -12883,8 +12883,8 @@ HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *
             }
     }
 }
-/* Calls the tile function for the tiles of `run`, `height` rows each, and moves the operand x->a to the tile below. The
-   first call for a panel may pack it; then x->b becomes the packed panel. */
+/* Calls the tile function for the tiles of `run`, `height` rows each, and advances x->a, the address in the left
+   operand, to the tile below. The first call for a panel may pack it; then x->b becomes the packed panel. */
 HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_gemm_panel *panel, int64_t height,
                                    hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -12896,8 +12896,8 @@ HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_ge
     x->b   = panel->packed;
     x->b_k = vectors * HV_LANES;
 }
-/* Computes a panel whose tiles store into C, or add to C, themselves. One call computes all tiles of one height, except
-   that the first tile of a panel that is packed by that tile has a call of its own. */
+/* Computes a panel, a column of tiles of C that store into C, or add to C, themselves. One call computes all tiles of
+   one height, except that the first tile of a panel that is packed by that tile has a call of its own. */
 HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                         const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -12917,8 +12917,8 @@ HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm
         c += run->tiles * height * v->ldc;
     }
 }
-/* Computes a panel tile by tile in a buffer. The epilogue is applied to the buffer, which for swapped products is also
-   transposed, and the result is stored into C. */
+/* Computes a panel, a column of tiles of C, tile by tile in a buffer. The epilogue is applied to the buffer, which for
+   swapped products is also transposed, and the result is stored into C. */
 HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                           const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -12968,7 +12968,7 @@ HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block 
     if (block->plain && !v->swapped) HV(gemm_panel_direct)(v, block, panel, &run, &x);
     else HV(gemm_panel_buffered)(v, block, panel, &run, &x);
 }
-/* Sets the epilogue for the block's range of k: beta belongs to the first range, bias and relu to the last. */
+/* Sets the epilogue (what follows the sums) for the block's range of k: the first has beta, the last bias and relu. */
 HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_block *block)
 {
     const hpmli_gemm_desc *d    = v->part->d;
@@ -13133,7 +13133,7 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
         }
 }
 
-/* Vector i of nv (n columns, the last maybe partial) of a row of C, summed in s##i; x: a number of A; b: a row of B. */
+/* For vector i of nv in a row of C (n columns, the last vector maybe partial): its sum s##i; x: from A; b: B's row. */
 #define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
 #define HPMLI_ROW_B(nv, i)                                                                                             \
     (nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES))
@@ -13380,7 +13380,7 @@ typedef struct HV(onebit_acc) { /* [0]: of elements below zero, [1]: of the othe
     HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 
-/* Adds v = g + e, c elements, at most 16, to the accumulators a, stores v in e and returns its bits. e NULL: v = g. */
+/* Adds v = g + e (e NULL: g), c <= 16 elements, to the sums a; stores v in e; returns a bit for each, 1 if v >= 0. */
 HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
 {
     HV(f32)  zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
@@ -13398,7 +13398,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
         bits |= HV(sign_bits)(v) << at;
         a->sum[0][u] += HV(if_ge)(v, zero, zero, v);
         a->sum[1][u] += HV(if_ge)(v, zero, v, zero);
-        /* Lanes behind the end are 0, which can change only one extreme in use: a->least[1], which leaves them out. */
+        /* Lanes behind the end are 0. Of the extremes in use, 0 can change only a->least[1], which leaves them out. */
         least = HV(min)(HV(if_ge)(v, zero, v, inf), a->least[1][u]);
         a->least[0][u] = HV(min)(v, a->least[0][u]);
         a->most[0][u]  = HV(max)(HV(if_ge)(v, zero, minf, v), a->most[0][u]);
@@ -13534,8 +13534,8 @@ HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
    The same tile computes all three products. The gradient of the weights has taps x channels as rows and sums over
    pixels; the gradient of the input has pixels of dy as rows, taps x channels as columns, and is added to the places
    that those taps read. */
-/* Computes a tile of mr rows by nv vectors of the product s from its operands at a and b into c, with the row macros of
-   >>gemm. All lanes are stored, because the arrays have space for whole tiles. */
+/* Computes a tile of mr rows by nv vectors of the product that s describes, of the operands at a and b, into c, with
+   the row macros of >>gemm. All lanes are stored, because the arrays have space for whole tiles. */
 HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_ARGS)
 {
     const int64_t a_row = s->a_row, a_k = s->a_k, b_k = s->b_k, ldc = s->c_row;
@@ -13566,7 +13566,7 @@ HPMLI_ROWS(HPMLI_CONV_TILE, 2)
 static hpmli_conv_tile_fn *const HV(conv_tiles)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 1) },
                                                                  { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 2) } };
 
-/* Computes all rows of the product s of a and b into c, dealt out evenly to tiles, for cols <= HPMLI_NR columns. */
+/* Computes the product of a and b that s describes into c: rows dealt out evenly to tiles, cols <= HPMLI_NR columns. */
 HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t cols, const float *a, const float *b,
                                        float *c)
 {
@@ -13674,7 +13674,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         }
     }
 }
-/* Copies d's rows of pixels, some channels of each: to = from + bias (or NULL), `accumulate`: adds `to`; then relu. */
+/* Copies the pixels that d describes: to = from + bias (or NULL), plus the old `to` if `accumulate`; then relu. */
 HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                                 int accumulate)
 {
@@ -13730,8 +13730,8 @@ HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, const float *w, const fl
         }
     }
 }
-/* dx += dy W^T, the gradient of the input, for padded NHWC images, run after run of taps. The pixels of a row of dy are
-   added one after the other, because the runs that they read overlap. */
+/* dx += dy W^T, the gradient of the input, for padded NHWC images, one run (contiguous taps) after the other. The
+   pixels of a row of dy are added one after the other, because the runs that they read overlap. */
 HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
     hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->x_pixel_step, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
@@ -13744,7 +13744,7 @@ HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const
                                          dx + i * d->x_floats + row * d->x_row_step +
                                          u * d->run_step[0] + v * d->run_step[1] + lane);
 }
-/* Sums the weights' gradient over the pixels of some images: dw (panels of OC, taps, C, HPMLI_NR), += if `add`. */
+/* Sums the weights' gradient over all pixels of `images` images: dw (panels of OC, taps, C, HPMLI_NR), += if `add`. */
 HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
                                        int add)
 {
@@ -13785,7 +13785,7 @@ HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, i
     HV(f32) b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
     return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
-/* Computes y, maxima of n 2 x 2 windows, and at, the corner of each. The first of equals wins, and the first NaN. */
+/* Computes y, maxima of n 2 x 2 windows, and `at`, their corners (0 to 3): the first of equals, or the first NaN. */
 HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
