@@ -1613,7 +1613,7 @@ typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw;
 #define HPMLI_ONEBIT_LANES 16   /* elements packed in one step: two bytes of bits */
 #define HPMLI_ONEBIT_CHUNK 1024 /* elements whose sum is in float, before it is added in double */
 
-/* Statistics of a gradient's row for the 1-bit codec: index 0 for the elements below zero, 1 for the others. */
+/* Statistics, for the 1-bit codec, of one row of a gradient: index 0 for its elements below zero, 1 for the others. */
 typedef struct hpmli_onebit_row {
     double  sum[2];
     int64_t count[2];
@@ -1712,7 +1712,7 @@ typedef struct hpmli_kernels {
     /* Writes numbers first .. first + n - 1 of a random stream to out; kind: 32-bit words, uniform or normal floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
     /* Codecs of n gradient elements g; e: the error of the last encoding, or NULL. onebit_scan: e += g; writes signs as
-       bits and, to *row, sums and extremes of both signs; onebit_carry: subtracts the decoded numbers, low or high. */
+       bits and, to *row, sums and extremes of both signs; onebit_carry: e -= its decoded value, low or high. */
     void (*onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n);
     void (*onebit_carry)(float *e, float low, float high, int64_t n);
     void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
@@ -2016,14 +2016,6 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // >>threads   the clock and the thread pool
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Fork-join over numbered tasks. The caller opens a job, works on its tasks as thread 0, closes the job, and waits for
-   the workers that are still in it. Each thread begins with a fixed range of the tasks, so that it finds the same data
-   in its cache from job to job, and then takes tasks from other threads' ranges. A task's result does not depend on the
-   thread, and no sum is split by the number of threads, so results have the same bits on any number of threads.
-   A worker spins for a moment (the next job usually comes within microseconds), then yields, then sleeps. `state` packs
-   (job number << 32 | open bit << 31 | workers in the job) in one word, so that a worker that wakes late cannot enter a
-   job that is closed or is not the one it has seen. */
-
 HPML_API double hpml_now(void)
 {
 #if defined(CLOCK_MONOTONIC)
@@ -2038,6 +2030,14 @@ HPML_API double hpml_now(void)
     return (double)clock() / CLOCKS_PER_SEC;
 #endif
 }
+
+/* A thread pool runs numbered tasks. The caller opens a job (a function and its tasks), works on them as thread 0,
+   closes the job, and waits for workers that are still in it. Each thread begins with a fixed range of the tasks, so
+   that it finds the same data in its cache from job to job, and then takes tasks from other threads' ranges. A task's
+   result does not depend on the thread, and no sum is split by the number of threads, so results have the same bits on
+   any number of threads. A worker spins for a moment (the next job usually comes within microseconds), then yields,
+   then sleeps. `state` of the pool packs (job number << 32 | open bit << 31 | workers in the job) in one word, so that
+   a worker that wakes late cannot enter a job that is closed or is not the one it has seen. */
 typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 
 HPMLI_FN long hpmli_process(void)
@@ -2242,7 +2242,7 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
 }
 #endif
 
-/* Calls fn(arg, task, thread's number) for each task in [0, n), by all threads of the context; returns after all. */
+/* Calls fn(arg, task, thread's number) for tasks 0 .. n - 1, by all threads of ctx; returns when all tasks are done. */
 HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *arg)
 {
 #ifndef HPML_NO_THREADS
@@ -2675,7 +2675,7 @@ HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
     return true;
 }
 
-/* Copies the shape `want` to `shape`, a -1 in it replaced so that it has `count` elements; false: impossible. */
+/* Copies the shape `want` to `shape`, a -1 replaced so that it has `count` elements; false if no size does that. */
 HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, int64_t *shape)
 {
     int64_t known = 1;
@@ -2970,8 +2970,8 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
     return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
 }
 
-/* Defines an op and its entry in the table of ops. traits: HPMLI_OP_ bits; needs: HPMLI_NEED_ bits; flops: of node `n`
-   or, `back`, its backward; forward, backward: statements with `run` and `n`, which return a status if they fail. */
+/* Defines an op and its entry in the table of ops. traits, needs: HPMLI_OP_, HPMLI_NEED_ bits; flops: a number from `n`
+   and `back` (backward); forward, backward: statements with `run` and `n`, which return a status on failure. */
 #define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
     HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
     HPMLI_FN double hpmli_##name##_flops(const hpml_node *n HPMLI_UNUSED, bool back HPMLI_UNUSED) { return flops; }    \
@@ -3120,7 +3120,7 @@ HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpm
     }
 }
 
-/* Makes s (may be NULL) source i of n; the result of n has a batch and needs a gradient if a source has and does. */
+/* Makes s (may be NULL) source i of n; the result of n has a batch if s has one, needs a gradient if s needs one. */
 HPMLI_FN void hpmli_node_add_source(hpml_node *n, int i, hpml_tensor *s)
 {
     hpml_tensor *out = n->out;
@@ -3788,7 +3788,7 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
     }
 }
 
-/* Sets g->batch, the samples of each input, and g->batchable: fewer may run. An error unless inputs agree. */
+/* Sets g->batch, the samples of each input, and g->batchable, true if fewer may run; an error if inputs differ. */
 HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 {
     g->batchable = true;
@@ -4113,7 +4113,7 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
     return status;
 }
 
-/* Runs all nodes forward or backward, in pieces, and each piece's gradient hooks. accumulate: adds to gradients. */
+/* Runs all nodes forward or backward, in pieces, and pieces' gradient hooks. accumulate: adds to weights' gradients. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
     const hpml_hooks *h       = g->hooks;
@@ -5061,7 +5061,7 @@ static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpml
 static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* true: the step needs no sum over the whole gradient */
 
 /* Computes dz = dy act'(z), in the memory of dy; dbias = sums of the columns of dz; dx = dz w; and last dw = dz^T x,
-   because w may take its optimizer step then. */
+   because the optimizer step of w may be taken with dw, and dx needs the w before the step. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
@@ -5413,9 +5413,9 @@ HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false)
 // >>conv   two-dimensional convolution: recording, sizes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Convolution: y = act(w * x + bias), see hpml_conv2d. Sources of the node: x, w, bias (NULL without). Groups are
-   convolutions of some channels each, which are computed one after another. With kernel K x K, stride S, padding P and
-   dilation D, as plain C for one image and one group in the order NCHW:
+/* This section computes convolutions y = act(w * x + bias), see hpml_conv2d. Sources of the node: x, w, bias (NULL
+   without). Groups are convolutions of some channels each, which are computed one after another. With kernel K x K,
+   stride S, padding P and dilation D, as plain C for one image and one group in the order NCHW:
        for (int64_t oc = 0; oc < OC; oc++) for (int64_t oh = 0; oh < OH; oh++) for (int64_t ow = 0; ow < OW; ow++) {
            float sum = bias[oc];
            for (int64_t c = 0; c < C; c++) for (int64_t kh = 0; kh < K; kh++) for (int64_t kw = 0; kw < K; kw++) {
@@ -5431,7 +5431,7 @@ HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false)
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
-/* Sets the sizes, in floats, and the places of n's scratch memory, which serves both passes alike. */
+/* Sets the sizes, in floats, and addresses of the arrays in n's scratch memory, which both passes use alike. */
 HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
 {
     int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
@@ -5453,7 +5453,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     c->thread_space = c->packed + c->groups * c->packed_floats;
 }
 
-/* Returns the sizes of the convolution n, and the places of its scratch memory if that is allocated. */
+/* Returns the sizes of the convolution n, and the addresses of its scratch memory if that is allocated. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -5475,7 +5475,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.taps    = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
     c.x_pitch = (c.W + 2 * a->conv.padding[1]) * c.C;
     c.x_first = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
-    /* Kernels read and write whole tiles, so there is memory behind the padded image of x and the image of dy. */
+    /* Kernels read and write whole tiles of pixels, so there is memory behind the padded image of x and the image of dy. */
     c.x_floats     = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
     c.y_floats     = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16);
     c.x_row_step   = a->conv.stride[0] * c.x_pitch;
@@ -5602,7 +5602,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 // >>conv-run   convolution: its forward and backward pass
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task) in kernels' order, for y or (want_dx) dx. */
+/* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task) in kernel order, for y or, want_dx, dx. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -6035,6 +6035,10 @@ HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
 
+#define HPMLI_NORM_ROWS 32 /* rows of a block in the backward pass of layernorm and rmsnorm */
+/* Saved by a norm for each channel or row: its mean, as mean + rest; rstd = 1 / sqrt(variance + eps). */
+typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
+
 /* Batch normalization, for each channel of N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, and a relu
    if requested. Training uses the statistics of the batch and moves the running ones, which evaluation uses. Backward,
    with s1 = sum of dy and s2 = sum of dy xhat:
@@ -6044,10 +6048,6 @@ HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
    pass computes `rest`, the mean of x - mean. One task is one channel: statistics, then normalization. If the ranks
    share a batch, the sums of all channels are added up over the ranks in between. Sources of the node: x, gamma, beta
    (NULL without affine), running mean, running variance. */
-
-#define HPMLI_NORM_ROWS 32 /* rows of a block in the backward pass of layernorm and rmsnorm */
-/* Saved by a norm for each channel or row: its mean, as mean + rest; rstd = 1 / sqrt(variance + eps). */
-typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
     const bool     batch = op == HPML_OP_BATCHNORM;
