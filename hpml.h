@@ -5475,7 +5475,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.taps    = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
     c.x_pitch = (c.W + 2 * a->conv.padding[1]) * c.C;
     c.x_first = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
-    /* Kernels read and write whole tiles of pixels, so there is memory behind the padded image of x and the image of dy. */
+    /* Kernels read and write whole tiles of pixels, so memory follows the padded image of x and the image of dy. */
     c.x_floats     = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
     c.y_floats     = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16);
     c.x_row_step   = a->conv.stride[0] * c.x_pitch;
