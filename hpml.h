@@ -1530,7 +1530,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_UNUSED __attribute__((unused))
 #define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
 
-/* Initializes a struct with zeros: T x = HPMLI_ZEROED. An empty list in C++. */
+/* Initializes a struct with zeros, as in T x = HPMLI_ZEROED; an empty list in C++, { 0 } in C. */
 #ifdef __cplusplus
 #define HPMLI_ZEROED {}
 #else
@@ -1556,8 +1556,8 @@ HPMLI_COMPILE_FAST_BEGIN
 // >>kernels   the table of kernels: what each computes, and the structs that they take
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* `batch` matrix products C = act(alpha A B + beta C + bias), see >>gemm. Strides, in elements, lead to the next row
-   (a_row, b_k, ldc) and the next column (a_k, b_col), so A and B may be transposed. Zero the whole struct first. */
+/* Describes `batch` matrix products C = act(alpha A B + beta C + bias), see >>gemm. Strides, in elements, lead to the
+   next row (a_row, b_k, ldc) and the next column (a_k, b_col), so A and B may be transposed. Zero the struct first. */
 typedef struct hpmli_gemm_desc {
     int64_t      m, n, k;
     const float *a;             /* (m, k): a[i * a_row + p * a_k] */
@@ -1574,15 +1574,15 @@ typedef struct hpmli_gemm_desc {
     int64_t      a_batch, b_batch, c_batch; /* elements from an array of one product to that of the next */
 } hpmli_gemm_desc;
 
-/* A rectangle of C (see hpmli_gemm_desc) that one thread computes: rows [i0, i1), columns [j0, j1), product `batch`. */
+/* A rectangle of C that one thread computes: rows [i0, i1), columns [j0, j1) of product number `batch` of *d. */
 typedef struct hpmli_gemm_part {
     const hpmli_gemm_desc *d;
     int64_t                batch, i0, i1, j0, j1;
     float                 *ws; /* packing space of this thread: HPMLI_GEMM_WS floats */
 } hpmli_gemm_part;
 
-/* Sizes of the parts of C = A B: MC rows of A, KC deep, stay in the second-level cache while all packed columns of B
-   are multiplied by them; NC columns of B stay packed for the next MC rows. A large KC touches C less often. */
+/* Sizes of blocks of C = A B: MC rows by KC columns of A, copied (packed), stay in the second-level cache while all
+   packed columns of B are multiplied by them; NC columns of B stay packed. A large KC touches C less often. */
 #define HPMLI_GEMM_KC 800
 #define HPMLI_GEMM_MC 168
 #define HPMLI_GEMM_NC 1024
@@ -1613,7 +1613,7 @@ typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw;
 #define HPMLI_ONEBIT_LANES 16   /* elements packed in one step: two bytes of bits */
 #define HPMLI_ONEBIT_CHUNK 1024 /* elements whose sum is in float, before it is added in double */
 
-/* Statistics of a gradient's row for the 1-bit codec: index 0 for the elements below zero, 1 for the others. */
+/* Statistics, for the 1-bit codec, of one row of a gradient: index 0 for its elements below zero, 1 for the others. */
 typedef struct hpmli_onebit_row {
     double  sum[2];
     int64_t count[2];
@@ -1654,9 +1654,9 @@ typedef struct hpmli_conv_copy {
     int64_t rows, pixels, channels, to_row, to_pixel, from_row, from_pixel;
 } hpmli_conv_copy;
 
-/* A product C (rows, one or two vectors) = sum over runs u, v and over k < length of
-   a[u * a_run[0] + v * a_run[1] + i * a_row + k * a_k] times the vectors at b + u * b_run[0] + v * b_run[1] + k * b_k;
-   add: C += this sum. */
+/* Describes a product C (`rows` rows of one or two SIMD vectors) = sum over runs u < runs[0], v < runs[1] and k <
+   length of a[u * a_run[0] + v * a_run[1] + i * a_row + k * a_k] times the vectors at b + u * b_run[0] + v * b_run[1] +
+   k * b_k; add: C += this sum. */
 typedef struct hpmli_conv_product {
     int64_t rows, a_row, a_k, b_k, c_row, length, runs[2], a_run[2], b_run[2];
     int     add;
@@ -1688,7 +1688,7 @@ typedef struct hpmli_kernels {
     /* y = a x + b (z - centre) + constant */
     void (*vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                      int64_t n, int accumulate);
-    /* Reductions. vsum_wide, vdot_wide, vmoments: float sums of 1,024 numbers, added in double. */
+    /* Reductions of n elements. vsum_wide, vdot_wide, vmoments add in double the float sums of 1,024 numbers. */
     float (*vsum)(const float *x, int64_t n);
     float (*vdot)(const float *a, const float *b, int64_t n);
     double (*vsum_wide)(const float *x, int64_t n);
@@ -1706,13 +1706,13 @@ typedef struct hpmli_kernels {
     /* Conversions of n numbers between f32 and a storage type. */
     void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
     void (*from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n);
-    /* Matrix products: a rectangle of C; row i of C from `count` sums over parts of k, `stride` floats apart. */
+    /* gemm_part: a rectangle of a product C; gemm_sum: row i of C from `count` partial sums, `stride` floats apart */
     void (*gemm_part)(const hpmli_gemm_part *part);
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
-    /* Writes numbers first .. first + n - 1 of a random stream to out, as words or floats. */
+    /* Writes numbers first .. first + n - 1 of a random stream to out; kind: 32-bit words, uniform or normal floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
-    /* Gradient codecs: a row g of n elements, residual e or NULL. onebit_scan: e += g; writes bits and, to *row, sums
-       and extremes of both signs; onebit_carry: subtracts from e the level low or high of each element. */
+    /* Codecs of n gradient elements g; e: the error of the last encoding, or NULL. onebit_scan: e += g; writes signs as
+       bits and, to *row, sums and extremes of both signs; onebit_carry: e -= its decoded value, low or high. */
     void (*onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n);
     void (*onebit_carry)(float *e, float low, float high, int64_t n);
     void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
@@ -1735,11 +1735,11 @@ typedef struct hpmli_kernels {
     /* y: n maxima of 2 x 2 windows in the rows at x and x + width; at: the corner of each maximum, 0 to 3. */
     void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
     void (*max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate);
-    /* Returns the CRC-32C of some bytes, whose CRC is `crc`, and n more; the CRC of no bytes is 0. */
+    /* Returns the CRC-32C of a string to which n bytes are appended; crc: that of the string before, 0 if empty. */
     uint32_t (*crc32c)(uint32_t crc, const void *bytes, size_t n);
 } hpmli_kernels;
 
-/* Kernels called directly, not through the table: for single random numbers, see >>rng. */
+/* Kernels called directly, not by the table, for single random numbers: the four words of a Philox block, see >>rng. */
 HPMLI_FN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
 HPMLI_FN void hpmli_box_muller_scalar(const uint32_t *a, const uint32_t *b, float *x, float *y);
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
@@ -1845,7 +1845,7 @@ HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, 
 }
 #define hpmli_fail(ctx, status, ...) hpmli_fail_at(ctx, status, __LINE__, __VA_ARGS__)
 
-/* As hpmli_fail, for functions that return a pointer (hpmli_null) or a bool (hpmli_false). */
+/* Report an error, as hpmli_fail does, and have the value NULL (hpmli_null) or false (hpmli_false), to be returned. */
 #ifdef __cplusplus
 #define hpmli_null(...) (hpmli_fail(__VA_ARGS__), nullptr)
 #else
@@ -1892,7 +1892,7 @@ HPMLI_FN void hpmli_text_add(hpmli_text_buffer *t, const char *format, ...)
 /* True if ctx is NULL or has an error: then calls do nothing. */
 HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
 
-/* True if _begin and _end of a desc are 0, as after zeroing the struct; else an error and false. */
+/* True if the guards _begin and _end of desc d are 0, as after zeroing; else an error that names `what`, and false. */
 #define HPMLI_DESC_OK(ctx, what, d)                                                                                    \
     (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
      hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
@@ -1948,7 +1948,7 @@ HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
     return (char *)b + HPMLI_BLOCK;
 }
 
-/* Allocates a zeroed object; `destroy`, if not NULL, is its destructor. */
+/* Allocates a zeroed object of `bytes` bytes; `destroy`, if not NULL, is called before the object is freed. */
 HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_destroy_fn *destroy)
 {
     void *p = hpmli_alloc(ctx, bytes);
@@ -1981,7 +1981,7 @@ HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
     return p;
 }
 
-/* Calls the destructor of memory of hpmli_alloc, if any, and frees it; p NULL: nothing. */
+/* Frees p, memory of hpmli_alloc, after calling its destructor, if it has one; does nothing if p is NULL. */
 HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
 {
     if (!p) return;
@@ -2016,14 +2016,6 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // >>threads   the clock and the thread pool
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Fork-join over numbered tasks. The caller opens a job, works on its tasks as thread 0, closes the job, and waits for
-   the workers that are still in it. Each thread begins with a fixed range of the tasks, so that it finds the same data
-   in its cache from job to job, and then takes tasks from other threads' ranges. A task's result does not depend on the
-   thread, and no sum is split by the number of threads, so results have the same bits on any number of threads.
-   A worker spins for a moment (the next job usually comes within microseconds), then yields, then sleeps. `state` packs
-   (job number << 32 | open bit << 31 | workers in the job) in one word, so that a worker that wakes late cannot enter a
-   job that is closed or is not the one it has seen. */
-
 HPML_API double hpml_now(void)
 {
 #if defined(CLOCK_MONOTONIC)
@@ -2038,6 +2030,14 @@ HPML_API double hpml_now(void)
     return (double)clock() / CLOCKS_PER_SEC;
 #endif
 }
+
+/* A thread pool runs numbered tasks. The caller opens a job (a function and its tasks), works on them as thread 0,
+   closes the job, and waits for workers that are still in it. Each thread begins with a fixed range of the tasks, so
+   that it finds the same data in its cache from job to job, and then takes tasks from other threads' ranges. A task's
+   result does not depend on the thread, and no sum is split by the number of threads, so results have the same bits on
+   any number of threads. A worker spins for a moment (the next job usually comes within microseconds), then yields,
+   then sleeps. `state` of the pool packs (job number << 32 | open bit << 31 | workers in the job) in one word, so that
+   a worker that wakes late cannot enter a job that is closed or is not the one it has seen. */
 typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 
 HPMLI_FN long hpmli_process(void)
@@ -2081,7 +2081,7 @@ struct hpmli_pool {
     hpmli_worker    workers[1]; /* (worker_count + 1) the first is the caller */
 };
 
-/* Waits a moment in a busy loop: a pause of the CPU and, from turn HPMLI_SPINS on, also a yield. */
+/* Waits a moment in turn number `turn` of a busy loop: a pause of the CPU; from turn HPMLI_SPINS on, also a yield. */
 HPMLI_FN void hpmli_pause(int turn)
 {
     if (turn >= HPMLI_SPINS) sched_yield();
@@ -2112,7 +2112,7 @@ HPMLI_FN void hpmli_pool_avoid_caller_core(hpmli_pool *p, int wake)
     (void)p, (void)wake;
 }
 
-/* Runs tasks of the open job until none is left: first those of this thread's range, then those of other threads'. */
+/* Runs the open job's tasks until none is left: first those of this thread's range, then those of other threads'. */
 HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
 {
     for (int i = 0, threads = p->worker_count + 1; i < threads; i++) {
@@ -2124,14 +2124,14 @@ HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
     }
 }
 
-/* True if a job whose number is not `seen` is open, or the pool stops. */
+/* True if a job is open whose number is not `seen`, that of the worker's last job, or if the pool stops. */
 HPMLI_FN bool hpmli_pool_ready(hpmli_pool *p, uint64_t seen)
 {
     uint64_t s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
     return ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) || __atomic_load_n(&p->stop, __ATOMIC_SEQ_CST);
 }
 
-/* Waits until hpmli_pool_ready is true: spins, then yields, then sleeps. */
+/* Waits until a job other than number `seen` is open or the pool stops: spins, then yields, then sleeps. */
 HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
 {
     for (int i = 0; i < HPMLI_SPINS + HPMLI_YIELDS; i++) {
@@ -2242,7 +2242,7 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
 }
 #endif
 
-/* Calls fn(arg, task, thread) for each task in [0, n), by all threads of the context; returns when all are done. */
+/* Calls fn(arg, task, thread's number) for tasks 0 .. n - 1, by all threads of ctx; returns when all tasks are done. */
 HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *arg)
 {
 #ifndef HPML_NO_THREADS
@@ -2255,10 +2255,9 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
     (void)ctx;
 }
 
-/* Elements of a chunk, into which loops over long arrays are cut: few enough to balance the threads' work, so many that
-   starting a task costs little in comparison. */
+/* Elements of a task's chunk of a long array: few, to balance threads; many, so that starting a task costs little. */
 #define HPMLI_GRAIN 16384
-/* Most parts of a long sum, for any number of threads; the parts' sums are added in order, so the bits are the same. */
+/* Largest number of parts of a long sum. It is the same for any threads, and parts are added in order: equal bits. */
 #define HPMLI_SUM_TASKS 64
 /* Returns how many rows of `cols` elements make a task of about HPMLI_GRAIN elements. */
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
@@ -2377,8 +2376,8 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // >>rng   single random numbers, permutations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Streams of a seed: the four highest bits of a stream's number are its use, so that no two uses draw the same numbers.
-   A single number costs one Philox block, about 20 ns. */
+/* Streams of random numbers of a seed: the four highest bits of a stream's number stand for its use, so that no two
+   uses draw the same numbers. A single number costs one Philox block, about 20 ns. */
 #define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter; its first values */
 #define HPMLI_STREAM_CHECK_GRAD UINT64_C(77)          /* elements that hpml_check_grad compares */
 #define HPMLI_STREAM_SHUFFLE    (UINT64_C(0x5) << 60) /* order of a data set's samples; the block is the epoch */
@@ -2391,7 +2390,7 @@ HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], 
                         (uint64_t)counter[1] << 32 | counter[0], out);
 }
 
-/* Returns random word i of the seed and stream of r. */
+/* Returns 32-bit random word i of stream r->stream of seed r->seed, whatever r has drawn before. */
 HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
 {
     uint32_t block[4];
@@ -2411,7 +2410,7 @@ HPML_API float hpml_rng_normal(hpml_rng *r)
     return i == j ? x : y;
 }
 
-/* Draws as many random bits as n - 1 has until their value is below n: fewer than two draws on average. */
+/* Returns a random integer below n: draws as many bits as n - 1 has until they are below n, on average < 2 times. */
 HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
 {
     uint64_t mask = n > 1 ? (uint64_t)(n - 1) : 0, x;
@@ -2425,7 +2424,7 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
     return (int64_t)x;
 }
 
-/* Writes the next n numbers of the stream of r to x and advances r by n. */
+/* Writes the next n numbers of the stream of r to x, 32-bit words or floats as `kind` says, and advances r by n. */
 HPMLI_FN void hpmli_rng_fill(hpml_rng *r, hpmli_draw kind, void *x, int64_t n)
 {
     hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);
@@ -2587,7 +2586,7 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     return t;
 }
 
-/* Sets the addresses of a tensor's values and gradient; raw_grad may be NULL. data and grad: the same if t is F32. */
+/* Sets the addresses of t's values and gradient (or NULL) to raw and raw_grad; data and grad, too, if t is F32. */
 HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
 {
     bool f32 = t->dtype == HPML_DTYPE_F32;
@@ -2676,7 +2675,7 @@ HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
     return true;
 }
 
-/* Writes the shape `want`, one -1 in it replaced, to `shape`; false if no size keeps the number of elements `count`. */
+/* Copies the shape `want` to `shape`, a -1 replaced so that it has `count` elements; false if no size does that. */
 HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, int64_t *shape)
 {
     int64_t known = 1;
@@ -2816,7 +2815,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
     for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
 }
 
-/* Returns the offset, in elements, at which run r of operand s (0: a, 1: b) begins. */
+/* Returns the offset, in elements, of operand s (0: a, 1: b) at the start of run r, the r-th row of results. */
 HPMLI_FN int64_t hpmli_broadcast_offset(const hpmli_broadcast_iter *w, int s, int64_t r)
 {
     int64_t at = 0;
@@ -2872,7 +2871,7 @@ HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int
     return status;
 }
 
-/* True if `values` is not NULL, t has memory and no gaps, and `count` is its number of values; else an error. */
+/* True if `values` is not NULL, t has memory and no gaps, and has `count` values; else an error that names `verb`. */
 HPMLI_FN bool hpmli_transferable(const hpml_tensor *t, const char *verb, const void *values, int64_t count)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
@@ -2918,7 +2917,7 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 // >>op-table   the table of ops: a row for each, and the loops of which most passes consist
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Bits of hpmli_op_info.needs: the values that a node's backward pass reads. The planner keeps no others until then. */
+/* Bits of hpmli_op_info.needs: values that a node's backward pass reads, so that the planner keeps them until then. */
 #define HPMLI_NEED_SRC(i) (1u << (i)) /* the value of source i */
 #define HPMLI_NEED_OUT    (1u << 8)   /* the value of the result */
 #define HPMLI_INPLACE     (1u << 9)   /* no value: forward may write the result over the value of source 0 */
@@ -2937,7 +2936,7 @@ enum {
     HPMLI_OP_KEEPS_SUM   = 256  /* `saved` is the sum before the activation, an array of the result's shape */
 };
 
-/* An entry of the table of ops; hpmli_op_of finds that of a node. */
+/* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
 typedef struct hpmli_op_info {
     unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_* and HPMLI_INPLACE of this node */
     double (*flops)(const hpml_node *n, bool back);   /* operations of one forward or backward pass */
@@ -2957,7 +2956,7 @@ HPML_API const char *hpml_op_name(hpml_op op)
     return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
 }
 
-/* Returns the operations of an op that needs one for each element of its result, and as many in backward. */
+/* Returns the operations of a pass of n, one for each element of its result; none in backward without a gradient. */
 HPMLI_FN double hpmli_flops_pointwise(const hpml_node *n, bool back)
 {
     return back && !n->out->needs_grad ? 0 : (double)hpml_tensor_count(n->out);
@@ -2971,8 +2970,8 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
     return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
 }
 
-/* Defines an op and its entry in the table of ops: traits; needs and flops, expressions in the node `n` and `back`; the
-   forward and the backward pass, statements with `run` and `n`, which return a status if they can fail. */
+/* Defines an op and its entry in the table of ops. traits, needs: HPMLI_OP_, HPMLI_NEED_ bits; flops: a number from `n`
+   and `back` (backward); forward, backward: statements with `run` and `n`, which return a status on failure. */
 #define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
     HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
     HPMLI_FN double hpmli_##name##_flops(const hpml_node *n HPMLI_UNUSED, bool back HPMLI_UNUSED) { return flops; }    \
@@ -3015,7 +3014,7 @@ HPMLI_FN void hpmli_for_each_parallel(const hpml_run *run, hpml_node *n, bool ba
     hpmli_parallel(run->ctx, (count + per_task - 1) / per_task, hpmli_for_each_task, &w);
 }
 
-/* Defines an op (HPMLI_OP) whose forward and backward passes call a function for each of `count` items. */
+/* Defines an op (HPMLI_OP) whose passes call a function for each of `count` items, `per_task` items in one task. */
 #define HPMLI_WORK_OP(name, traits, needs, flops, count, per_task, forward, backward)                                  \
     HPMLI_OP(name, traits, needs, flops, hpmli_for_each_parallel(run, n, false, count, per_task, hpmli_##forward),     \
              hpmli_for_each_parallel(run, n, true, count, per_task, hpmli_##backward))
@@ -3027,7 +3026,7 @@ HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, h
     hpmli_for_each_parallel(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
 }
 
-/* Loops over n elements in parts of at most HPMLI_PIECE, which fit on the stack: c elements from element i on. */
+/* Loops over n elements in parts of at most HPMLI_PIECE, for buffers on the stack: c elements from element i on. */
 #define HPMLI_PIECE 512
 #define HPMLI_PIECES(i, c, n) \
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
@@ -3054,7 +3053,7 @@ HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
     return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
-/* True if t consists of numbers: F32, BF16 or F16. */
+/* True if the elements of t are floating-point numbers: F32, BF16 or F16. */
 HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
 {
     return t->dtype == HPML_DTYPE_F32 || hpmli_is_half(t->dtype);
@@ -3121,7 +3120,7 @@ HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpm
     }
 }
 
-/* Makes s (may be NULL) source i of n; the result of n has a batch and needs a gradient if a source has and does. */
+/* Makes s (may be NULL) source i of n; the result of n has a batch if s has one, needs a gradient if s needs one. */
 HPMLI_FN void hpmli_node_add_source(hpml_node *n, int i, hpml_tensor *s)
 {
     hpml_tensor *out = n->out;
@@ -3169,8 +3168,8 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     return n;
 }
 
-/* Sets the result's rows for each sample, where they are not those of a source with as many rows (hpmli_node_create).
-   rows 0: the result has no batch dimension, so samples are mixed if a source has one. */
+/* Sets the number of the result's rows that belong to one sample, where it is not that of a source with as many rows.
+   rows 0: the result has no batch dimension; if a source has one, the op mixes samples. */
 HPMLI_FN void hpmli_node_batch(hpml_node *n, int64_t rows)
 {
     if (!n->out) return;
@@ -3234,7 +3233,7 @@ HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n)
     return hash;
 }
 
-/* Returns the entry of the parameter `name` in the hash table of names, or the free entry for it. */
+/* Returns the address of the entry for a parameter's name in the hash table: its index + 1, or 0 for a free entry. */
 HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
 {
     uint64_t hash = hpmli_hash(HPMLI_HASH, name, strlen(name));
@@ -3340,7 +3339,7 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
     return total;
 }
 
-/* First values w of a parameter, made on the host from the random stream of its index alone. */
+/* A job that makes the first values w of a parameter, on the host, from the random stream of its index alone. */
 typedef struct hpmli_init_job {
     const hpml_ctx *ctx;
     float          *w;             /* (n) */
@@ -3487,7 +3486,7 @@ typedef struct hpmli_times {
     int          path_count;
 } hpmli_times;
 
-/* Appends to the path of m the tree nodes from `node` (times first to last) down to those inside the life of s. */
+/* Appends to m->path the tree nodes from `node` (times first to last) down to those inside the life of the slot s. */
 HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
 {
     int  middle = first + (last - first) / 2;
@@ -3498,7 +3497,7 @@ HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, co
     if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
 }
 
-/* Returns the lowest offset at which `bytes` bytes overlap no range of the lists on the path of m. */
+/* Returns the lowest offset at which `bytes` bytes overlap no range in use in the lists of the tree nodes m->path. */
 HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
 {
     int    list[sizeof m->path / sizeof *m->path], count = 0;
@@ -3516,7 +3515,7 @@ HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
     return at;
 }
 
-/* Adds a range to the list that begins at *head, joined with ranges that it touches or overlaps; false: no memory. */
+/* Adds a range of addresses to the list at *head, joined with ranges that it touches or overlaps; false: no memory. */
 HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
 {
     int before = 0, at = *head;
@@ -3630,13 +3629,13 @@ struct hpml_graph {
     bool           idle;       /* this rank has no samples, see hpml_run.idle */
 };
 
-/* True if t is among the leaves of g. `leaf` may be of another graph, so the leaf at that index is compared. */
+/* True if t is a leaf (input, constant) of g. t->state->leaf may be of another graph, so that leaf is compared. */
 HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
 {
     return t->state->leaf < g->leaf_count && g->leaves[t->state->leaf] == t;
 }
 
-/* Enters the node that computes t into `found`, by the node's index, or t into the leaves of g. */
+/* Enters t into the leaves of g, or, if a node computes t, the node into `found` by its index; ignores parameters. */
 HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
 {
     if (!t || t->param) return;
@@ -3674,7 +3673,7 @@ HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpm
     return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->state->leaf] : NULL;
 }
 
-/* Computes the lives of the results' values, and out_root for results that use a source's memory. */
+/* Computes how long each result's value is needed, and out_root, the tensor that owns the memory of the value. */
 HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -3715,8 +3714,8 @@ HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
     return (hpml_tensor_count(p) + align - 1) / align * align;
 }
 
-/* Computes the lives of the gradients and, in backward order, which node overwrites a gradient and which nodes add to
-   it. A result whose gradient no node has written when its own node is reached does not affect the loss. */
+/* Computes how long gradients are needed and, in backward order, which node overwrites a gradient and which nodes add
+   to it. A result whose gradient no node has written when its own node is reached does not affect the loss. */
 HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -3752,7 +3751,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
     }
 }
 
-/* Requests `bytes` bytes for the times from .. to; *place receives their address when memory is allocated. */
+/* Requests `bytes` bytes for the times from .. to of the plan; *place receives the address when memory is allocated. */
 HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
 {
     hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
@@ -3789,7 +3788,7 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
     }
 }
 
-/* Sets the batch of the graph and `batchable`; an error unless the batch is the same in all inputs. */
+/* Sets g->batch, the samples of each input, and g->batchable, true if fewer may run; an error if inputs differ. */
 HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 {
     g->batchable = true;
@@ -3843,7 +3842,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     return true;
 }
 
-/* Marks the nodes of a graph as free, so that another graph may plan them. */
+/* Marks the nodes of g as planned by no graph, so that another graph may plan them. */
 HPMLI_FN void hpmli_graph_release_nodes(hpml_graph *g)
 {
     for (int i = 0; i < g->count; i++) {
@@ -3994,7 +3993,7 @@ HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node
     return backward ? op->backward(run, n) : op->forward(run, n);
 }
 
-/* Takes the optimizer steps that follow backward of n, except those that the op itself has taken. */
+/* Takes, if status is HPML_OK, the optimizer steps that follow backward of n, except those that the op has taken. */
 HPMLI_FN hpml_status hpmli_node_update(hpml_graph *g, hpml_node *n, hpml_status status)
 {
     for (int s = 0; s < n->src_count; s++) {
@@ -4080,7 +4079,7 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
    device replays a piece as a whole, and then the hooks of the piece's gradients are called. Few pieces cost few
    launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
-/* Returns the nodes of a piece: 1 if the device cannot replay this pass, all nodes if no hook waits for gradients. */
+/* Returns how many nodes a piece has: 1 if the device cannot replay the pass, all if no hook waits for gradients. */
 HPMLI_FN int hpmli_piece_nodes(const hpml_graph *g, bool replays, bool hooks)
 {
     if (!replays) return 1;
@@ -4088,7 +4087,7 @@ HPMLI_FN int hpmli_piece_nodes(const hpml_graph *g, bool replays, bool hooks)
     return (int)hpmli_max(HPMLI_PIECES_OF_PASS, (g->count + HPMLI_PIECES_OF_PASS - 1) / HPMLI_PIECES_OF_PASS);
 }
 
-/* Runs pass->from .. pass->to - 1 in running order: node i forward, or the i-th from the end backward. */
+/* Runs the nodes pass->from .. pass->to - 1 of a pass: node i forward, or node count - 1 - i backward. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     hpml_status status = HPML_OK;
@@ -4114,7 +4113,7 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
     return status;
 }
 
-/* Runs all nodes forward or backward, in pieces, and calls the hooks of gradients after each piece. */
+/* Runs all nodes forward or backward, in pieces, and pieces' gradient hooks. accumulate: adds to weights' gradients. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
     const hpml_hooks *h       = g->hooks;
@@ -4164,7 +4163,7 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
     return hpmli_graph_pass(g, &run, true, accumulate);
 }
 
-/* Returns the loss after adding `by` to element `at` of t, which is then restored. */
+/* Returns the loss that g computes with `by` added to element `at` of t, and restores the element. */
 HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
 {
     float was, now, loss = 0;
@@ -4229,8 +4228,8 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Splits a matrix product C = A B over threads: C is cut into rectangles, and one thread computes a rectangle with its
-   own packing space, so that threads share nothing and never wait for each other. Each rectangle packs its rows of A
-   and columns of B itself; from 100 rows on, that takes a few percent of the time. */
+   own packing space, so that threads share nothing and never wait for each other. Each rectangle packs (copies for the
+   kernel) its rows of A and columns of B itself; from 100 rows on, that takes a few percent of the time. */
 typedef struct hpmli_gemm_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
@@ -4346,7 +4345,7 @@ HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
     job->cols = 1;
     while (job->rows * job->cols * d->batch < want) {
         int64_t height = d->m / job->rows, width = d->n / job->cols;
-        /* cut rows of C if A is stored transposed, columns far apart: each column of rectangles packs all of A */
+        /* prefer to cut rows of C if A is stored by columns, far apart: each column of rectangles copies all of A */
         bool    prefer_rows = d->a_row == 1 && d->a_k * d->k >= 262144 && width >= 256;
         bool    even_cols   = width >= 256 || d->n % (32 * (job->cols + 1)) == 0; /* cut at multiples of 32 */
         if (width >= height + prefer_rows && width >= 64 && even_cols) job->cols++;
@@ -4430,7 +4429,7 @@ HPMLI_FN const float *hpmli_mixed_block(const hpmli_kernels *k, hpml_dtype type,
     return space;
 }
 
-/* Computes one tile of C: converts one block of k after another to f32, and adds its product to the tile. */
+/* Computes one tile of C: converts blocks of A and B, one after another along k, to f32, and adds their product. */
 HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
 {
     const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
@@ -4521,7 +4520,7 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
                      ldc);
 }
 
-/* Returns n numbers of x, `inc` elements apart, as a contiguous array: x itself for inc 1, else a copy in `space`. */
+/* Returns n numbers of x, `inc` elements apart, as a contiguous array: x itself if inc is 1, else a copy in `space`. */
 HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t inc, int64_t n)
 {
     if (inc == 1) return x;
@@ -4698,8 +4697,8 @@ typedef struct hpmli_binary {
     int                  side;   /* backward: the operand whose gradient is computed; -1: forward */
 } hpmli_binary;
 
-/* Returns n elements of operand s (0 or 1) in run number `run`, from element `from` on: their address, or `piece`
-   filled with the operand's one value if that is repeated over the run. */
+/* Returns n elements of operand s (0 or 1) for row number `run` of the result, from element `from` on: their address,
+   or `piece` filled with the operand's one value if that is repeated over the row. */
 HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, int64_t from, int64_t n, float *piece)
 {
     const float *x = b->n->src[s]->data + hpmli_broadcast_offset(&b->w, s, run);
@@ -4725,7 +4724,7 @@ HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const flo
     }
 }
 
-/* Computes one chunk of a run: its results if b->side is -1, else what it adds to the gradient of operand b->side. */
+/* Computes one task's elements of the result, or, if b->side >= 0, what they add to the gradient of operand b->side. */
 HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_binary *b   = (const hpmli_binary *)arg;
@@ -4820,7 +4819,7 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
     return n->out;
 }
 
-/* Computes one chunk of y = a x + b or, if w->back, of dx = a dy (dx += a dy if it accumulates). */
+/* Computes HPMLI_GRAIN elements of y = a x + b or, if w->back, of dx = a dy (dx += a dy if n->accumulate[0]). */
 HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t chunk, int thread HPMLI_UNUSED)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
@@ -4971,8 +4970,8 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     return n->out;
 }
 
-/* Sets m to the matrices a, b and c of the matmul n: values, or gradients if `grad`. If all matrices of a batch are
-   multiplied by one b, and a is not transposed, those of the batch are one tall matrix. */
+/* Sets m to the matrices a, b and c of the matmul n: values, or gradients if `grad`. If all matrices a of a batch are
+   multiplied by one b, and a is not transposed, they are one tall matrix, and so are the matrices c. */
 HPMLI_FN void hpmli_matmul_of(const hpml_node *n, bool grad, hpmli_mat m[3])
 {
     const hpml_tensor *t[3]     = { n->src[0], n->src[1], n->out };
@@ -5013,7 +5012,7 @@ HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_BOTH,
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
-/* Records y = act(x w^T + bias). Sources of the node: x, w, bias (NULL without). */
+/* Records y = act(x w^T + bias), with w (out, columns of x). Sources of the node: x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
 {
     hpml_linear_desc d;
@@ -5062,7 +5061,7 @@ static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpml
 static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* true: the step needs no sum over the whole gradient */
 
 /* Computes dz = dy act'(z), in the memory of dy; dbias = sums of the columns of dz; dx = dz w; and last dw = dz^T x,
-   because w may take its optimizer step then. */
+   because the optimizer step of w may be taken with dw, and dx needs the w before the step. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
@@ -5192,7 +5191,7 @@ HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
     hpmli_strided_copy_run(run, n->out, &x, true, n->accumulate[0]);
 }
 
-/* Copies the array, of any dtype, if the source is an input or a parameter, because these have memory of their own. */
+/* Copies inputs and parameters, of any dtype, because they own memory; other results stay in the source's memory. */
 HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS, 0, 0,
          if (n->out->raw != n->src[0]->raw) memcpy(n->out->raw, n->src[0]->raw, hpmli_tensor_bytes(n->out)),
          hpmli_reshape_back(run, n));
@@ -5387,7 +5386,7 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
 
-/* Sums x (outer, size, inner) to y (outer, inner); backward adds dy to dx. HPML_ALL_DIMS: outer and inner are 1. */
+/* Sums x (outer, size, inner) over `size`, to y; backward adds dy to dx. HPML_ALL_DIMS: outer and inner are 1. */
 HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpmli_kernels *k   = run->ctx->k;
@@ -5414,9 +5413,9 @@ HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false)
 // >>conv   two-dimensional convolution: recording, sizes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Convolution: y = act(w * x + bias), see hpml_conv2d. Sources of the node: x, w, bias (NULL without). Groups are
-   convolutions of some channels each, which are computed one after another. With kernel K x K, stride S, padding P and
-   dilation D, as plain C for one image and one group in the order NCHW:
+/* This section computes convolutions y = act(w * x + bias), see hpml_conv2d. Sources of the node: x, w, bias (NULL
+   without). Groups are convolutions of some channels each, which are computed one after another. With kernel K x K,
+   stride S, padding P and dilation D, as plain C for one image and one group in the order NCHW:
        for (int64_t oc = 0; oc < OC; oc++) for (int64_t oh = 0; oh < OH; oh++) for (int64_t ow = 0; ow < OW; ow++) {
            float sum = bias[oc];
            for (int64_t c = 0; c < C; c++) for (int64_t kh = 0; kh < K; kh++) for (int64_t kw = 0; kw < K; kw++) {
@@ -5432,7 +5431,7 @@ HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false)
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
-/* Sets the sizes, in floats, and the places of n's scratch memory, which serves both passes alike. */
+/* Sets the sizes, in floats, and addresses of the arrays in n's scratch memory, which both passes use alike. */
 HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
 {
     int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
@@ -5454,7 +5453,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     c->thread_space = c->packed + c->groups * c->packed_floats;
 }
 
-/* Returns the sizes of the convolution n, and the places of its scratch memory if that is allocated. */
+/* Returns the sizes of the convolution n, and the addresses of its scratch memory if that is allocated. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -5476,7 +5475,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.taps    = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
     c.x_pitch = (c.W + 2 * a->conv.padding[1]) * c.C;
     c.x_first = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
-    /* Kernels read and write whole tiles, so there is memory behind the padded image of x and the image of dy. */
+    /* Kernels read and write whole tiles of pixels, so memory follows the padded image of x and the image of dy. */
     c.x_floats     = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
     c.y_floats     = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16);
     c.x_row_step   = a->conv.stride[0] * c.x_pitch;
@@ -5603,7 +5602,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 // >>conv-run   convolution: its forward and backward pass
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task), for the forward pass or (want_dx) for dx. */
+/* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task) in kernel order, for y or, want_dx, dx. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -5646,7 +5645,7 @@ HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, f
     else c->ctx->k->conv_to_nhwc(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
 }
 
-/* Computes one image's output channels of one of c->channel_pieces ranges of channels (one task), in each group. */
+/* Computes, for one image, one of c->channel_pieces ranges of the output channels of each group (one task). */
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -5670,8 +5669,7 @@ HPMLI_FN void hpmli_conv_bias(const hpmli_conv *c, hpmli_gemm_desc *d, const flo
     else d->bias_m = bias;
 }
 
-/* Computes 1 x 1 convolutions of each image (NHWC: of all): y (OC, pixels) = w (OC, C) x (C, pixels), or dx = w^T
-   dy. */
+/* Computes 1 x 1 convolutions of each image (NHWC: all): y (OC, pixels) = w (OC, C) x (C, pixels), back dx = w^T dy. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
@@ -5790,7 +5788,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* Computes dx of the images of partial sum number `sum` (one task), and sums dw and db of these images. */
+/* Computes dx of the images whose dw and db go into partial sum number `sum` (one task), and that partial sum. */
 HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -5906,7 +5904,7 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
     *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
 }
 
-/* Max-pools one plane by 2 x 2 windows with stride 2, the commonest: a kernel does a row and saves which pixel won. */
+/* Max-pools a plane (channel of an image) by 2 x 2 windows, stride 2; a kernel does a row and saves which pixel won. */
 HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
@@ -5948,7 +5946,7 @@ HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int threa
     }
 }
 
-/* Computes the average of each window of one plane; backward adds dy / (pixels of the window) to each pixel. */
+/* Computes the average of each window of a plane (channel of an image); backward spreads dy evenly over the window. */
 HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpml_node *n = w->n;
@@ -6037,6 +6035,10 @@ HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
 
+#define HPMLI_NORM_ROWS 32 /* rows of a block in the backward pass of layernorm and rmsnorm */
+/* Saved by a norm for each channel or row: its mean, as mean + rest; rstd = 1 / sqrt(variance + eps). */
+typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
+
 /* Batch normalization, for each channel of N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, and a relu
    if requested. Training uses the statistics of the batch and moves the running ones, which evaluation uses. Backward,
    with s1 = sum of dy and s2 = sum of dy xhat:
@@ -6046,10 +6048,6 @@ HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
    pass computes `rest`, the mean of x - mean. One task is one channel: statistics, then normalization. If the ranks
    share a batch, the sums of all channels are added up over the ranks in between. Sources of the node: x, gamma, beta
    (NULL without affine), running mean, running variance. */
-
-#define HPMLI_NORM_ROWS 32 /* rows of a block in the backward pass of layernorm and rmsnorm */
-/* Saved by a norm for each channel or row: its mean, as mean + rest; rstd = 1 / sqrt(variance + eps). */
-typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
     const bool     batch = op == HPML_OP_BATCHNORM;
@@ -6617,7 +6615,7 @@ HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
     return j;
 }
 
-/* Computes gates, cell and output of sample b at step j->t from the sums a (see >>sequence) in the gates' memory. */
+/* Computes gates, cell c and output h of sample b at step j->t from the gates' inputs a, stored in place of gates. */
 HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -6652,7 +6650,7 @@ HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
     }
 }
 
-/* Overwrites gates of sample b at step j->t with the gradient of their sums, and dc with that of the cell before. */
+/* Overwrites gates of sample b at step j->t with the gradient of their inputs a, dc with that of the cell before. */
 HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -6904,7 +6902,7 @@ typedef struct hpmli_copy {
     unsigned how;    /* a sum of HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND */
 } hpmli_copy;
 
-/* One op on one block of samples, with f32 copies of the halves that it reads or writes, ready to run. */
+/* One op on one block of samples, with f32 copies of the bf16 or f16 numbers that it reads or writes, ready to run. */
 typedef struct hpmli_wrap {
     const hpml_ctx *ctx;
     hpml_node       node;                /* the node as recorded, but with the tensors t */
@@ -6919,7 +6917,8 @@ typedef struct hpmli_wrap {
     bool            last;                /* this is the last block of the batch */
 } hpmli_wrap;
 
-/* Adds to e a copy of n numbers, with memory for `most`, and returns the copy's address (NULL while planning). */
+/* Adds to e an f32 copy of n numbers, with memory for `most`, and returns its address (NULL while planning). how:
+   HPMLI_LOAD, _ROUND and _SAVE, bits that say when numbers are copied. */
 HPMLI_FN float *hpmli_wrap_copy(hpmli_wrap *e, void *stored, int64_t n, int64_t most, unsigned how)
 {
     float     *f32 = e->at ? (float *)(void *)(e->at + e->used) : NULL;
@@ -6956,7 +6955,8 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
     hpmli_set_memory(to, raw, raw_grad);
 }
 
-/* Sets up e: the op of n on samples first .. first + samples - 1, with its f32 copies from address `at` on. */
+/* Sets up e: the op of n on samples first .. first + samples - 1, with its f32 copies from address `at` on (NULL: only
+   their sizes are counted). last: no block of the batch follows. */
 HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
@@ -7026,7 +7026,7 @@ HPMLI_FN void hpmli_wrap_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
         }
 }
 
-/* Loads (now: HPMLI_LOAD) or saves (HPMLI_SAVE) all copies of e, by all threads. */
+/* Loads (now: HPMLI_LOAD) or saves (HPMLI_SAVE) all f32 copies of the op on a block of samples, e, by all threads. */
 HPMLI_FN void hpmli_wrap_move(hpmli_wrap *e, hpml_ctx *ctx, unsigned now)
 {
     int64_t tasks = 0;
@@ -7092,7 +7092,7 @@ HPMLI_FN double hpmli_wrap_weight(const hpml_node *n)
     return (double)(count - ignored);
 }
 
-/* Runs one pass of any op, block by block; a reshape runs at once, because it copies bytes of any type. */
+/* Runs a pass of any op, one block of samples after another; a reshape at once, because it copies bytes of any type. */
 HPMLI_FN hpml_status hpmli_wrap_run(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpml_op_impl *op = &hpmli_op_of(n)->run;
