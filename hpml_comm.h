@@ -820,7 +820,7 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #include <mpi.h>
 #endif
 
-/* Private names begin with hpmlc_, c for communication. These macros and the __atomic functions below are GNU C. */
+/* HPMLC_FN begins private functions, named hpmlc_..., which may be unused. These macros and __atomic are GNU C. */
 #define HPMLC_FN       static __attribute__((unused))
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
@@ -879,33 +879,35 @@ struct hpml_comm {
     size_t                scratch_size; /* bytes */
 };
 
-/* How the threads of one process take turns. THREADS counts the threads that are awake, which reveals a deadlock; CLOCK
-   lets one thread run at a time. Other transports have no schedule, which leaves both to the operating system. */
+/* How the threads of one process take turns. THREADS, the transport whose ranks are threads, counts the threads that
+   are awake, which reveals a deadlock; CLOCK, the transport in virtual time, lets one thread run at a time. Other
+   transports have no such struct: the operating system decides. */
 typedef struct hpmlc_schedule {
-    /* Virtual time, NULL where time is real. now: this thread's clock in seconds; compute: moves the clock on by
-       `seconds`; advance: moves the clock on to `time`, unless it is later. */
+    /* Functions of virtual time, NULL where time is real. now: returns the clock of c's thread, in seconds; compute:
+       advances that clock by `seconds`; advance: advances that clock to `time`, unless it is past `time`. */
     double (*now)(const hpml_comm *c);
     void   (*compute)(hpml_comm *c, double seconds);
     void   (*advance)(hpml_comm *c, double time);
-    /* The background thread of c, which uses `twin`: thread_open is called before the thread starts (false: it must not
-       start), thread_enter at its start, thread_close at its end, or by the thread of c where it could not start. */
+    /* For c's background thread, which uses the communicator `twin`: thread_open is called before it starts (false:
+       must not start), thread_enter at its start, thread_close at its end, or by c's thread if it could not start. */
     bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
     void   (*thread_enter)(hpml_comm *twin);
     void   (*thread_close)(hpml_comm *c, hpml_comm *twin);
-    /* sleep: the thread of c sleeps at waitpoint g, see hpmlc_waitpoint_sleep. wake: wakes the thread that works with
-       the communicator `sleeper` and sleeps at g. */
+    /* sleep: the thread of c sleeps at waitpoint g (a mutex, a condition variable and a count of changes) until
+       g->changes differs from *seen or hpml_now() is `until`. wake: wakes the thread that works with `sleeper` and
+       sleeps at g. */
     void   (*sleep)(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until);
     void   (*wake)(hpml_comm *sleeper, hpmlc_waitpoint *g);
 } hpmlc_schedule;
 
-/* HPMLC_ZERO defines a variable that is all zero; HPMLC_DESC a copy of the desc at `given`, all zero for NULL. */
+/* HPMLC_ZERO defines a variable `name`, all zero; HPMLC_DESC a copy of the struct *given, all zero if given is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Writes the text of an error that no context keeps to `to`, which may be NULL, and returns `status`. */
+/* Writes an error's text, formatted as by printf, to the buffer `to` (may be NULL), and returns `status`. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_refuse(const hpmlc_text *to, hpml_status status, const char *format, ...)
 {
@@ -921,8 +923,8 @@ HPMLC_FN void hpmlc_announce_failure(hpml_comm *c, const char *text)
     if (c->t && c->t->announce_failure) c->t->announce_failure(c, text);
 }
 
-/* Puts an error on the context of c, which keeps its first error, and announces the error to the other ranks, unless it
-   reports another rank's failure (HPML_ERR_PEER). Returns `status`. */
+/* Puts an error, its text formatted as by printf, on the context of c, which keeps its first error, and announces it to
+   the other ranks, unless `status` is HPML_ERR_PEER, another rank's failure. Returns `status`. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *format, ...)
 {
@@ -935,7 +937,7 @@ HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *fo
     return hpml_ctx_fail(c->ctx, status, "rank %d: %s", c->origin[c->rank], text);
 }
 
-/* Returns true if c is NULL or its context has an error, which is announced to the ranks that wait for this one. */
+/* Returns true if c is NULL or its context has an error, and announces that error to ranks that wait for this one. */
 HPMLC_FN bool hpmlc_failed(hpml_comm *c)
 {
     if (!c) return true;
@@ -964,8 +966,8 @@ HPMLC_FN void hpmlc_nap(double seconds)
 }
 
 HPMLC_FN void       hpmlc_comm_destroy(void *object);
-/* Allocates a communicator on ctx for transport t. Leaves c->t NULL until t is connected, so that nothing is closed if
-   connecting fails. */
+/* Allocates on ctx a communicator for transport t, seen by rank `rank` of `size` ranks. Leaves hpml_comm.t NULL until
+   the caller has connected the transport, so that nothing is closed if connecting fails. */
 HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int rank, int size)
 {
     hpml_comm *c = (hpml_comm *)hpml_ctx_alloc(ctx, sizeof *c, hpmlc_comm_destroy);
@@ -1010,13 +1012,13 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
 }
 
-/* With CLOCK: moves this thread's clock on to `time`, after all threads whose clocks are behind. Else does nothing. */
+/* In virtual time: sets this thread's clock to `time`, after all threads whose clocks are behind. Else does nothing. */
 HPMLC_FN void hpmlc_advance(hpml_comm *c, double time)
 {
     if (c->is_virtual) c->t->schedule->advance(c, time);
 }
 
-/* Returns true if messages take time that a computation can hide: between nodes, on slow links, in virtual time. */
+/* Returns true if messages take time that computing can hide: between nodes, on slow links, or in virtual time. */
 HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
 {
     if (c->is_virtual) return true;
@@ -1026,7 +1028,7 @@ HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
     return false;
 }
 
-/* Returns how many nodes network n has for p ranks; 0: n->node of a rank is out of range. */
+/* Returns how many nodes network n has for p ranks; 0: a number in n->node, each rank's node, is out of range. */
 HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 {
     int per_node = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
@@ -1040,7 +1042,7 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 
 #define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* true for 0 to 1e12, false for NaN */
 
-/* Checks links and nodes of `net`, p ranks, and if `clock` jitter and slow ranks. An error's text begins with `who`. */
+/* Checks network `net` of p ranks; clock: also jitter and slow ranks. An error's text, in `to`, begins with `who`. */
 HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, bool clock,
                                          const hpmlc_text *to)
 {
@@ -1066,8 +1068,8 @@ HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
     return n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
 }
 
-/* Sets the links by which AUTO compares algorithms on c to those of network n. Where messages between its nodes (with
-   one node, inside it) take no time, AUTO counts 2 us a message and 4 GB/s. */
+/* Sets the links of c (latency and bandwidth), by which HPML_AUTO finds the fastest allreduce algorithm, to those of
+   network n. For a latency or bandwidth of 0 between nodes (with one node: inside it) AUTO counts 2 us or 4 GB/s. */
 HPMLC_FN void hpmlc_comm_links(hpml_comm *c, const hpml_network *n, int nodes)
 {
     const hpml_link *between = nodes > 1 ? &n->between : &n->inside;
@@ -1104,7 +1106,7 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 /* The transport begins a message; hpml_wait tests the message until it is done. Between tests a wait spins for some
    microseconds, then yields the core, then sleeps; it sleeps at once if the peer's thread needs this core, because on a
    busy machine the rank that has work must get the core. (MPICH spins for ever: with more ranks than cores a wait of
-   MPICH was measured 40 times slower than this one.) */
+   MPICH was measured 40 times slower than this.) Tags above HPML_TAG_MAX are for collectives. */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
 #define HPMLC_TAGS           1023 /* tags that collectives use in rotation; messages of one tag stay in order */
@@ -1120,8 +1122,8 @@ HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
     if (c->node[peer] != c->node[c->rank]) c->counters.between_bytes += (int64_t)bytes;
 }
 
-/* Begins a receive from, or a send to, rank `peer` and fills in m. data: the array of `bytes` bytes; reduce: adds what
-   arrives to the array, NULL: copies. After an error m is done, and m->status is the error. */
+/* Begins a receive from rank `peer`, or (not `receiving`) a send to it, and fills in m. data: array of `bytes` bytes;
+   reduce: adds what arrives to the array, NULL: copies. After an error m->done is true, m->status the error. */
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
                                  hpmlc_reduce_fn *reduce, hpml_message *m)
 {
@@ -1158,7 +1160,7 @@ HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
 
 #define HPMLC_SPIN_OWN_CORE 2000 /* value of c->spin_limit where each rank has a core of its own */
 
-/* Returns c->spin_limit, read atomically, because the rank's thread changes that of a twin while the twin waits. */
+/* Returns how many tests a wait on c makes before it yields; atomic, because another thread may change that number. */
 HPMLC_FN int hpmlc_spin_limit(const hpml_comm *c) { return __atomic_load_n(&c->spin_limit, __ATOMIC_RELAXED); }
 
 HPMLC_FN void hpmlc_pause(bool yield)
@@ -1177,8 +1179,8 @@ HPMLC_FN void hpmlc_pause(bool yield)
 #define HPMLC_SLOW_YIELD 100e-6 /* seconds: a yield that takes longer has given the core to another program */
 #define HPMLC_EARLY      60e-6  /* seconds before a message arrives at which a sleep ends, because Linux wakes late */
 
-/* Spends one turn of a wait for m without sleeping: spins in early turns, yields the core in later ones. Returns false
-   where the caller must sleep: the turns are used up, or m is in flight and known to arrive later, or a yield has cost
+/* Spends turn number `turn` of a wait for m without sleeping: spins in early turns, yields the core in later ones.
+   False: the caller must sleep: the turns are used up, or m is in flight and known to arrive later, or a yield has cost
    another program's time slice; after such a yield none is tried for 100 times as long as that yield took. */
 HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
 {
@@ -1238,15 +1240,15 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     m->done = true;
 }
 
-/* Gives up the message m after an error of this rank, which becomes the status of m. */
+/* Gives up the message m after an error of this rank, which becomes m->status; m's array is used no more. */
 HPMLC_FN void hpmlc_abandon(hpml_comm *c, hpml_message *m)
 {
     c->t->abandon(c, m);
     m->status = hpml_ctx_status(c->ctx);
 }
 
-/* Handles the deadline of m, whose peer may wait for another rank, and so on: where the last rank of this chain is
-   busy, extends the deadline, else ends the wait with an error that names that rank. Returns the new deadline. */
+/* Handles the deadline of m, whose peer may wait for another rank, and so on: where the last rank of this chain is busy
+   (hpml_comm_busy), extends the deadline, else ends the wait with an error that names it. Returns the new deadline. */
 HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
 {
     const int peer = c->origin[m->peer];
@@ -1271,7 +1273,7 @@ HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
 }
 
-/* Tests m, then the other receives in flight, because m's peer may wait for one of them. True: one of them is done. */
+/* Tests m, then the other receives in flight, because m's peer may wait for one. True: one of the others is done. */
 HPMLC_FN bool hpmlc_test_all(hpml_comm *c, hpml_message *m)
 {
     bool moved = false;
@@ -1313,7 +1315,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
     return m->status;
 }
 
-/* Adds a span of `bytes` bytes to the timeline, with the tensors and bucket of c->about; start, end: in seconds. */
+/* Adds a span `name` of `bytes` bytes to the timeline, from `start` to `end` (seconds), about c->about's tensors. */
 HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
 {
     if (!hpml_trace_on(c->trace)) return;
@@ -1326,8 +1328,8 @@ HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, dou
     hpml_trace_add(c->trace, &e);
 }
 
-/* Adds one end of a message's arrow to the timeline, at the receiver or at the sender. Both ranks compute the same
-   number for the arrow, because both count the messages between them. */
+/* Adds to the timeline one end of the arrow of a message between this rank and `peer`: the receiver's (receives) or the
+   sender's. Both ranks compute the same number for the arrow, because both count their messages. */
 HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
 {
     uint32_t count = c->arrows[peer][receives]++;
@@ -1409,8 +1411,8 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
    inbox as a pointer; the receiver copies, or adds up, straight from the sender's array and marks the send done: one
    pass over the data and no buffer in between.
 
-   The world counts the threads that are awake. A thread that falls asleep subtracts 1; the thread that wakes it adds 1
-   before the sleeper continues. So a count of zero means that no thread can ever wake another: a deadlock. */
+   The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; the thread that
+   wakes it first adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
 
 #ifndef HPML_NO_THREADS
 
@@ -1458,14 +1460,14 @@ struct hpml_world {
     double             *busy;     /* (ranks) hpml_now() until which each rank is busy */
 };
 
-/* What hpml_comm.state points to with THREADS and CLOCK. */
+/* What hpml_comm.state, the pointer for the transport's own data, points to with the transports THREADS and CLOCK. */
 typedef struct hpmlc_thread_state {
     hpmlc_group   *group;
     hpmlc_vthread *vthread;    /* CLOCK: the thread's clock; a part has its communicator's, a twin its own thread's */
     unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
-/* What hpml_message.state contains with THREADS and CLOCK. */
+/* What hpml_message.state, the bytes of a message for the transport's own data, contains with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
     int           from;   /* of a send: the sender's rank */
@@ -1479,7 +1481,7 @@ HPMLC_FN hpml_world  *hpmlc_world_of(const hpml_comm *c) { return hpmlc_thread(c
 HPMLC_FN hpmlc_inbox *hpmlc_inbox_of(const hpml_comm *c) { return &hpmlc_thread(c)->group->inbox[c->rank]; }
 HPMLC_FN hpmlc_post  *hpmlc_post_of(hpml_message *m) { return (hpmlc_post *)(void *)&m->state; }
 
-/* Makes deadlines use a clock that is never set, where condition variables can use one (not under -std=c99). */
+/* Makes deadlines use CLOCK_MONOTONIC, a clock that is never set, where possible: not under -std=c99, nor on macOS. */
 #if defined(CLOCK_MONOTONIC) && !defined(__APPLE__)
 #define HPMLC_MONOTONIC
 #endif
@@ -1502,7 +1504,7 @@ HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
     pthread_cond_destroy(&g->changed);
 }
 
-/* Wakes the thread that sleeps at g, which world w (if not NULL) counts as awake again. The caller holds g->mutex. */
+/* Wakes the thread that sleeps at waitpoint g, and counts it as awake in w, unless NULL. The caller holds g->mutex. */
 HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
 {
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
@@ -1520,7 +1522,7 @@ HPMLC_FN void hpmlc_waitpoint_wake(hpml_world *w, hpmlc_waitpoint *g)
 }
 
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
-/* Wakes all threads of world w that sleep. The caller holds w->mutex. */
+/* Wakes all threads that sleep in world w, the ranks of this process. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
     hpmlc_vthreads_wake(w);
@@ -1528,8 +1530,8 @@ HPMLC_FN void hpmlc_world_wake(hpml_world *w)
         for (int i = 0; i < r->size; i++) hpmlc_waitpoint_wake(w, &r->inbox[i].wait);
 }
 
-/* If no thread of world w is awake: fails the world with a text that names each wait, and wakes all threads, so that
-   they report the deadlock. The caller holds w->mutex. */
+/* If no thread of world w (the ranks of this process) is awake, a deadlock: fails the world with a text that names each
+   wait, and wakes all threads, so that they report the deadlock. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
     bool any = false;
@@ -1556,8 +1558,8 @@ HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Converts `until`, a time of hpml_now, to *limit, a time of the waitpoints' clock, at most 1e6 s from now: a sleeper
-   with a later deadline wakes then, checks the time and sleeps again. */
+/* Converts `until`, in seconds of hpml_now, to *limit, the same time on the clock of pthread_cond_timedwait, but at
+   most 1e6 s from now: a sleeper with a later deadline wakes then, checks the time and sleeps again. */
 HPMLC_FN void hpmlc_waitpoint_limit(double until, struct timespec *limit)
 {
     double left = fmin(fmax(until - hpml_now(), 0), 1e6);
@@ -1574,8 +1576,8 @@ HPMLC_FN void hpmlc_waitpoint_limit(double until, struct timespec *limit)
     limit->tv_nsec = (long)((left - floor(left)) * 1e9);
 }
 
-/* Sleeps at waitpoint g until g->changes differs from *seen, at most until hpml_now() is `until`; *seen becomes
-   g->changes. counted: while the thread sleeps, world w does not count it as awake. */
+/* Sleeps until another thread has changed the counter g->changes of waitpoint g from *seen, at most until hpml_now() is
+   `until`; *seen becomes g->changes. counted: true: while the thread sleeps, world w does not count it as awake. */
 HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned *seen, double until, bool counted)
 {
     struct timespec limit;
@@ -1597,8 +1599,8 @@ HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned 
     pthread_mutex_unlock(&g->mutex);
 }
 
-/* Lets the thread of c sleep at waitpoint g for something other than a message, such as a job, as hpmlc_waitpoint_sleep
-   does, or as the transport of c schedules its threads. */
+/* Lets the thread of c sleep at waitpoint g for something other than a message, such as the end of background work,
+   until g->changes differs from *seen, at most until hpml_now() is `until`. Transports may have a way of their own. */
 HPMLC_FN void hpmlc_sleep_at(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until)
 {
     if (c->t->schedule) c->t->schedule->sleep(c, g, seen, until);
@@ -1684,7 +1686,7 @@ HPML_API void hpml_world_free(hpml_world *w)
     free(w);
 }
 
-/* Fails the world, unless it has failed before: all waits end with `text`, the error of rank `rank`. */
+/* Fails world w, unless it has failed before: all waits of its ranks end with `text`, the error of rank `rank`. */
 HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
 {
     pthread_mutex_lock(&w->mutex);
@@ -1696,9 +1698,9 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Returns the rank that world rank `rank` waits for; -1: none, because `rank` computes or hangs. The inbox of `rank` in
-   *group is checked before those in other groups, because a thread may wait for its own background thread. Sets *group
-   to the group where the wait was found. The caller holds w->mutex. */
+/* Returns the rank that rank `rank` of world w waits for; -1: none, because `rank` computes or hangs. A group has the
+   inboxes of one communicator. The inbox of `rank` in *group is checked before those in other groups, because a thread
+   may wait for its own background thread. *group: gets the group of that inbox. The caller holds w->mutex. */
 HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
 {
     hpmlc_group *first = *group;
@@ -1712,8 +1714,8 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
     return -1;
 }
 
-/* Returns the rank at the end of the chain of waits that begins with m's peer; -1: a rank has failed. The chain ends at
-   a rank that is busy, until *busy, even if that rank's background thread waits, and even if the chain began there. */
+/* Returns the rank at the end of the chain of waits that begins with m's peer; -1: a rank has failed. A rank that is
+   busy (hpml_comm_busy) until *busy ends the chain, even if its background thread waits or the chain began there. */
 HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
 {
     hpml_world  *w     = hpmlc_world_of(c);
@@ -1736,7 +1738,7 @@ HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Records in this rank's inbox the world rank `peer` that this rank waits for; -1: none. */
+/* Records in the inbox of this rank of c for which rank of the world it waits: `peer`; -1: for none. */
 HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
 {
     __atomic_store_n(&hpmlc_inbox_of(c)->peer, peer, __ATOMIC_RELEASE);
@@ -1746,7 +1748,7 @@ HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
 // >>threads-transport   messages between threads
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns the time at which a message of `bytes` that is sent to rank `to` at time `now` arrives; 0: its link takes no
+/* Returns when, in seconds, a message of `bytes` arrives that is sent to rank `to` at time `now`; 0: its link takes no
    time. Occupies the network cards of sender and receiver, because a card serves one message after another. */
 HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
 {
@@ -1766,7 +1768,7 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-/* Posts the send m in the inbox of rank m->peer. wake: wakes that rank if it sleeps there; false in virtual time. */
+/* Appends the send m to the inbox of rank m->peer. wake: wakes that rank if it sleeps; false in virtual time. */
 HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpmlc_inbox *in   = &hpmlc_group_of(c)->inbox[m->peer];
@@ -1780,8 +1782,8 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     pthread_mutex_unlock(&in->wait.mutex);
 }
 
-/* Posts a copy of the send m and of its array and completes m at once, so that the sender does not wait, as a network
-   card with a buffer does. wake: wakes the receiver, if it sleeps. */
+/* Appends a copy of the send m and of its array to the receiver's inbox and completes m at once, so that the sender
+   does not wait, as a network card with a buffer does. wake: wakes the receiver, if it sleeps. */
 HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
@@ -1797,7 +1799,7 @@ HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
 }
 
 /* Removes from the inbox `in`, and returns, the send that matches the receive m, or m itself where m is a send. NULL:
-   that send is not there, or is still in flight until m->arrival. */
+   that send is not in the inbox, or is still in flight and arrives at the time m->arrival. */
 HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 {
     hpml_message **link, *sent;
@@ -1834,7 +1836,7 @@ long syscall(long number, ...);
 #endif
 
 /* Moves this thread off the core `core`: excludes that core from the cores that the thread may use, then allows all of
-   them again, because the thread stays where it is. */
+   them again: the thread stays on its new core. */
 HPMLC_FN void hpmlc_move_off_core(int core)
 {
     enum { BITS = 8 * (int)sizeof(long) };
@@ -1847,9 +1849,9 @@ HPMLC_FN void hpmlc_move_off_core(int core)
         (void)syscall(SYS_sched_setaffinity, 0L, sizeof all, all);
 }
 
-/* Returns true if `peer` last waited on this thread's core, and the ranks have no core each. Two threads that spin on
-   one core starve each other, because Linux is slow to separate two threads that never run at the same time. With a
-   core for each rank this thread moves to another core instead; if it slept here, both threads would stay together. */
+/* Returns true if this thread must sleep instead of spin, because `peer` last waited on the same core. Two threads that
+   spin on one core starve each other, because Linux is slow to separate two threads that never run at the same time.
+   With a core for each rank this thread first tries another core; if it slept here, both would stay together. */
 HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 {
     hpmlc_inbox *in = hpmlc_group_of(c)->inbox;
@@ -1882,7 +1884,7 @@ HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message 
     pthread_mutex_unlock(&sender->mutex);
 }
 
-/* Completes the message m with the error that the world has recorded: a deadlock, or another rank's failure. */
+/* Completes m with the error recorded for all ranks of this process: a deadlock, or another rank's failure. */
 HPMLC_FN void hpmlc_threads_fail(hpml_comm *c, hpml_message *m)
 {
     hpml_world *w = hpmlc_world_of(c);
@@ -1922,8 +1924,8 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 
 HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, -1); }
 
-/* Sets the owner of the inbox of `rank`, NULL: none. Locks the world's mutex, because other threads read the owners to
-   find out who waits for whom. */
+/* Makes `owner` (NULL: none) the communicator that receives in the inbox of rank `rank` in `group`. Locks the world's
+   mutex, because other threads read the owners to find out who waits for whom. */
 HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
 {
     pthread_mutex_lock(&group->world->mutex);
@@ -1931,7 +1933,7 @@ HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
     pthread_mutex_unlock(&group->world->mutex);
 }
 
-/* Closes the inbox of c's rank; the last rank that does so frees the group of c. */
+/* Closes the inbox of c's rank; the last rank that does so frees the group of c, the inboxes of all its ranks. */
 HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
 {
     hpmlc_group *group = hpmlc_group_of(c), **link;
@@ -1948,7 +1950,7 @@ HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
     if (last) hpmlc_group_free(group);
 }
 
-/* Counts a thread of w that ends as asleep for good: if no thread is awake then, the waits of others are a deadlock. */
+/* Stops counting a thread that ends as awake in world w: if none is awake then, the others' waits are a deadlock. */
 HPMLC_FN void hpmlc_world_thread_ends(hpml_world *w)
 {
     if (__atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
@@ -1967,8 +1969,8 @@ HPMLC_FN hpmlc_thread_state *hpmlc_thread_state_new(hpml_comm *c)
     return hpmlc_thread(c);
 }
 
-/* Makes `part` of ranks[0] to ranks[count - 1] of c: the first of these creates the group and sends its address to the
-   other ones. */
+/* Makes `part` a communicator of ranks[0] to ranks[count - 1] of c: the first of these allocates the inboxes of all and
+   sends their address to the other ones. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
 {
@@ -1995,7 +1997,7 @@ HPMLC_FN void hpmlc_threads_announce_failure(hpml_comm *c, const char *text)
     hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
 }
 
-/* Waits until m is done: the world has failed, so a test completes m, or a receiver that reads m's array does. */
+/* Waits until m is done: after a failure a test completes m with an error, or a receiver that reads m's array does. */
 HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
 {
     while (!hpmlc_done(m)) {
@@ -2121,7 +2123,7 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
 
 typedef struct hpmlc_shared hpmlc_shared;
 
-/* What hpml_comm.state points to with MPI. */
+/* What hpml_comm.state, the pointer for the transport's own data, points to with MPI. */
 typedef struct hpmlc_mpi {
     hpmlc_shared *shared;
     MPI_Comm      comm;    /* of the communicator of hpml_comm_create, over which its parts send, too */
@@ -2132,7 +2134,7 @@ typedef struct hpmlc_mpi {
     char         *staging; /* buffer of two pieces, in which receives that reduce arrive; NULL: not needed yet */
 } hpmlc_mpi;
 
-/* What hpml_message.state contains with MPI. */
+/* What hpml_message.state, the bytes of a message for the transport's own data, contains with MPI. */
 typedef struct __attribute__((may_alias)) hpmlc_transfer {
     hpml_message *next;       /* next message in hpmlc_mpi.sending */
     size_t        posted;     /* number of pieces given to MPI */
@@ -2149,14 +2151,14 @@ HPMLC_FN hpmlc_transfer *hpmlc_transfer_of(const hpml_message *m)
     return (hpmlc_transfer *)(uintptr_t)(const void *)&m->state;
 }
 
-/* What the MPI communicator of hpml_comm_create and all its parts share. */
+/* What a communicator of hpml_comm_create over MPI shares with its parts, the communicators that are split from it. */
 struct hpmlc_shared {
     int            rank, size;
     double         timeout; /* seconds that a wait may last; negative: for ever */
     hpml_comm     *owner;   /* the communicator of hpml_comm_create */
     hpmlc_shared  *next;    /* next in the list hpmlc_mpi_living */
     MPI_Errhandler before;  /* error handler that MPI_COMM_WORLD had, restored in the end */
-    /* How control messages (see >>mpi) are sent and received: */
+    /* Control messages, by which a rank announces that it failed, left, waits or is busy: */
     MPI_Comm       comm;    /* over which control messages are sent, ... */
     int            tag;     /* ... with this tag */
     int            from;    /* rank whose control message is being received, -1: none */
@@ -2194,7 +2196,7 @@ HPMLC_FN void hpmlc_mpi_lock(hpmlc_shared *x HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_mpi_unlock(hpmlc_shared *x HPMLC_UNUSED) {}
 #endif
 
-/* Fails c, and m, with MPI's text of the error `code`; returns the status. m NULL: a collective call of MPI failed. */
+/* Fails c, and completes m, with MPI's text of error `code`; returns the status. m NULL: a collective call failed. */
 HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
     char text[MPI_MAX_ERROR_STRING];
@@ -2213,7 +2215,7 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
                                   c->origin[c->rank]);
 }
 
-/* Returns the buffer from which the piece of m that begins at byte `at` is sent, or into which it is received. */
+/* Returns the buffer for sending or receiving the piece of m (up to 4 MiB) that begins at byte `at`. */
 HPMLC_FN char *hpmlc_mpi_buffer(hpml_message *m, size_t at)
 {
     char *staging = hpmlc_transfer_of(m)->staging;
@@ -2225,7 +2227,7 @@ HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
     return m->bytes > HPMLC_PIECE ? (m->bytes + HPMLC_PIECE - 1) / HPMLC_PIECE : 1;
 }
 
-/* Returns true if an older message with the tag and peer of m has pieces that have not been given to MPI yet. */
+/* Returns true if an older message with m's tag and peer has pieces of 4 MiB that MPI has not been given yet. */
 HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
 {
     hpml_message *older = m->receiving ? m->next : hpmlc_mpi_of(c)->sending;
@@ -2237,8 +2239,8 @@ HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
     return false;
 }
 
-/* Gives MPI the pieces of m that may be in flight: two at a time, and none before all pieces of older messages that
-   have the same tag and peer. */
+/* Gives MPI the pieces of m, 4 MiB each, that may be in flight: two at a time, and none before all pieces of older
+   messages that have the same tag and peer. */
 HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x   = hpmlc_mpi_of(c);
@@ -2316,8 +2318,8 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     else hpmlc_mpi_feed(c, m);
 }
 
-/* Advances m, and all sends in the list hpmlc_mpi.sending, because otherwise two ranks that send to each other would
-   both wait for the other's next piece. */
+/* Advances m, and all sends in the list hpmlc_mpi.sending (those of over two 4 MiB pieces, and later ones), because
+   otherwise two ranks that send to each other would both wait for the other's next piece. */
 HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 {
     bool listed = false;
@@ -2343,7 +2345,7 @@ HPMLC_FN bool hpmlc_mpi_finalized(void)
 }
 
 /* Sends the control message at `data` to all other ranks; `data` must stay unchanged until the sends are complete.
-   requests: (size) where to put MPI's requests; NULL: frees them, as `data` lives long enough. The caller locks x. */
+   requests: (x->size) gets MPI's requests; NULL: frees them, as `data` lives long enough. The caller locks x. */
 HPMLC_FN void hpmlc_mpi_send_control(hpmlc_shared *x, const void *data, int bytes, MPI_Request *requests)
 {
     for (int i = 0; i < x->size && !hpmlc_mpi_finalized(); i++) {
@@ -2398,7 +2400,7 @@ HPMLC_FN int hpmlc_mpi_receive_control(hpmlc_shared *x, int *bytes)
     return from;
 }
 
-/* Receives all control messages that have arrived and records in x their numbers, letters and the first failure. */
+/* Receives all control messages that have arrived and notes in x what they announce: waits, work, failure, leaving. */
 HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
 {
     int bytes = 0;
@@ -2421,15 +2423,15 @@ HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
     hpmlc_mpi_unlock(x);
 }
 
-/* Returns the last number that `rank` has sent as a control message (see hpmlc_shared.number), while it is valid: for
-   one deadline, or as long as the rank is busy; -1: none. */
+/* Returns what `rank` last announced: the rank that it waits for; x->size: it waits for all; more: it is busy. -1: it
+   does not wait, or the announcement has expired, after one deadline, or when its busy time is over. */
 HPMLC_FN int hpmlc_mpi_valid_number(const hpmlc_shared *x, int rank)
 {
     const int number = (int)x->awaits[2 * rank];
     return number != rank && hpml_now() < x->awaits[2 * rank + 1] ? number : -1;
 }
 
-/* Returns the hpml_now() until which this rank is busy; locks x, because the background thread reads x->busy, too. */
+/* Returns the hpml_now() until which this rank is busy (hpml_comm_busy); locks x, because two threads use x->busy. */
 HPMLC_FN double hpmlc_mpi_busy_until(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
@@ -2450,7 +2452,7 @@ HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until,
     hpmlc_mpi_send_number(x, number);
 }
 
-/* Announces that this rank waits no more, if announced > 0, because others would blame the rank that it waited for. */
+/* Announces the end of a wait announced at hpml_now() `announced` (0: never), because others would blame the peer. */
 HPMLC_FN void hpmlc_mpi_announce_no_wait(hpmlc_shared *x, double announced)
 {
     if (announced > 0 && hpml_now() >= hpmlc_mpi_busy_until(x)) hpmlc_mpi_send_number(x, x->rank);
@@ -2462,7 +2464,7 @@ HPMLC_FN void hpmlc_mpi_unblock(hpml_comm *c, hpml_message *m)
 }
 
 /* Returns the rank that delays a wait for all ranks: the lowest other rank that has announced no wait, else the lowest
-   one that has announced that it is busy; -1: none. */
+   one that has announced that it works alone (busy); -1: none, because all wait. */
 HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
 {
     int absent = -1;
@@ -2516,8 +2518,8 @@ HPMLC_FN void hpmlc_mpi_unlist(hpmlc_mpi *x, const hpml_message *m)
     if (*at) *at = hpmlc_transfer_of(m)->next;
 }
 
-/* Gives m up: cancels a receive. A receive that is partly complete, and a send, cannot be cancelled: their arrays must
-   live as long as the process, which ends soon. */
+/* Gives up the message m after an error: cancels a receive. A receive that is partly complete, and a send, cannot be
+   cancelled: their arrays must live as long as the process, which ends soon. */
 HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x = hpmlc_mpi_of(c);
@@ -2540,9 +2542,9 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Gives up the core for a moment in a wait for m: yields it in 16 of 64 turns, sleeps 30 us in the others. With a core
-   for each rank it only yields during the first 5000 turns, because a sleep delays a large message more than it helps
-   other threads. Ends the wait if any rank has failed or m's peer has left. until: the deadline. */
+/* Lets other threads use the core for a moment in a wait for m: yields it in 16 of 64 calls, sleeps 30 us in the
+   others. With a core for each rank it only yields during the first 5000 calls, because a sleep delays a large message
+   more than it helps other threads. Ends the wait if any rank has failed or m's peer has left. until: the deadline. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
@@ -2563,8 +2565,8 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
     else hpmlc_nap(30e-6);
 }
 
-/* Handles the deadline of hpmlc_mpi_wait_all: returns a later one where the rank that delays the others is busy, else
-   fails c with an error that names that rank. code: what MPI returned. */
+/* Is called at the deadline of hpmlc_mpi_wait_all, a wait for a collective MPI call: returns a later one where the rank
+   that delays the others is busy, else fails c with an error that names that rank. code: what MPI returned. */
 HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
 {
     hpmlc_shared *x       = hpmlc_mpi_of(c)->shared;
@@ -2581,8 +2583,8 @@ HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
 }
 
 /* Waits until the request of a collective MPI call, which returned `code`, is complete: as fast as the blocking call,
-   but with a deadline, and a failed rank ends the wait. After an error of MPI waits until the deadline, because that
-   shows which rank is silent. */
+   but with a deadline, and a failed rank ends the wait. After an error of MPI waits until the deadline, because the
+   error's text can then name a rank that has announced nothing. */
 HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *request)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
@@ -2668,9 +2670,9 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
 }
 
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
-/* Chooses the number of a new part of c, which selects the part's tags: above all numbers that the ranks of c have
-   used, until MPI's tags run out; then the next one that is free on every rank. All ranks of c get the same number; 0:
-   none is free, or an error. */
+/* Chooses the number of a new part of c (a communicator of some of its ranks), which selects the part's tags: above all
+   numbers that the ranks of c have used, until MPI's tags run out; then the next one that is free on every rank. All
+   ranks of c get the same number; 0: none is free, or an error. */
 HPMLC_FN int         hpmlc_mpi_new_part(hpml_comm *c)
 {
     hpmlc_shared *x      = hpmlc_mpi_of(c)->shared;
@@ -2725,13 +2727,13 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     return HPML_OK;
 }
 
-/* The list of the shared structs of all communicators in this process, for hpmlc_mpi_exit. It is the one mutable static
-   of this header, because exit passes no argument to its handlers. `locked` is set only while the list changes. */
+/* The list of the structs hpmlc_shared of all MPI communicators in this process, for hpmlc_mpi_exit (handled: exit
+   calls it). The one mutable static of this header, because exit passes no argument. locked: while the list changes. */
 static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
-/* Waits until all other ranks have sent a final control message and received this rank's, so that no rank calls
-   MPI_Finalize while such a message is in flight. Returns -1; or, when `patience` seconds have passed, the rank that
-   delays the others, unless that rank is busy. */
+/* Waits until all other ranks have sent a final control message ("left" or "failed") and received this rank's, so that
+   no rank calls MPI_Finalize while such a message is in flight. Returns -1; or, when `patience` seconds have passed,
+   the rank that delays the others, unless that rank has announced to be busy: then waits on. */
 HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
 {
     double limit = hpml_now() + patience, busy = 0;
@@ -2752,8 +2754,8 @@ HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
     }
 }
 
-/* Is called by exit: sends a final control message to the other ranks, then waits up to 5 s for theirs and 0.3 s more,
-   because a launcher may kill the other ranks when this process ends. */
+/* Is called by exit: sends the other ranks the final control message "called exit", then waits up to 5 s for theirs and
+   0.3 s more, because a launcher may kill the other ranks when this process ends. */
 HPMLC_FN void hpmlc_mpi_exit(void)
 {
     bool said = false;
@@ -2871,8 +2873,8 @@ HPMLC_FN MPI_Comm hpmlc_mpi_given(const hpml_comm_desc *d)
     return d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
 }
 
-/* Allocates the struct that a communicator over `given` and its parts share, with its arrays in one block, because
-   sends that are never tested read these as long as the struct lives. */
+/* Allocates the struct that a communicator over `given` and its parts share. Its arrays follow in the same allocation,
+   because sends that are never tested read them as long as the struct lives. timeout: seconds that a wait may last. */
 HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
 {
     int rank, size, found = 0, *most = NULL;
@@ -2907,8 +2909,8 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     return x;
 }
 
-/* Handles the deadline of hpmlc_mpi_meet and returns false. The error, put on ctx and sent to all ranks, names the
-   ranks that have neither sent `letter` nor announced that they wait. */
+/* Is called at the deadline of hpmlc_mpi_meet, in which all ranks send each other a letter; returns false. The error,
+   put on ctx and sent to all ranks, names the ranks that have neither sent `letter` nor announced that they wait. */
 HPMLC_FN bool hpmlc_mpi_meet_late(hpml_ctx *ctx, hpmlc_shared *x, char letter)
 {
     char text[160], names[64] = "";
@@ -2923,8 +2925,8 @@ HPMLC_FN bool hpmlc_mpi_meet_late(hpml_ctx *ctx, hpmlc_shared *x, char letter)
     return false;
 }
 
-/* Sends a letter to all ranks and waits until each rank has sent the same letter, or 'N': it could not start, which
-   fails all ranks. Returns false after an error, which is on ctx. */
+/* Sends *letter ('Y': this rank starts, 'D': communicator duplicated) to all ranks and waits until each has sent the
+   same letter, or 'N': it could not start, which fails all ranks. Returns false after an error, which is on ctx. */
 HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
 {
     char   expected = *letter == 'N' ? 'Y' : *letter;
@@ -2951,9 +2953,9 @@ HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
     }
 }
 
-/* Connects all ranks of `given`: all meet ('Y', hpmlc_mpi_meet), duplicate `given` for c and meet again ('D'), because
-   the letter that is missing then shows which rank was lost. c NULL: this rank is out of memory, and meets with 'N'.
-   Returns false after an error, which is on ctx. */
+/* Connects all ranks of `given`: all send each other 'Y' (hpmlc_mpi_meet), duplicate `given` for c and send each other
+   'D', because the letter that is missing then shows which rank was lost. c NULL: this rank is out of memory, and sends
+   'N'. Returns false after an error, which is on ctx. */
 HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
 {
     static const char letters[] = { 'N', 'Y', 'D' };
@@ -3046,7 +3048,7 @@ static const hpml_transport hpmlc_mpi_transport = {
     false, 0, 5e-6, 0.3e-9, NULL
 };
 
-/* Starts MPI for hpml_launch and returns true, or false where the program has started MPI. *rank: of this process. */
+/* Starts MPI for hpml_launch and returns true; false: the program has started it. *rank: this process's number. */
 HPMLC_FN bool hpmlc_mpi_init(int *rank)
 {
     int on = 0, level;
@@ -3095,7 +3097,7 @@ HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
     for (hpmlc_vthread *a = w->vthreads; a; a = a->next) hpmlc_vthread_wake_held(w, a);
 }
 
-/* Gives the turn to the runnable thread of world w whose clock is behind all others. The caller holds w->mutex. */
+/* Lets one thread of world w run: the runnable one whose clock is behind all others. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
 {
     hpmlc_vthread *best = NULL;
@@ -3111,8 +3113,8 @@ HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets the threads run whose clocks are behind that of c's thread, and returns at the next turn of c's thread. sleep:
-   this thread gets no turn before another thread wakes it. */
+/* Lets the threads run whose clocks are behind that of c's thread, and returns when c's thread is the one to run again.
+   sleep: true: this thread does not run again before another thread wakes it. */
 HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -3130,7 +3132,7 @@ HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Waits for the first turn of c's thread, which is new. The thread of the last rank to enter gives the first turn. */
+/* Waits until c's thread, a new one, is the one to run. The thread of the last rank to enter starts the first turn. */
 HPMLC_FN void hpmlc_vthread_enter(hpml_comm *c)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -3176,7 +3178,7 @@ HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
     return a;
 }
 
-/* Removes this thread, `self`, from world w for good, frees it and gives the turn to another thread. */
+/* Removes this thread, `self`, from world w for good, frees it and lets another thread run. */
 HPMLC_FN void hpmlc_vthread_free(hpml_world *w, hpmlc_vthread *self)
 {
     hpmlc_vthread **link;
@@ -3209,9 +3211,9 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
     else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
 }
 
-/* Sleeps until the message of the receive m arrives (an older receive with the same peer and tag gets the next message:
-   until that one arrives), or until a message is sent to this rank. Never sleeps until the message of another receive
-   arrives, because m may be done before. */
+/* Sleeps in virtual time until the message of the receive m arrives, or until a message is sent to this rank. Where an
+   older receive with the same peer and tag gets the next message, that one's arrival ends the sleep. Never sleeps until
+   the message of any other receive arrives, because m may be done before. There are no deadlines. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
     double arrival = hpmlc_oldest(m)->arrival;
@@ -3231,8 +3233,8 @@ HPMLC_FN hpmlc_vthread *hpmlc_vthread_of_clock(const double *clock)
     return (hpmlc_vthread *)((uintptr_t)clock - offsetof(hpmlc_vthread, clock));
 }
 
-/* Makes the timeline of ctx read the clock that it read before `self`'s. Where it reads the clock of a communicator
-   that was created later on ctx, it keeps doing so, and that communicator's thread gets the clock to return to. */
+/* Before `self` is freed, makes the timeline of ctx read the clock that it read earlier. Where it reads the clock of a
+   communicator that was created later on ctx, it keeps doing so, and that one's thread gets the clock to return to. */
 HPMLC_FN void hpmlc_clock_restore(hpml_ctx *ctx, hpmlc_vthread *self)
 {
     const double *top = hpml_trace_clock(ctx, self->replaced);
@@ -3255,7 +3257,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     if (!c->is_part) hpmlc_vthread_free(w, self);
 }
 
-/* Gives m up after an error. Nothing else refers to m, because sends are copies. */
+/* Gives up the message m after an error. Nothing else refers to m, because sends are copies. */
 HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; }
 
 HPMLC_FN double hpmlc_clock_now(const hpml_comm *c) { return hpmlc_vthread_of(c)->clock; }
@@ -3281,7 +3283,7 @@ HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
     return true;
 }
 
-/* Ends the virtual thread of `twin`, the background thread's communicator, which uses c's clock from now on. */
+/* Ends the virtual thread of `twin`, the communicator of c's background thread, which uses c's clock from now on. */
 HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
 {
     hpmlc_vthread *own = hpmlc_vthread_of(twin);
@@ -3358,7 +3360,7 @@ HPMLC_FN void hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUS
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifdef HPML_NO_THREADS
-/* Sets rank 0 of 1: without threads THREADS and CLOCK have one rank, which sends nothing. */
+/* Sets rank 0 of 1 in d: without threads the transports THREADS and CLOCK have one rank, which sends nothing. */
 HPMLC_FN hpml_status hpmlc_self_locate(hpml_ctx *ctx HPMLC_UNUSED, hpml_comm_desc *d)
 {
     d->rank  = 0;
@@ -3486,7 +3488,8 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 HPML_API void hpml_comm_free(hpml_comm *c) { hpml_ctx_release(hpml_comm_ctx(c), c); }
 
-/* Creates on ctx the communicator of `count` ranks of c, in the order of `ranks`, with this rank. NULL: an error. */
+/* Creates on ctx the communicator of `count` ranks of c, in the order of `ranks`; this rank is one of them. color: a
+   number that differs between the communicators that are made at the same time. NULL: an error. */
 HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
 {
     int me = 0;
@@ -3551,8 +3554,8 @@ typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what com
     char                    error[768];
 } hpmlc_start;
 
-/* Stores the text of a rank's error in s, after "rank N: " unless it begins so, because errors of layers and files do
-   not name their rank. rank -1: the only rank, which needs no name. */
+/* Stores `text`, the error of rank `rank`, in s->error, after "rank N: " unless it begins so, because errors of layers
+   and files do not name their rank. rank -1: the only rank, which needs no name. */
 HPMLC_FN void hpmlc_start_error(hpmlc_start *s, int rank, const char *text)
 {
     int n = rank < 0 || strncmp(text, "rank ", 5) == 0 ? 0 : snprintf(s->error, sizeof s->error, "rank %d: ", rank);
@@ -3610,8 +3613,8 @@ HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 #endif
 }
 
-/* Sets transport and ranks of d from the environment variable HPML_RUN or from d->run, see hpml_launch_desc. Returns
-   false if that text cannot be read. */
+/* Sets transport and ranks of d from a text such as "threads:4": the environment variable HPML_RUN or d->run, see
+   hpml_launch_desc. Returns false if that text cannot be read. */
 HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 {
     static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* 0 to 2: transports */
@@ -3632,8 +3635,8 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
     return true;
 }
 
-/* Refuses to run threads in each of several processes of mpiexec, unless .alone or HPML_RUN allows that, because these
-   would be separate runs. The text of the error goes to `to`. */
+/* Returns an error, its text in `to`, where d asks for threads in each of several processes of mpiexec, because these
+   would be separate runs, unless d->alone or the environment variable HPML_RUN allows that. */
 HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_text *to)
 {
     const char *run       = getenv("HPML_RUN"), *kind = d->transport == HPML_TRANSPORT_CLOCK ? "clock" : "threads";
@@ -3646,8 +3649,8 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
                         kind, ranks, processes, processes, kind, ranks);
 }
 
-/* Returns the status of the rank that failed first, of the n ranks in s, and writes its error text to `to`. A rank with
-   HPML_ERR_PEER only reports that another rank failed. */
+/* Returns the status of the rank that failed first, of the n ranks whose results are in s, and writes its error text to
+   `to`. Passes over HPML_ERR_PEER, which only reports that another rank failed, where there is another error. */
 HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
@@ -3673,8 +3676,8 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     return hpmlc_first_cause(s, 1, to);
 }
 
-/* Runs `ranks` ranks of THREADS or CLOCK, each in a thread of its own, and waits for all. Returns the status of the
-   rank that failed first, its text in `to`. */
+/* Runs `ranks` ranks of the transports THREADS or CLOCK, each in a thread of its own with one element of s, and waits
+   for all. Returns the status of the rank that failed first, its text in `to`. */
 HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
 #ifndef HPML_NO_THREADS
@@ -3700,8 +3703,8 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 #endif
 }
 
-/* Sets transport and ranks of d from .run. Returns an error, its text in `to`, where these or the network are out of
-   range, or where they are not allowed (.alone). */
+/* Sets transport and ranks of d from d->run, such as "threads:4". Returns an error, its text in `to`, where these or
+   the network are out of range, or where each of several processes would run threads without d->alone. */
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
@@ -3790,7 +3793,7 @@ HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *
     return hpml_trace_start(c->ctx, &d);
 }
 
-/* Returns the content of the file `path`, on ctx, with a zero after it, its length in *size; NULL: cannot be read. */
+/* Returns the content of file `path`, on ctx, with a zero byte after it; *size: its bytes. NULL: cannot be read. */
 HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 {
     FILE *f    = fopen(path, "rb");
@@ -3867,8 +3870,8 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 /* An allreduce algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every
    stride-th rank from `base`, and member i owns block i of the range, one of equal blocks for all members. The move
    function of a phase kind sets what one member sends and receives in round k. Collectives execute these moves, tests
-   count them, users draw them with hpml_allreduce_move and the simulator times them. To add an algorithm, write a word
-   of hpml_algorithm, a row of hpmlc_algorithms and, if it has new phase kinds, their move function. */
+   count them, users draw them with hpml_allreduce_move and the simulator times them. To add an algorithm, add a name to
+   the enum hpml_algorithm, a row to hpmlc_algorithms and, if it has new phase kinds, their move function. */
 
 typedef struct hpmlc_phase hpmlc_phase;
 
@@ -3916,7 +3919,8 @@ HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /
 
 HPMLC_FN bool hpmlc_adds(const hpmlc_kind *kind) { return kind->sums != HPMLC_SUMS_NONE; }
 
-/* Returns the team of all p ranks, whose member 0 is rank `root`, as `rank` sees it. */
+/* Returns the team (ranks that run a phase together) of all p ranks. Rank `root` is its member 0; hpmlc_team.me, the
+   number of the own rank in the team, is that of rank `rank`. */
 HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 {
     const hpmlc_team all = { 0, 1, p, (rank - root + p) % p, root };
@@ -3925,14 +3929,15 @@ HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 
 HPMLC_FN int hpmlc_member(const hpmlc_team *t, int i) { return t->base + (i + t->root) % t->size * t->stride; }
 
-/* Return the rounds in a team of `size` members: _others: one for each other member; _down, _up: log2 rounded down, up;
-   _fold: up minus down, which is 1 unless `size` is a power of two. */
+/* Return the number of rounds of a phase in a team of `size` ranks: hpmlc_rounds_others: one for each other rank;
+   _down, _up: log2 of `size`, rounded down, up; _fold: up minus down, which is 1 unless `size` is a power of two. */
 HPMLC_FN int hpmlc_rounds_others(int size) { return size - 1; }
 HPMLC_FN int hpmlc_rounds_down(int size) { return hpmlc_log2(size); }
 HPMLC_FN int hpmlc_rounds_up(int size) { return hpmlc_log2(size) + (size > 1 << hpmlc_log2(size)); }
 HPMLC_FN int hpmlc_rounds_fold(int size) { return hpmlc_rounds_up(size) - hpmlc_rounds_down(size); }
 
-/* Sets the sending half of move m: blocks [first, end) of the phase's range, one for each member, go to member `to`. */
+/* Sets what this rank sends in move m: blocks `first` to `end` - 1 of phase f's range of the array, which has one block
+   for each member of the team, to member `to`. */
 HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int first, int end)
 {
     m->to         = hpmlc_member(&f->team, to);
@@ -3940,8 +3945,8 @@ HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int fir
     m->send_count = f->at + hpml_block(f->count, f->team.size, end) - m->send_at;
 }
 
-/* Sets the receiving half of move m: blocks [first, end) of the phase's range come from member `from`; they are added
-   to the array where the phase adds, else they replace its elements. */
+/* Sets what move m receives: blocks `first` to `end` - 1 of phase f's range, which has one for each member of the team,
+   from member `from`. They are added to the array where the phase adds, else they replace its elements. */
 HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, int first, int end)
 {
     m->from          = hpmlc_member(&f->team, from);
@@ -3950,8 +3955,8 @@ HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, in
     m->add           = hpmlc_adds(f->kind);
 }
 
-/* Sets move m of this member, which is either `child` or `parent`: where the phase adds, the child sends the whole
-   range and the parent adds it; else the parent sends the range to the child. Other members must not call this. */
+/* Sets move m of this rank, member `child` or `parent` of the team of phase f: where the phase adds, the child sends
+   the whole range and the parent adds it; else the parent sends the range to the child. Not for other members. */
 HPMLC_FN void hpmlc_set_parent_child(const hpmlc_phase *f, hpml_move *m, int child, int parent)
 {
     int p = f->team.size, other = f->team.me == child ? parent : child;
@@ -3995,8 +4000,8 @@ HPMLC_FN void hpmlc_ring_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_ring_scatter = { hpmlc_rounds_others, hpmlc_ring_move, HPMLC_SUMS_BLOCK, false, false };
 static const hpmlc_kind hpmlc_ring_gather  = { hpmlc_rounds_others, hpmlc_ring_move, HPMLC_SUMS_NONE, false, false };
 
-/* Sets the move of round k in recursive doubling: two members whose numbers differ in bit k alone send each other the
-   whole range, and each adds what it receives. */
+/* Sets the move of round k in recursive doubling, a phase that adds: two members of the team whose numbers differ in
+   bit k alone send each other the whole range, and each adds what it receives. */
 HPMLC_FN void hpmlc_doubling_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     hpmlc_set_send(f, m, f->team.me ^ 1 << k, 0, f->team.size);
@@ -4004,9 +4009,9 @@ HPMLC_FN void hpmlc_doubling_move(const hpmlc_phase *f, int k, hpml_move *m)
 }
 static const hpmlc_kind hpmlc_doubling = { hpmlc_rounds_down, hpmlc_doubling_move, HPMLC_SUMS_ALL, true, false };
 
-/* Sets the move of round k in recursive halving of p members: where the phase adds, member i works on the p / 2^k
-   blocks around block i, sends one half of these blocks to its partner and keeps the half with block i. Else the same
-   blocks are sent back in the opposite order of rounds. */
+/* Sets the move of round k in recursive halving by p members: where phase f adds, member i works on p / 2^k blocks with
+   block i among them, sends one half of these to the member p / 2^(k + 1) away and keeps the half with block i. In a
+   phase that copies, the same blocks are sent back in the opposite order of rounds. */
 HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     bool adds = hpmlc_adds(f->kind);
@@ -4019,8 +4024,8 @@ HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_halve  = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_BLOCK, true, false };
 static const hpmlc_kind hpmlc_double = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_NONE, true, false };
 
-/* Sets the move of folding a team to its first 2^k members: each member from 2^k on sends its range to the member 2^k
-   before it, which adds it; where the phase does not add, that member sends the range back. */
+/* Sets the move of the one round that folds a team to its first q members, q the largest power of two: where the phase
+   adds, each member from q on sends the range to the member q before it, which adds it; else it is sent back. */
 HPMLC_FN void hpmlc_fold_move(const hpmlc_phase *f, int k HPMLC_UNUSED, hpml_move *m)
 {
     int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p);
@@ -4030,7 +4035,7 @@ static const hpmlc_kind hpmlc_fold   = { hpmlc_rounds_fold, hpmlc_fold_move, HPM
 static const hpmlc_kind hpmlc_unfold = { hpmlc_rounds_fold, hpmlc_fold_move, HPMLC_SUMS_NONE, false, false };
 
 /* Sets the move of round k in a binomial tree: where the phase adds (the way up), a member whose lowest set bit is bit
-   k sends its range to the member without that bit. The way down has the opposite directions and order of rounds. */
+   k sends its range to the member without that bit. On the way down directions and order of rounds are the opposite. */
 HPMLC_FN void hpmlc_tree_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     int i = f->team.me, step = 1 << (hpmlc_adds(f->kind) ? k : f->rounds - 1 - k);
@@ -4039,7 +4044,8 @@ HPMLC_FN void hpmlc_tree_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_tree_up   = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_ROOT, false, false };
 static const hpmlc_kind hpmlc_tree_down = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_NONE, false, false };
 
-/* Sets the move of round k in a star: between member 0, the parent, and member k + 1; other members are idle. */
+/* Sets the move of round k in a star: where the phase adds, member k + 1 sends to member 0, else it receives from
+   member 0; the other members are idle. */
 HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     if (f->team.me == 0 || f->team.me == k + 1) hpmlc_set_parent_child(f, m, k + 1, 0);
@@ -4087,7 +4093,7 @@ typedef struct hpmlc_algorithm {
     hpml_algorithm    algorithm;
     const char       *name;
     const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; the last is NULL */
-    /* Optional: plans the algorithm where each of several nodes has several ranks; elsewhere `phase` is run. */
+    /* Optional: plans the algorithm where each of several nodes has several ranks; elsewhere all ranks run `phase`. */
     void (*plan_nodes)(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n);
     bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
     int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
@@ -4104,9 +4110,10 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, const hpmlc_algorithm *row, hpml
     for (const hpmlc_kind *const *kind = row->phase; *kind; kind++) hpmlc_plan_add(plan, *kind, team, at, count);
 }
 
-/* Plans HPML_HIERARCHICAL for rank `rank` of p: a ring inside the node leaves each member the sum of one block; members
-   with the same place on all nodes add up that block by halving, or by a ring; a ring inside the node spreads the
-   blocks. Where nodes differ in size: a tree to the first rank of each node, a ring among those ranks, a tree back. */
+/* Plans HPML_HIERARCHICAL for rank `rank` of p, per_node ranks on each node (spread: rank r is on node r % nodes): a
+   ring inside the node leaves each member the sum of one block of the n elements; members with the same place on all
+   nodes add up that block by halving, or by a ring; a ring inside the node spreads the blocks. Where nodes differ in
+   size: a tree to the first rank of each node, a ring among those ranks, a tree back. */
 HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
@@ -4134,8 +4141,8 @@ HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool s
     hpmlc_plan_add(plan, &hpmlc_tree_down, in, 0, n);
 }
 
-/* Return the seconds that AUTO adds to a simulation: BUTTERFLY copies the array in each round at 1e-10 s a byte,
-   because it is added to while it is sent; CENTRAL's rank 0 starts its 2 (p - 1) messages one by one. */
+/* Return the seconds that AUTO adds to the simulated time of an algorithm: BUTTERFLY copies the array each round at
+   1e-10 s a byte, because it is added to while it is sent; CENTRAL's rank 0 starts 2 (p - 1) messages in turn. */
 HPMLC_FN double hpmlc_butterfly_extra(const hpml_comm *c, double bytes) { return hpmlc_log2(c->size) * bytes * 1e-10; }
 HPMLC_FN double hpmlc_central_extra(const hpml_comm *c, double bytes HPMLC_UNUSED)
 {
@@ -4165,7 +4172,7 @@ static const hpmlc_algorithm hpmlc_algorithms[] = {
 #define HPMLC_ALGORITHM_ROWS ((int)(sizeof hpmlc_algorithms / sizeof hpmlc_algorithms[0]))
 typedef char hpmlc_every_algorithm_has_a_row[HPMLC_ALGORITHM_ROWS == HPML_ALGORITHM_COUNT ? 1 : -1];
 
-/* Returns the row of an algorithm; NULL: there is no such algorithm. */
+/* Returns the row of algorithm a in hpmlc_algorithms, the table of their phases; NULL: there is no such algorithm. */
 HPMLC_FN const hpmlc_algorithm *hpmlc_algorithm_row(hpml_algorithm a)
 {
     for (int i = 0; i < HPMLC_ALGORITHM_ROWS; i++)
@@ -4186,8 +4193,8 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
     return HPML_ALGORITHM_NONE;
 }
 
-/* Plans an allreduce of n elements by algorithm `a` as rank `rank` of p ranks, per_node on each node, executes it. An
-   unknown algorithm gives a plan without phases. */
+/* Plans an allreduce of n elements by algorithm `a`: the phases that rank `rank` of p ranks executes, with per_node
+   ranks on each node (spread: rank r is on node r % nodes). An unknown algorithm gives a plan without phases. */
 HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per_node, bool spread, int rank, int64_t n)
 {
     const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
@@ -4197,7 +4204,7 @@ HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per
     else if (row) hpmlc_plan_team(plan, row, hpmlc_everyone(p, rank, 0), 0, n);
 }
 
-/* Makes a plan of one phase, which all p ranks run as one team, with rank `root` as member 0, on elements [0, n). */
+/* Plans one phase of `kind`, which all p ranks run as one team, with rank `root` as member 0, on elements [0, n). */
 HPMLC_FN void hpmlc_plan_single(hpmlc_plan *plan, const hpmlc_kind *kind, int p, int rank, int root, int64_t n)
 {
     plan->count = 0;
@@ -4327,8 +4334,8 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-/* Divides the sums that phase i of the plan has completed on this rank by the number of ranks, if phase i is the last
-   one that adds: so each element is divided once, where its sum is complete, before it is copied to other ranks. */
+/* For HPML_MEAN: divides the sums in `data` that phase i of the plan has completed on this rank by the number of ranks,
+   if phase i is the last one that adds: so each element is divided once, before it is copied to other ranks. */
 HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, char *data, hpml_element e)
 {
     const hpmlc_phase *f = &plan->phase[i];
@@ -4348,8 +4355,8 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, 
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
-/* Executes the moves of a plan on `data`, elements of type e, with messages of this tag. op: how to add, a word of
-   hpml_reduce; -1: the plan adds nothing. */
+/* Executes a plan, this rank's sends and receives of all rounds, on `data`, elements of type e, with messages of this
+   tag. op: how to add, an hpml_reduce; -1: the plan adds nothing. */
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e, int op, int tag)
 {
     size_t           size   = hpml_element_size(e);
@@ -4438,7 +4445,7 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
     return status;
 }
 
-/* Replaces each of the n values in `most` by the largest one that any rank has in its place. name: for errors. */
+/* Replaces each of the n values in `most` by the largest one that any rank has in its place. name: shown in errors. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n)
 {
     hpmlc_plan plan;
@@ -4448,8 +4455,8 @@ HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, 
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)most, HPML_ELEMENT_I64, HPML_MAX, tag));
 }
 
-/* Runs a collective of one phase of `kind` on n elements of type e in `data`, with all ranks as one team whose member 0
-   is rank `root`. op: a word of hpml_reduce; -1: the phase adds nothing. */
+/* Runs a collective of one phase of `kind`, such as a tree or a ring, on n elements of type e in `data`, with all ranks
+   as one team whose member 0 is rank `root`. op: an hpml_reduce; -1: the phase adds nothing. */
 HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, const hpmlc_kind *kind, void *data, int64_t n,
                                      hpml_element e, int op, int root)
 {
@@ -4500,8 +4507,9 @@ static const hpmlc_block_rule hpmlc_scatter_rule    = { "scatter", true, false, 
 static const hpmlc_block_rule hpmlc_all_to_all_rule = { "all_to_all", false, false, false };
 static const hpmlc_block_rule hpmlc_barrier_rule    = { "barrier", false, false, true };
 
-/* Runs a collective that moves blocks of `bytes` each by `rule`. sent: a block for each rank, one block where only the
-   root receives; received: a block from each rank, one block where only the root sends; NULL: none. root -1: none. */
+/* Runs a collective by `rule` (gather, scatter, all to all, barrier), in which ranks send each other blocks of `bytes`
+   each. sent: a block for each rank, one block where only the root receives; received: a block from each rank, one
+   block where only the root sends; NULL: none. root: the only sender or receiver; -1: none. */
 HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, const char *sent, char *received,
                                   size_t bytes, int root)
 {
@@ -4545,7 +4553,7 @@ HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *recei
 }
 
 /* Returns the seconds of an allreduce of 2^k bytes by algorithm a: simulated, because no formula describes how messages
-   overlap between nodes, or where ranks are no power of two, then kept in c->forecast. -1: no memory. */
+   overlap between nodes, or where the number of ranks is no power of two, then kept in c->forecast. -1: no memory. */
 HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
 {
     double *kept = &c->forecast[k][a];
@@ -4567,7 +4575,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     return *kept;
 }
 
-/* Returns whether AUTO considers the algorithm of `row` on communicator c. */
+/* Returns whether AUTO may choose the algorithm of `row` on c, by c's nodes, its number of ranks and row's limits. */
 HPMLC_FN bool hpmlc_auto_considers(const hpml_comm *c, const hpmlc_algorithm *row)
 {
     bool mixed = c->spread || c->per_node == 0; /* ranks r and r + 1 may be on different nodes */
@@ -4595,8 +4603,8 @@ HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes)
     return best;
 }
 
-/* Replaces *a, where it is AUTO, by the algorithm that AUTO chooses for n elements of `size` bytes. Returns the number
-   of elements that are added up at a time, which hpml_transport.piece limits; 0: no memory. */
+/* Replaces *a, where it is AUTO, by the algorithm that AUTO chooses for n elements of `size` bytes. Returns how many
+   elements to add up at a time: n, or for AUTO in a large array hpml_transport.piece bytes of them; 0: no memory. */
 HPMLC_FN int64_t hpmlc_allreduce_piece(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
 {
     if (*a != HPML_AUTO) return hpmlc_max(n, 1);
