@@ -4613,8 +4613,8 @@ HPMLC_FN int64_t hpmlc_allreduce_piece(hpml_comm *c, int64_t n, int64_t size, hp
     return c->t->piece > 0 && n > 1 << 21 ? (int64_t)c->t->piece / size : hpmlc_max(n, 1);
 }
 
-/* Returns the bytes that this rank sends in an allreduce of n elements of `size` bytes by algorithm a. For native
-   algorithms and device links, which do not report what they send: the bytes of a ring. */
+/* Returns the bytes that this rank sends in an allreduce of n elements of `size` bytes by algorithm a. For MPI's own
+   allreduce and device links, which do not report what they send: the bytes of a ring. */
 HPMLC_FN int64_t hpmlc_allreduce_bytes(hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
 {
     const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
@@ -4665,7 +4665,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     return hpmlc_leave(c, status);
 }
 
-/* Calls hpml_allreduce with a desc of these three settings. */
+/* Calls hpml_allreduce with a desc (struct of options) that has the given element type, reduction and algorithm. */
 HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce,
                                       hpml_algorithm algorithm)
 {
@@ -4677,7 +4677,7 @@ HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_
 }
 
 /* Measures the latency by messages of 4 bytes to the next rank and the bandwidth by messages of 1 MiB, the best of 16;
-   all ranks take the figures of the slowest rank. */
+   all ranks take the latency and the bandwidth of the slowest rank. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 {
     enum { LARGE = 1 << 20 };
@@ -4707,9 +4707,9 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 // >>async   work in the background
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A background is a thread with a context of its own and a twin: a communicator of the same ranks, for the thread's
-   messages. hpml_job_wait copies an error of that context to the communicator's. Jobs run in the order in which they
-   are posted, the same on all ranks, so that the collectives of the ranks match. */
+/* A job is work for the background of a communicator: a thread with a context of its own and a twin, a communicator of
+   the same ranks for the thread's messages. hpml_job_wait copies an error of that context to the communicator's. Jobs
+   run in the order in which they are posted, the same on all ranks, so that their collectives match. */
 
 struct hpml_job {
     hpml_comm          *c;
@@ -4745,7 +4745,7 @@ struct hpmlc_background {
 #endif
 };
 
-/* Runs the oldest posted job that has not yet run, on the twin; sets its status, its virtual time and `done`. */
+/* Runs the oldest posted job not yet run, on the background's communicator; sets its status, end time and `done`. */
 HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 {
     hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
@@ -4794,8 +4794,8 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     return NULL;
 }
 
-/* Starts the background thread. Where transport or system allow none, `threaded` stays false, and a job runs at
-   once. */
+/* Starts the background thread. Where transport or system allow none, b->threaded stays false, and a job runs in the
+   calling thread when it is posted. */
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     const hpml_transport *t = b->c->t;
@@ -4807,7 +4807,7 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
     if (!b->threaded && t->schedule) t->schedule->thread_close(b->c, b->twin);
 }
 
-/* Waits until the background thread sets *flag. Meanwhile deadlocks are detected and virtual time advances. */
+/* Waits until the background thread sets *flag, while deadlocks are detected and virtual (simulated) time goes on. */
 HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *flag)
 {
     unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
@@ -4838,7 +4838,7 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
     hpml_ctx_free(b->ctx);
 }
 
-/* Returns the background of c, which the first call, a collective one, creates. NULL: an error on the context. */
+/* Returns the background of c (a thread and its twin), which the first call makes, a collective one. NULL: an error. */
 HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
 {
     if (c->background) return c->background;
@@ -4866,7 +4866,7 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
     return b;
 }
 
-/* Hands a copy of `job` to the background thread, or runs it now without one. Returns the copy; NULL: an error on c. */
+/* Hands a copy of `job` to the background thread or, without one, runs it. Returns the copy; NULL: an error on c. */
 HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *job)
 {
     hpmlc_background *b = hpmlc_failed(c) ? NULL : hpmlc_background_of(c);
@@ -4912,7 +4912,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
-    /* Lets the background thread spin while it waits, because this thread, which only waits, leaves it a core. */
+    /* Lets the background thread poll before it sleeps, because this thread, which only waits, leaves it a core. */
     __atomic_store_n(&b->twin->spin_limit, j->c->spin_limit, __ATOMIC_RELAXED);
     hpmlc_background_await(b, &j->done);
     __atomic_store_n(&b->twin->spin_limit, 0, __ATOMIC_RELAXED);
@@ -4923,7 +4923,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
     return j->status;
 }
 
-/* Waits until all posted jobs are done: then the twin's counters, and the residuals that jobs change, may be read. */
+/* Waits until all posted jobs are done: then the background's counters, and residuals of packing, may be read. */
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 {
     hpmlc_background *b = c->background;
@@ -4948,7 +4948,7 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
     if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
 }
 
-/* Returns messages (which 0) or bytes (which 1) sent to rank `peer` by c and its twin, after waiting for all jobs. */
+/* Returns messages (which 0) or bytes (which 1) sent to rank `peer` by c and its background, when all jobs are done. */
 HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int which)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
@@ -4973,9 +4973,9 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A tensor is plain, then an allreduce over all plain tensors adds it up, or packed, then a codec packs its rows, which
-   travel by stripes (stripe j: the rows that rank j adds up). A message to rank j has a header of 8 bytes,
-   hpml_exchange.bad, and then, contribution by contribution and tensor by tensor, the packed rows of stripe j. */
+/* A tensor of an exchange. Plain: an allreduce over all plain tensors adds it up. Packed: a codec packs its rows, and
+   rank j adds up stripe j, the j-th of p almost equal ranges of rows. A message to rank j has a header of 8 bytes (a
+   tensor and a rank with a NaN; 0: none), and then, by contribution and tensor, the packed rows of stripe j. */
 
 typedef struct hpmlc_item {
     hpml_gradient g;
@@ -4992,7 +4992,7 @@ typedef struct hpmlc_item {
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
-   the array itself if on the host, else a copy in `window`, one at a time; hpmlc_host_view_end writes the copy back. */
+   the array itself if on the host, else a copy in `window`, for one array; hpmlc_host_view_end writes it back. */
 typedef struct hpmlc_host_view {
     const hpml_backend *device; /* NULL: arrays are on the host */
     void               *device_user; /* first argument of the device's functions */
@@ -5079,7 +5079,7 @@ HPMLC_FN void hpmlc_exchange_release(hpml_exchange *x, void *p)
 
 #define HPMLC_HEADER 8 /* bytes of a message before its rows: the sender's hpml_exchange.bad */
 
-/* Returns the value of hpml_exchange.bad for a NaN or infinity in tensor number `tensor` on this rank. */
+/* Returns 2^20 * tensor + 1 + this rank: hpml_exchange.bad where the tensor has a NaN or infinity on this rank. */
 HPMLC_FN int64_t hpmlc_bad(const hpml_comm *c, int64_t tensor) { return c->origin[c->rank] + 1 + (tensor << 20); }
 
 HPMLC_FN int64_t hpmlc_stripe(const hpmlc_item *it, int p, int rank) { return hpml_block(it->g.rows, p, rank); }
@@ -5090,7 +5090,7 @@ HPMLC_FN size_t hpmlc_stripe_size(const hpmlc_item *it, int p, int rank)
     return (rows * it->packing.row_size + 7) / 8 * 8;
 }
 
-/* Returns the bytes of one contribution to the stripes that `rank` adds up, of all packed tensors, header excluded. */
+/* Returns the bytes of one contribution (packed gradient) to the rows that `rank` adds up, over all tensors. */
 HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
 {
     size_t size = 0;
@@ -5099,9 +5099,9 @@ HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
     return size;
 }
 
-/* Sets x->span if the plain tensors fill a range of memory, because an allreduce then adds them up without a copy. They
-   must lie in the order given, as in a copy, because other ranks may need a copy; but the gradients of a trainer, and
-   the shares of a node, may lie in any order, because that order is the same on all ranks. */
+/* Sets x->span, the first float of the plain tensors, if these fill a range of memory: an allreduce then adds them up
+   without a copy. They must lie in the order given, as in a copy, because other ranks may need a copy; but the
+   gradients of a trainer, and a node's shares, may lie in any order, because all ranks have the same order. */
 HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
 {
     float  *low = NULL, *high = NULL;
@@ -5209,7 +5209,8 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     return it->residual && it->stripe;
 }
 
-/* Computes where each rank's messages begin in `sent`, `received` and `sums`, and allocates these. False: no memory. */
+/* Computes where the messages to each rank, those from each rank and each rank's packed sum begin in the arrays `sent`,
+   `received` and `sums` of the exchange, and allocates these arrays. False: no memory. */
 HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 {
     hpml_comm *c = x->c;
@@ -5229,7 +5230,8 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
     return x->sums && x->received && x->sent;
 }
 
-/* Computes the offsets of the plain tensors, and allocates what hpml_exchange_ready needs. False: no memory. */
+/* Computes where each plain tensor begins among the floats that are added up, and allocates the arrays with which
+   hpml_exchange_ready notes which tensors are final. False: no memory. */
 HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 {
     int64_t at = 0, n = x->d.count;
@@ -5246,7 +5248,8 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
     return x->ready != NULL;
 }
 
-/* Allocates an exchange and the arrays whose sizes follow from d alone, which has been checked. NULL: no memory. */
+/* Allocates an exchange for desc d, which has been checked, and the arrays whose sizes follow from the number of
+   tensors and of ranks. mode: where the tensors are in memory. NULL: no memory. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
@@ -5267,7 +5270,8 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_des
     return x;
 }
 
-/* Creates an exchange as hpml_exchange_create does, of tensors that lie as `mode` says. Collective. NULL: an error. */
+/* Creates an exchange as hpml_exchange_create does. mode: where the tensors are, on the host or a device, and whether
+   in one array. Collective. NULL: an error on the context. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
 {
     HPMLC_DESC(hpml_exchange_desc, d, desc);
@@ -5334,8 +5338,8 @@ HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it
     return h;
 }
 
-/* Packs rows [row, row + rows) of tensor `it`, which begin at g, into `packed` and updates their residuals e.
-   contribution: as in hpmlc_encode_seed. HPML_ERR_NONFINITE: g has a NaN or infinity. */
+/* Packs rows [row, row + rows) of tensor `it`, which begin at g, into `packed` and updates e, their packing errors.
+   contribution: number of the gradient over all ranks; -1: a sum. HPML_ERR_NONFINITE: g has a NaN or infinity. */
 HPMLC_FN hpml_status hpmlc_encode(const hpml_comm *c, const hpml_exchange *x, const hpmlc_item *it,
                                   int64_t contribution, void *packed, float *e, const float *g, int64_t row,
                                   int64_t rows)
@@ -5357,8 +5361,8 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
-/* Labels the next spans of c on the timeline with the first and last name of x's packed tensors or, with `plain`, of
-   its plain tensors that overlap floats [at, end). */
+/* Labels the next spans (intervals) of c on the timeline with the first and last name among the packed tensors of x;
+   plain: among its plain tensors that overlap floats [at, end) of all plain floats. */
 HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
 {
     memset(&c->about, 0, sizeof c->about);
@@ -5374,8 +5378,8 @@ HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, 
 
 HPMLC_FN void hpmlc_clear_label(hpml_comm *c) { memset(&c->about, 0, sizeof c->about); }
 
-/* Performs step 1 of an exchange (see hpml_exchange_desc): packs all rows, stripe by stripe, into the messages to the
-   ranks that add them up. Returns hpml_exchange.bad. */
+/* Packs all rows of this rank's gradients into the messages to the ranks that add up these rows, the first step of an
+   exchange (see hpml_exchange_desc). Returns which tensor has a NaN or infinity, as hpmlc_bad does; 0: none. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size;
@@ -5397,8 +5401,7 @@ HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* Performs the end of step 5 of an exchange (see hpml_exchange_desc): unpacks the sums of all stripes into the tensors.
-   */
+/* Unpacks the sums of all stripes (ranges of rows, each added up by one rank) into the tensors of the exchange. */
 HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
 {
     int p = c->size;
@@ -5413,13 +5416,14 @@ HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
     }
 }
 
-/* Returns the message from rank r with rows of this rank's stripe; for r == me, which is not sent, its original. */
+/* Returns the message from rank r with its packed rows of this rank's stripe (the rows that this rank adds up). me:
+   this rank; for r == me, which sends nothing, returns the message in x->sent. */
 HPMLC_FN const char *hpmlc_message_from(const hpml_exchange *x, int r, int me)
 {
     return r == me ? x->sent + x->sent_at[r] : x->received + x->received_at[r];
 }
 
-/* Sets *bad to the header of a message, its sender's hpml_exchange.bad, unless *bad is already set. */
+/* Sets *bad, if it is 0, to the header of a message: a tensor and a rank with a NaN that its sender had; 0: none. */
 HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
 {
     int64_t other;
@@ -5427,8 +5431,8 @@ HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
     if (*bad == 0) *bad = other;
 }
 
-/* Performs steps 3 and 4 of an exchange (see hpml_exchange_desc): adds the contributions of all ranks to this rank's
-   stripe, in the order of ranks and leaves, and packs the sum. Returns hpml_exchange.bad of the sum. */
+/* Adds up the contributions of all ranks to this rank's stripe, the range of rows that this rank adds up, in the order
+   of the ranks, and packs the sum. Returns which tensor's sum has a NaN or infinity, as hpmlc_bad does; 0: none. */
 HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
@@ -5458,9 +5462,9 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* Sends the messages of step 2 or 5 of an exchange: bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r or,
-   with `same`, this rank's such range to all; receives into `received`. Round k: to the k-th rank after, from the k-th
-   before. */
+/* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r or, with `same`, this rank's own such range to all
+   ranks; receives from rank r at received + received_at[r]. In round k this rank sends to the k-th rank after it and
+   receives from the k-th before it. name: of the operation, for errors and the timeline. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *sent, const size_t *sent_at,
                                          bool same, char *received, const size_t *received_at)
 {
@@ -5476,7 +5480,7 @@ HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const c
     return hpmlc_leave(c, status);
 }
 
-/* Runs all five steps of an exchange for the packed tensors. HPML_ERR_NONFINITE: a rank had a NaN or infinity. */
+/* Exchanges packed tensors: packs, sends, adds up, sends the sums, unpacks. HPML_ERR_NONFINITE: a rank had a NaN. */
 HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
@@ -5500,8 +5504,8 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-/* Finds the elements of plain tensor `it` that are in [at, end) of the fused array. Returns their number, and sets
-   *mine to the first of them in the tensor and *fused to the first in the fused array. */
+/* Finds the elements of plain tensor `it` in [at, end) of the fused array, which has all plain tensors end to end.
+   Returns their number, and sets *mine to the first of them in the tensor, *fused to the first in that array. */
 HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, int64_t at, int64_t end, float **mine,
                                   float **fused)
 {
@@ -5512,7 +5516,7 @@ HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, 
     return last - first;
 }
 
-/* Copies the plain tensors' elements of [at, end) to the fused array, if there is one. */
+/* Copies elements [at, end) of the plain tensors, counted end to end, to x->fused, if an allreduce needs that copy. */
 HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
 {
     double start = hpml_comm_now(c);
@@ -5525,7 +5529,7 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
     hpmlc_span(c, "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Copies elements [at, end) of the fused array, if there is one, back to the plain tensors. */
+/* Copies elements [at, end) of x->fused, if there is one, back to the plain tensors, which are counted end to end. */
 HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
 {
     double start = hpml_comm_now(c);
@@ -5538,7 +5542,8 @@ HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, 
     hpmlc_span(c, "unfuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Adds up the plain tensors' floats from part * x->part on, x->part of them, over all ranks by one allreduce. */
+/* Adds up x->part floats of the plain tensors, or what is left of them, over all ranks by one allreduce: from float
+   part * x->part on, where the plain tensors are counted end to end. */
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
@@ -5553,7 +5558,7 @@ HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t
 
 HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x);
 
-/* Exchanges all packed tensors, by stripes or by a codec of whole tensors. Sets x->bad. */
+/* Exchanges all packed tensors, by ranges of rows or as a whole. Sets x->bad: a tensor and rank with a NaN; 0: none. */
 HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
@@ -5564,7 +5569,7 @@ HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
     return status;
 }
 
-/* Runs exchange `user`, packed and plain tensors, on its communicator c or, in the background, on the twin of that. */
+/* Runs the hpml_exchange `user`. c: its communicator or, in the background thread, that thread's, of the same ranks. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
@@ -5576,9 +5581,9 @@ HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
     return plain != HPML_OK ? plain : status;
 }
 
-/* Waits until more than *ready tensors are ready on this rank, or all are, or a quarter of the deadline has passed:
-   then this rank takes part in the next agreement with those that are ready, because the others wait for it there, and
-   errors are to blame the late tensor, not this rank. Updates *ready. False: the background thread is being stopped. */
+/* Waits until more than *ready tensors are ready (final) on this rank, or all are, or a quarter of the deadline has
+   passed: then this rank agrees with the others on those that are ready, because they wait for this rank, and an error
+   is to name the late tensor, not this rank. Sets *ready to their number. False: the thread is being stopped. */
 HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
 {
     hpmlc_background *b = x->by;
@@ -5592,8 +5597,8 @@ HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
     return true;
 }
 
-/* Adds `by` to the number of tensors for which each part of the plain floats that contains tensor i waits, and adds up
-   over the ranks the parts that wait for none. */
+/* Adds `by` (1 or -1) to x->missing of each part of the plain tensors that contains elements of tensor i: the number of
+   its tensors that are not yet final on all ranks. Adds up over the ranks each part for which that is 0 now. */
 HPMLC_FN hpml_status hpmlc_exchange_count(hpml_comm *c, hpml_exchange *x, int i, int by)
 {
     const hpmlc_item *it = &x->item[i];
@@ -5606,9 +5611,9 @@ HPMLC_FN hpml_status hpmlc_exchange_count(hpml_comm *c, hpml_exchange *x, int i,
     return status;
 }
 
-/* Finds out which tensors are ready on all ranks, and adds up their parts: after the maximum over all ranks, x->late[i]
-   is 0 for such a tensor, else 1 + a rank where tensor i is not ready, the same on all ranks. Lowers *open, the number
-   of tensors that are not ready everywhere, and sets *late to one of these tensors. */
+/* Finds out which tensors are ready (final) on all ranks, and adds up the plain ones: after the maximum over all ranks,
+   x->late[i] is 0 for such a tensor, else 1 + a rank where tensor i is not ready, the same on all ranks. Lowers *open,
+   the number of tensors that are not ready everywhere, and sets *late to the number of one of these tensors. */
 HPMLC_FN hpml_status hpmlc_exchange_negotiate(hpml_comm *c, hpml_exchange *x, int *open, int *late)
 {
     double start = hpml_comm_now(c);
@@ -5627,8 +5632,8 @@ HPMLC_FN hpml_status hpmlc_exchange_negotiate(hpml_comm *c, hpml_exchange *x, in
     return status;
 }
 
-/* Agrees, as background job of hpml_exchange_ready for exchange `user`, with other ranks on tensors, and adds up plain
-   ones, until all are ready everywhere; then exchanges the packed ones. */
+/* Runs exchange `user` as the background job of hpml_exchange_ready: agrees with other ranks on which tensors are final
+   on all ranks, and adds up the plain ones of these; when all are final, exchanges the packed tensors. */
 HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
@@ -5702,10 +5707,10 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 // >>linked   the same five steps on a device, moved by its link
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Here a device makes the five steps of an exchange (see hpml_exchange_desc), with the same bits: it packs and adds,
-   while its link (hpml_device_link) moves messages. hpmlc_linked_begin runs during the backward pass,
-   hpmlc_linked_finish before the update, for all buckets together. Messages have no header, because packing waits for
-   one flag of the device that reports a NaN. */
+/* An exchange on a device (see hpml_exchange_desc), with the same bits as on the host: the device packs and adds, its
+   link (hpml_device_link) sends and receives. hpmlc_linked_begin packs and sends during the backward pass,
+   hpmlc_linked_finish adds and unpacks before the update, for all buckets together. Messages have no header that
+   reports a NaN, because packing waits for a flag of the device that does. */
 
 HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
 {
@@ -5726,16 +5731,16 @@ HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
     return status == HPML_OK ? l->end(l->user) : status;
 }
 
-/* Makes later work of the device wait for the calls to its link. check: the host waits for these first, because the
-   link has a deadline and the device has none, and the host will wait for the device anyway. */
+/* Makes later work of the device wait for the collectives of its link. check: the host waits for these first, because
+   its wait for the link has a deadline and its wait for the device, which follows anyway, has none. */
 HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
 {
     hpml_status status = check ? c->link.check(c->link.user) : HPML_OK;
     return status == HPML_OK ? c->link.wait(c->link.user) : status;
 }
 
-/* Performs steps 3 to 5 of `count` exchanges on a device: adds, packs, sends and unpacks; none for exchanges without
-   packed tensors. check: as in hpmlc_linked_wait. */
+/* Completes `count` exchanges x on a device: adds up and packs this rank's rows, sends the sums to all ranks, unpacks.
+   Skips exchanges without packed tensors. check: the host waits for the link, see hpmlc_linked_wait. */
 HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
 {
     const hpml_device_link *l = &c->link;
@@ -5762,11 +5767,11 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
 // >>whole-codecs   top-k and low rank: codecs of whole tensors
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Top-k of gradient g with momentum correction and factor masking: velocity u <- m u + g, residual v <- v + u; the k
-   largest |v| are sent as pairs (place, value), and there u = v = 0. Every rank gathers the pairs of all ranks and adds
-   them in the order of the ranks.
-   Low rank: gradient and residual M = g + e (rows, cols) are sent as P Q^T with P (rows, r), Q (cols, r): from the Q of
-   the step before one step of power iteration,
+/* Codec top-k of gradient g with momentum m, its correction and factor masking: velocity u <- m u + g, residual
+   v <- v + u; the k largest |v| are sent as pairs (index, value), and there u = v = 0. Every rank gathers the pairs of
+   all ranks and adds them in the order of the ranks.
+   Codec low rank: gradient and residual M = g + e (rows, cols) are sent as P Q^T with P (rows, r), Q (cols, r): from
+   the Q of the step before one step of power iteration,
        P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
    P and Q are added up as f32, by any allreduce. With HPML_SUM the result is multiplied by the p ranks. */
 
@@ -5824,8 +5829,8 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
     return x[k - 1];
 }
 
-/* Adds the gradient to velocity and residual, and writes this rank's k pairs (place in the tensor, value) to their
-   place among the pairs of all ranks: first the values larger in size than the k-th largest, then those equal to it. */
+/* Adds the gradient to velocity and residual, and writes this rank's k pairs (index in the tensor, value) behind those
+   of the ranks before it: first the values larger in size than the k-th largest, then those equal to it. */
 HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_item *it)
 {
     int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, packed = 0;
@@ -5959,8 +5964,8 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
-/* Return what a checkpoint keeps of a tensor besides its residual: TOPK's velocity (n), LOWRANK's factor Q (cols, r),
-   which is the same on all ranks; NULL: the exchange has another codec. */
+/* hpmlc_topk_velocity and hpmlc_lowrank_q return what a checkpoint keeps of a tensor besides its residual: TOPK's
+   velocity (n), LOWRANK's factor Q (cols, r), which is the same on all ranks; NULL: the exchange has another codec. */
 HPMLC_FN float *hpmlc_topk_velocity(const hpml_exchange *x, const hpmlc_item *it)
 {
     return x->whole && x->whole->kind == HPML_CODEC_TOPK ? it->whole.topk.velocity : NULL;
@@ -5971,8 +5976,8 @@ HPMLC_FN float *hpmlc_lowrank_q(const hpml_exchange *x, const hpmlc_item *it)
     return x->whole && x->whole->kind == HPML_CODEC_LOWRANK ? it->whole.lowrank.q : NULL;
 }
 
-/* Decides if a codec of whole tensors packs `it`; if so, allocates residual and the codec's arrays. False: no
-   memory. */
+/* Decides whether the exchange's codec, top-k or low rank, packs tensor `it`, else sets it->plain; if so, allocates the
+   residual and the codec's arrays. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
 {
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
@@ -5986,7 +5991,7 @@ HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
     return true;
 }
 
-/* Exchanges the packed tensors one by one with a codec of whole tensors; all ranks learn of one that is not finite. */
+/* Exchanges the packed tensors one by one by top-k or low rank. HPML_ERR_NONFINITE, on all ranks: a rank had a NaN. */
 HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x)
 {
     hpml_status status = HPML_OK;
@@ -6073,7 +6078,7 @@ typedef struct hpmlc_layout {
     hpmlc_host_view view;           /* host access to arrays of the trainer */
 } hpmlc_layout;
 
-/* Contributions to the sum over ranks: one of each rank, unless a strategy cuts the batch into more (leaves). */
+/* A rank's gradients in the sum over ranks: one, unless a strategy has one for each leaf, a group of some samples. */
 typedef struct hpmlc_copies {
     int64_t first, count, all;   /* this rank's contributions are [first, first + count) of all */
 } hpmlc_copies;
@@ -6100,7 +6105,7 @@ typedef struct hpmlc_reporting {
     hpml_counters          row_sent; /* the communicator's counters when the last row was written */
 } hpmlc_reporting;
 
-/* A trial of the batch search (>>batch-search): divergence is no error, and steps apply their own gradients. */
+/* A trial of the batch search (>>batch-search), a short training: divergence is no error, no step is delayed. */
 typedef struct hpmlc_trial {
     bool   on;
     double loss, samples;        /* sums over the steps: loss times samples; samples */
@@ -6140,8 +6145,8 @@ struct hpmlc_strategy {
     bool (*is_chosen)(hpml_comm *c, const hpml_distribute_desc *desc);
     hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch); /* sets defaults */
     bool (*open)(hpml_distributed *d);   /* takes memory, makes exchanges; collective; false: an error on the context */
-    /* Computes the gradient of this rank's samples, by hpmlc_dist_pass or another way. Behind the last micro-batch of
-       an update it may start what `update` waits for. */
+    /* Computes the gradient of `samples` samples of this rank, and their mean *loss, by hpmlc_dist_pass or another way.
+       After the last micro-batch of an update it may start the exchange for which `update` waits. */
     hpml_status (*begin)(hpml_distributed *d, int64_t samples, float *loss);
     hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: `param`'s gradient is final */
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
@@ -6175,7 +6180,7 @@ HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
     return l->host != NULL;
 }
 
-/* Copies floats [at, at + n) of a device's gradients to layout.host; hpmlc_host_return copies all of them back. */
+/* Copies floats [at, at + n) of gradients on a device to layout.host; hpmlc_host_return copies all of them back. */
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     const hpmlc_layout *l = &d->layout;
@@ -6196,7 +6201,7 @@ HPMLC_FN void hpmlc_host_close(hpml_distributed *d)
     d->layout.host = NULL;
 }
 
-/* Returns the factor that makes gradients which were scaled for `full` samples the mean over `samples`; 1 with .sum. */
+/* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the desc sets .sum. */
 HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double full)
 {
     return d->d.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
@@ -6209,7 +6214,7 @@ HPMLC_FN void hpmlc_host_rescale(hpml_distributed *d, double samples, double ful
     for (int64_t k = 0; k < d->layout.span; k++) d->layout.host[k] *= scale;
 }
 
-/* Starts fn(c, user) as a task, in the background or, without a thread, at once. Returns the status of this start. */
+/* Starts fn(c, user) as a task: in the background or, without a thread, at once. Returns the status of the start. */
 HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *task, hpml_comm *c, hpml_rank_fn *fn,
                                       void *user)
 {
@@ -6240,7 +6245,7 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     d->background = pays != 0;
 }
 
-/* Fills in an exchange's desc by the settings of d; the caller sets the tensors. */
+/* Fills in e, an exchange's desc: algorithm, sum or mean, and codec as d has them; the caller sets the tensors. */
 HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e)
 {
     memset(e, 0, sizeof *e);
@@ -6249,8 +6254,8 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_d
     e->codec     = d->d.codec;
 }
 
-/* Creates the exchange objects of bucket b on c: one that compresses as e says and, for the first warm_steps steps, one
-   that does not compress. False: an error on the context. */
+/* Creates the exchange objects of bucket b on c: one that compresses as e says and, for the first warm_steps training
+   steps, one that does not compress. mode: where the tensors are in memory. False: an error on the context. */
 HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b, hpml_comm *c, hpml_exchange_desc *e,
                                      hpmlc_exchange_mode mode)
 {
@@ -6264,7 +6269,7 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
     return b->warm != NULL;
 }
 
-/* Creates the exchange objects of bucket b, whose tensors are g, for a strategy that exchanges on the host. */
+/* Creates the exchange objects of bucket b, whose tensors are g, for exchanges on the host. False: an error. */
 HPMLC_FN bool hpmlc_host_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     hpml_exchange_desc e;
@@ -6279,8 +6284,8 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
     return hpmlc_task_start(d, &b->task, b->now->c, hpmlc_exchange_on, b->now);
 }
 
-/* Cuts the trained parameters, last first, into buckets of at least `bytes` (.bucket_bytes, where that is set), and
-   calls `open` for each. gradients: (layout.span) array in which exchanges find them. False: an error. */
+/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the desc, if set), and
+   calls `open` for each. gradients: array of layout.span floats where the exchanges find them. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
@@ -6339,7 +6344,7 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
     return status;
 }
 
-/* Counts the final gradient of parameter `param` in its bucket; false: the parameter is in no bucket. */
+/* Counts in its bucket that the gradient of parameter number `param` is final; false: the parameter is in no bucket. */
 HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 {
     int number = d->layout.bucket_of[param];
@@ -6366,7 +6371,7 @@ HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 /* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
    the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
-/* Copies the running statistics of the model to `row`, (buffer_total), side by side in the order of their names. */
+/* Copies the running statistics (batchnorm) of the model to `row`, buffer_total floats, in the order of their names. */
 HPMLC_FN void hpmlc_buffers_get(const hpml_distributed *d, float *row)
 {
     const hpmlc_layout *l = &d->layout;
@@ -6391,7 +6396,7 @@ HPMLC_FN void hpmlc_buffers_set(const hpml_distributed *d, const float *row)
     }
 }
 
-/* Counts the seconds from `start` to now as exposed, because this rank had nothing left to compute. */
+/* Adds the seconds from `start` to now to exposed_s, the time of waiting with nothing left to compute on this rank. */
 HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
 {
     double end = hpml_comm_now(d->c);
@@ -6399,8 +6404,8 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Adds up n statistics of batchnorm over all ranks: the trainer's hook `sum`. The other ranks compute as long as this
-   one does, hence the time of the sum counts as the network's. */
+/* Adds up n statistics of batchnorm over all ranks, as the trainer's hook `sum` within a pass. The other ranks compute
+   as long as this one does, hence the time of the sum counts as waiting (exposed_s), not as computing. */
 HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d      = (hpml_distributed *)user;
@@ -6412,7 +6417,8 @@ HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, do
     return status;
 }
 
-/* Fills in this rank's terms of the step's sums over ranks. buffers: (buffer_total) averaged over samples, or NULL. */
+/* Fills d->stats.sum with this rank's terms of the sums over ranks: samples, loss, whether the loss is finite, and
+   `buffers` times samples. buffers: buffer_total running statistics; NULL: none. */
 HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d, const float *buffers)
 {
     double *s      = d->stats.sum;
@@ -6461,8 +6467,8 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     hpmlc_buffers_set(d, d->stats.buffers);
 }
 
-/* Starts what remains of a step's exchange: buckets, then the sum over ranks of samples, loss and `buffers` (or
-   NULL). */
+/* Starts what remains of a step's communication: exchanges of buckets that have not started yet, then the sum over
+   ranks of samples, loss and `buffers`, the running statistics (NULL: without these). */
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 {
     double      start  = hpml_comm_now(d->c);
@@ -6476,8 +6482,8 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     return status;
 }
 
-/* Runs forward and backward pass of a micro-batch, its gradient scaled such that the mean over ranks is the mean over
-   the global batch, and sets its mean *loss. Clears the step's counts before the first micro-batch of an update. */
+/* Runs forward and backward pass of a micro-batch, with its mean *loss. Scales the gradient such that the mean over
+   ranks is the mean over the global batch. Clears the step's counts before the first micro-batch of an update. */
 HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     double start = hpml_comm_now(d->c);
@@ -6500,7 +6506,8 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     return status;
 }
 
-/* Returns the first bucket's hpml_exchange.bad that is not 0, with a parameter's index as the tensor's number; or 0. */
+/* Returns which gradient had a NaN or infinity in this step: 2^20 * index of the parameter + 1 + the rank that had it,
+   of the first bucket that reports one; 0: none. */
 HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
 {
     for (int b = 0; b < d->buckets.count; b++) {
@@ -6513,7 +6520,7 @@ HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
 }
 
 /* Sets an error that names parameter and rank of a gradient with a NaN or infinity, if `status` is HPML_ERR_NONFINITE.
-   bad: as hpmlc_dist_bad returns it, the same on all ranks; 0 in the rank's place: rank unknown. Returns `status`. */
+   bad: 2^20 * the parameter's index, + 1 + rank if the rank is known; the same on all ranks. Returns `status`. */
 HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, int64_t bad)
 {
     int  rank = (int)(bad % (1 << 20)) - 1;
@@ -6539,7 +6546,7 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 /* Returns the samples of a whole update, of all ranks and micro-batches. */
 HPMLC_FN double hpmlc_whole_samples(const hpml_distributed *d) { return (double)d->d.global_batch * d->accumulate; }
 
-/* Begins the next row of hpml_distribute_steps: keeps the report, the time and the counters as they are now. */
+/* Begins the next row of hpml_distribute_steps: keeps the report, the time and the counters that it starts from. */
 HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
 {
     hpmlc_reporting *r = &d->report;
@@ -6548,8 +6555,8 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpml_comm_counters(d->c, &r->row_sent);
 }
 
-/* Ends the step's row of hpml_distribute_steps. No job may be running, because hpml_comm_counters waits for jobs.
-   bubble_s is computed when the rows of all ranks are there. */
+/* Ends the step's row of the table of steps (hpml_distribute_steps). No job may be running, because hpml_comm_counters
+   waits for jobs. The time of waiting for the slowest rank, bubble_s, is set when the rows of all ranks are there. */
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
     hpmlc_reporting *r    = &d->report;
@@ -6628,7 +6635,7 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
     return f16 && hpml_trainer_settings(t)->loss_scale == 0;
 }
 
-/* Checks that a model of `batch` samples holds a rank's share of the global batch, cut into `grain` samples each. */
+/* Checks that a rank's share of the global batch, a multiple of `grain` samples, fits into the model's `batch`. */
 HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc *d, int64_t batch, int64_t grain)
 {
     int64_t grains = (d->global_batch + grain - 1) / grain;
@@ -6646,7 +6653,7 @@ HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc 
 /* Besides parameters and the optimizer's state, which the trainer saves, a training carries residuals of codecs,
    velocity of codec TOPK, factor Q of LOWRANK, gradients in flight. A strategy lists these arrays in its function
    `state`; saving, loading and clearing walk the list (>>resume). In the file an array is called KIND.COPY.TENSOR, e.g.
-   "residual.ranks.linear0.weight". */
+   "residual.ranks.linear0.weight". The scope of an array says which ranks have copies of it. */
 
 typedef enum hpmlc_scope {
     HPMLC_RANK,  /* a copy for each rank (or leaf), which are added up: any number of ranks loads them */
@@ -6678,8 +6685,9 @@ struct hpmlc_states {
     hpmlc_host_view       host;      /* host access to arrays on the host */
 };
 
-/* Adds an array KIND.COPY.TENSOR of `count` floats a copy to the list, of which this rank has no part yet; copy,
-   tensor: may be NULL. Returns the item, which stays where it is until the next is added; NULL: an error. */
+/* Adds an array of `count` floats a copy to the list of what checkpoints hold, named KIND.COPY.TENSOR (NULL leaves a
+   word out). scope: which ranks have copies. hpmlc_state_part says later what this rank has of it. Returns the item,
+   which stays where it is until the next is added; NULL: an error. */
 HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, const char *kind, const char *copy,
                                       const char *tensor, int64_t count)
 {
@@ -6714,7 +6722,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     return it;
 }
 
-/* Sets what this rank has of a copy: floats [at, at + floats), which are at `data` in the memory of exchange x. */
+/* Sets what this rank has of each copy of an array: floats [at, at + floats), at `data` in the memory of exchange x. */
 HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *data, int64_t at, int64_t floats)
 {
     it->view   = &x->view;
@@ -6723,7 +6731,7 @@ HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *d
     it->floats = floats;
 }
 
-/* Adds an array of `count` floats that every rank has whole, at `data` on the host. NULL: an error on the context. */
+/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` on the host. NULL: an error. */
 HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, const char *tensor, float *data,
                                        int64_t count)
 {
@@ -6735,8 +6743,8 @@ HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, con
     return it;
 }
 
-/* Adds an array of which each contribution to the sum (of a rank, or a leaf) has a copy of `count` floats; those of
-   this rank are at `data`, in the memory of exchange x. */
+/* Adds an array to the list of what checkpoints hold, of which each gradient that is added up (of a rank, or a leaf)
+   has a copy of `count` floats; the copies of this rank are at `data`, in the memory of exchange x. */
 HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, const char *kind, const char *tensor,
                                  float *data, int64_t count)
 {
@@ -6747,7 +6755,7 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state_part(it, x, data, 0, count);
 }
 
-/* Adds what exchange x, of the whole communicator, carries from step to step for tensor `it`, such as residuals. */
+/* Lists for checkpoints what exchange x, of all ranks, carries from step to step for tensor `it`, such as residuals. */
 HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const hpmlc_item *it)
 {
     const char *name = it->g.name;
@@ -6764,7 +6772,7 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
-/* Adds to the list what the exchanges of all buckets carry, tensors in the order of their names. False: an error. */
+/* Lists for checkpoints what all buckets' exchanges carry, tensors in the order of their names. False: an error. */
 HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -6853,11 +6861,11 @@ HPMLC_FN void hpmlc_sync_close(hpml_distributed *d)
 // >>strategy-delayed   double buffering: steps apply the gradients of the step before
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Strategy delayed: w_(t+1) = w_t - lr f(g(w_(t-1))), so that the exchange of a step's gradients g has the whole next
-   step to hide behind (double buffering of Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; a staleness of one
-   step). Two sets of gradients: the trainer's own, which the backward pass writes, and those in flight; an update swaps
-   them. Running statistics of batchnorm are treated alike: their change in the step is sent, and added one step late. A
-   trial of the batch search applies each step's own gradients instead, because the delay would favour small batches. */
+/* Strategy delayed: w_(t+1) = w_t - lr f(g(w_(t-1))), optimizer f: the exchange of a step's gradients g has the whole
+   next step to hide behind (double buffering of Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; a staleness of
+   one step). Two sets of gradients: the trainer's own, which the backward pass writes, and those in flight; an update
+   swaps them. Running statistics of batchnorm are treated alike: their change in the step is sent, and added one step
+   late. In a trial of the batch search each step applies its own gradients: the delay would favour small batches. */
 
 enum { HPMLC_DELAYED_SAMPLES, HPMLC_DELAYED_LOSS, HPMLC_DELAYED_WHOLE, HPMLC_DELAYED_HEAD };
 
@@ -6913,7 +6921,8 @@ HPMLC_FN hpml_status hpmlc_delayed_gradient(hpml_distributed *d, int param)
     return HPML_OK; /* its exchange starts when the update has swapped the gradients */
 }
 
-/* Completes the exchange in flight: reads, or has from a checkpoint, its step's mean loss and change of statistics. */
+/* Completes the exchange of the gradients of the step before: waits for it and keeps that step's mean loss and mean
+   change of the running statistics, or takes these from a checkpoint that was loaded. */
 HPMLC_FN hpml_status hpmlc_delayed_complete(hpml_distributed *d)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
@@ -6937,7 +6946,7 @@ HPMLC_FN hpml_status hpmlc_delayed_complete(hpml_distributed *d)
     return HPML_OK;
 }
 
-/* Sets the running statistics back to those before the step, and keeps their change in own->before. */
+/* Sets the running statistics back to those before the step, and keeps their change in the step in own->before. */
 HPMLC_FN void hpmlc_delayed_undo(hpml_distributed *d)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
@@ -6957,7 +6966,7 @@ HPMLC_FN void hpmlc_delayed_redo(hpml_distributed *d)
     hpmlc_buffers_set(d, now);
 }
 
-/* Swaps the trainer's gradients with those in flight, both on the host. */
+/* Swaps the trainer's gradients with those in flight, which are of the step before; both arrays are on the host. */
 HPMLC_FN void hpmlc_delayed_swap(hpml_distributed *d)
 {
     hpmlc_delayed *own  = (hpmlc_delayed *)d->own;
@@ -7006,8 +7015,8 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
     return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
-/* Lists what checkpoints hold: what exchanges carry (residuals), and the gradients and changes of running statistics in
-   flight, which are the same on all ranks. False: an error on the context. */
+/* Lists what checkpoints hold: what exchanges carry (residuals), and the gradients and changes of running statistics
+   that the next step applies, which are the same on all ranks. False: an error on the context. */
 HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_delayed *own   = (hpmlc_delayed *)d->own;
@@ -7085,14 +7094,14 @@ HPMLC_FN hpml_status hpmlc_exact_legal(hpml_trainer *t, hpml_comm *c, hpml_distr
     return HPML_OK;
 }
 
-/* Returns how many floats of a leaf belong to parameter i, as gradient or running statistics; 0: none. */
+/* Returns how many floats parameter i has in a leaf's array: gradient, or change of running statistics; 0: none. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
 {
     const hpml_tensor *p = hpmlc_param(d, i);
     return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
 }
 
-/* Makes one exchange of the leaves' gradients of all tensors that the codec packs. False: an error on the context. */
+/* Creates an exchange for the tensors that the codec packs, with one gradient for each leaf. False: an error. */
 HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
 {
     const hpmlc_exact *own = (const hpmlc_exact *)d->own;
@@ -7149,8 +7158,8 @@ HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
     return hpml_ctx_status(d->ctx) == HPML_OK && hpmlc_exact_exchange(d);
 }
 
-/* Copies gradients, and the change of running statistics times `samples`, to `row`, the floats of a leaf; updates the
-   largest |value| of each tensor; sets the running statistics back for the next leaf. */
+/* Copies the gradients of a leaf of `samples` samples, and its change of the running statistics times `samples`, to
+   `row`, the leaf's floats; updates the largest |value| of each tensor; then sets the running statistics back. */
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 {
     const hpmlc_exact *own    = (const hpmlc_exact *)d->own;
@@ -7202,8 +7211,8 @@ HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
     return ldexp(1, 62 - e - k);
 }
 
-/* Rounds the tensors that no codec packs, in this rank's leaves, to integers and adds up those of all ranks. An error
-   names a tensor with a NaN or infinity. */
+/* Rounds the gradients and statistics of this rank's leaves to integers, but for tensors that a codec packs, and adds
+   up those of all leaves and ranks. An error names a tensor with a NaN or infinity. */
 HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 {
     const hpmlc_exact   *own = (const hpmlc_exact *)d->own;
@@ -7233,8 +7242,8 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
     return status;
 }
 
-/* Converts the sums of integers to mean gradients and running statistics over `samples`. The sums of tensors that a
-   codec packs are in leaf 0, where the exchange has left them. */
+/* Converts the integer sums over all leaves to mean gradients over `samples`, and adds the mean changes to the running
+   statistics. The sums of tensors that a codec packs are in the floats of leaf 0, where the exchange has left them. */
 HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
 {
     const hpmlc_exact *own = (const hpmlc_exact *)d->own;
@@ -7372,7 +7381,7 @@ HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
     return hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_link_bucket);
 }
 
-/* Lets the host wait, at most until a deadline, for the device link's collectives; an error is sent to other ranks. */
+/* Lets the host wait for the device link's collectives; at a deadline an error, which is sent to the other ranks. */
 HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 {
     const hpml_device_link *l = ((const hpmlc_link *)d->own)->l;
@@ -7389,7 +7398,7 @@ HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, floa
 
 HPMLC_FN hpml_status hpmlc_link_gradient(hpml_distributed *d, int param) { return hpmlc_sync_gradient(d, param); }
 
-/* Performs steps 3 to 5 (see hpml_exchange_desc) of all buckets' exchanges with compressed gradients at once. */
+/* Completes the exchanges of compressed gradients, all buckets at once: adds them up, sends and unpacks the sums. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
 {
     const hpmlc_link *own = (const hpmlc_link *)d->own;
@@ -7397,7 +7406,7 @@ HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
     return hpmlc_linked_finish(d->c, own->ended, d->buckets.count, own->is_checked);
 }
 
-/* Makes the update of a strategy that uses a device link. finish: completes the exchange on the devices. */
+/* Makes the update of a step that a device link exchanges. finish: the function that completes this on the devices. */
 HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(hpml_distributed *d))
 {
     const hpmlc_link *own    = (const hpmlc_link *)d->own;
@@ -7417,7 +7426,7 @@ HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(
     float scale = hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
     if (scale != 1) own->l->scale(own->l->user, d->layout.first, d->layout.span, scale, 1);
     status = hpml_trainer_apply(d->t, 0, d->layout.params);
-    /* a clipped update waits for the norm on the device, where a wait has no deadline */
+    /* with clipping, checks the link until a deadline, because the update's wait on the device has none */
     return status == HPML_OK && own->is_clipped ? own->l->check(own->l->user) : status;
 }
 
@@ -7439,10 +7448,10 @@ HPMLC_FN void hpmlc_link_close(hpml_distributed *d)
 // >>strategy-nodes   synchronous steps, a device link inside nodes, messages between them
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Strategy nodes: as >>strategy-link, where the link ends at the node. The p ranks of a node have a shard of each
-   bucket each: devices add up the node's gradients such that rank i has the sum of shard i (reduce-scatter), the host
-   exchanges it with the ranks that have shard i on the other nodes, and the devices share the result (all-gather). Only
-   1 / p of the gradients leaves the node by each rank, and only these are packed by a codec (two-level all-reduce:
+/* Strategy nodes: as >>strategy-link, where the link ends at the node. Each bucket is cut into a shard for each of the
+   p ranks of a node: devices add up the node's gradients such that rank i has the sum of shard i (reduce-scatter), the
+   host exchanges it with the ranks that have shard i on the other nodes, and the devices share the result (all-gather).
+   Only 1 / p of the gradients leaves the node by each rank, and only these are packed by a codec (two-level all-reduce:
    Mikami et al. 2018, "Massively Distributed SGD"). Where a codec packs, shards end at ends of rows. */
 
 typedef struct hpmlc_shard {
@@ -7472,7 +7481,7 @@ HPMLC_FN hpml_status hpmlc_nodes_legal(hpml_trainer *t, hpml_comm *c, hpml_distr
     return hpmlc_link_legal(t, c, desc, batch);
 }
 
-/* Exchanges shard `user` with the other nodes over c, when the node's sum of the shard has come to the host. */
+/* Exchanges shard `user` over c, with a rank of each other node, when the sum of this node's ranks is on the host. */
 HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
 {
     hpmlc_shard *s      = (hpmlc_shard *)user;
@@ -7483,8 +7492,8 @@ HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
     return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* hpmlc_link_step sends hpml_exchange.bad to all ranks */
 }
 
-/* Adds up bucket b inside the node, and has this rank's shard of it exchanged with other nodes in the background.
-   Without a background thread hpmlc_nodes_finish exchanges the shard, because that waits for the device. */
+/* Starts adding up bucket b inside the node and, in the background, the exchange of this rank's shard of it with other
+   nodes. Without a background thread hpmlc_nodes_finish exchanges the shard, because that waits for the device. */
 HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -7496,7 +7505,7 @@ HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Cuts bucket b of tensors g into a shard for each rank of the node, and takes host memory for this rank's shard. */
+/* Cuts bucket b of tensors g into a shard for each rank of the node; takes host memory for s, this rank's shard. */
 HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g, hpmlc_shard *s)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -7572,7 +7581,7 @@ HPMLC_FN hpml_status hpmlc_nodes_begin(hpml_distributed *d, int64_t samples, flo
 
 HPMLC_FN hpml_status hpmlc_nodes_gradient(hpml_distributed *d, int param) { return hpmlc_link_gradient(d, param); }
 
-/* Completes the exchange of all buckets' shards and gives each rank's result to all ranks of the node. */
+/* Completes the exchange of all buckets' shards between nodes; each rank's sum goes to all ranks of the node. */
 HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
 {
     const hpmlc_nodes      *own = (const hpmlc_nodes *)d->own;
@@ -7853,8 +7862,9 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The report: a step's time is compute_s, exposed_s (waiting for the exchange) and the rest: data and update. Of the
-   exchange's time comm_s the part behind computation is hidden; efficiency is 1 - exposed_s / step_s. */
+/* Gets the report: means a step since the last reset, times in seconds. step_s is the sum of compute_s, exposed_s
+   (waiting for the exchange) and the rest (data, update). Of comm_s, the exchange's time, the fraction `hidden` is
+   behind computation; efficiency is 1 - exposed_s / step_s. reset: begins new sums. */
 
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
@@ -7887,7 +7897,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
 }
 
 /* Gathers the rows of all ranks' last steps, sorts them by step, then rank, and sets bubble_s, the seconds in which a
-   rank waited for the slowest rank (see hpml_step_row). */
+   rank waited for the slowest rank (see hpml_step_row). Returns the number of rows; -1: an error. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
@@ -7935,8 +7945,8 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
     return (int)at;
 }
 
-/* Writes to `text` a warning of an efficiency below one half, else "", and returns it. The time of waiting does not
-   grow with the batch, hence batches 1 / efficiency - 1 times as large bring the efficiency to one half. */
+/* Writes to `text` a warning of an efficiency (fraction of a step without waiting) below one half, else ""; returns it.
+   Waiting does not grow with the batch, hence batches 1 / efficiency - 1 times as large bring it to one half. */
 HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
 {
     text[0] = 0;
@@ -7985,7 +7995,7 @@ HPMLC_FN void hpmlc_states_close(hpmlc_states *list)
 
 HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present && !*it->present; }
 
-/* Copies what this rank has of an array to its place in `rows`: (copies.all, count). */
+/* Copies what this rank has of array `it` to `rows`, all copies of the array side by side: (copies.all, count). */
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
     for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
@@ -7995,7 +8005,7 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
     }
 }
 
-/* Sets what this rank has of an array from `row`: (count) floats in the file, perhaps not aligned. */
+/* Sets what this rank has of array `it` from `row`, all `count` floats of it in the file, perhaps not aligned. */
 HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
 {
     if (it->floats == 0) return;
@@ -8004,7 +8014,7 @@ HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
     hpmlc_host_view_end(it->view, it->data, it->floats);
 }
 
-/* Adds factor times `row`, (count) floats in the file, perhaps not aligned, to what this rank has of its copy l. */
+/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l. */
 HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
 {
     if (it->floats == 0) return;
@@ -8030,7 +8040,7 @@ HPMLC_FN void hpmlc_state_clear(const hpmlc_state *it)
 }
 
 /* Sets where each array begins among the floats that are saved: first the arrays that are added up over ranks, then
-   those that every rank has whole. Returns the number of all floats, and in *summed that of the first ones. */
+   those that every rank has whole. Returns the number of all floats; *summed: of those that are added up. */
 HPMLC_FN int64_t hpmlc_states_place(hpmlc_states *list, int64_t *summed)
 {
     int64_t at = 0;
@@ -8053,8 +8063,8 @@ typedef struct hpmlc_writing {
     hpml_progress progress; /* the program's own callback */
 } hpmlc_writing;
 
-/* Announces, when bytes of a checkpoint have been written, that this rank is busy, because other ranks wait for it;
-   then calls the program's own callback. */
+/* Called when bytes of a checkpoint have been written: extends the deadlines of the other ranks, because they wait for
+   this one; then calls the program's own callback. */
 HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 {
     const hpmlc_writing *w = (const hpmlc_writing *)user;
@@ -8062,8 +8072,8 @@ HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
     if (w->progress.fn) w->progress.fn(w->progress.user, bytes);
 }
 
-/* Writes the checkpoint with the arrays of the list, which are in `rows`: (floats) on the host. For a trainer on a
-   device a copy of the rows there is written, because a checkpoint takes arrays of state from the backend's memory. */
+/* Writes the checkpoint with the arrays of the list, which are in `rows`, `floats` floats on the host. For a trainer on
+   a device writes a copy on that device, because a checkpoint takes arrays of state from the backend's memory. */
 HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *rows, int64_t floats)
 {
     hpml_distributed  *d     = list->d;
@@ -8133,8 +8143,8 @@ HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safeten
     return HPML_OK;
 }
 
-/* Loads one array of the list. saved: the array in the file, or NULL. Copy w of the file is added to copy w modulo the
-   number of copies that there are now. */
+/* Loads array `it` of the list. saved: the array in the file; NULL: it is missing. Copy w in the file is added to copy
+   w modulo the number of copies that there are now. */
 HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it, const hpml_safetensor *saved,
                                       const char *path)
 {
@@ -8201,7 +8211,8 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Batch search of Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm
-   later in training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
+   later in training. Sizes are tried one after another, each from the same checkpoint on the same samples;
+   hpmlc_trial_step adds up the loss of each step. */
 
 HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
 {
@@ -8267,8 +8278,8 @@ HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
     return status;
 }
 
-/* Tries ever larger batches from s->min up. Returns the last whose loss is within s->slack of the first's; -1: none
-   is. */
+/* Tries ever larger batches from s->min up. Returns the last one before the loss exceeds that of the first by more than
+   the fraction s->slack; -1: none. trials: receives `capacity` sizes and losses at most; NULL: not wanted. */
 HPMLC_FN int64_t hpmlc_search_sizes(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *s,
                                     hpml_batch_trial *trials, int capacity, hpml_status *status)
 {
@@ -8378,7 +8389,7 @@ HPMLC_FN double hpmlc_degree(hpml_topology topology, int p, uint64_t seed, int64
     return degree;
 }
 
-/* Computes row `rank` of the mixing matrix (see hpml_mixing_matrix): w (p). */
+/* Sets w to row `rank` of the mixing matrix: p weights, of each rank's array in the sum (see hpml_mixing_matrix). */
 HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank, double *w)
 {
     double mine = hpmlc_degree(topology, p, seed, step, rank), rest = 1;
@@ -8391,7 +8402,7 @@ HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int
     w[rank] = rest;
 }
 
-/* Sends this rank's array, as it was before, to its neighbours, and adds up theirs in the order of their distance. */
+/* Replaces this rank's array by the weighted sum of its and its neighbours' old arrays, added in order of distance. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step)
 {
     if (c && ((unsigned)topology > HPML_TOPOLOGY_ALL || (n > 0 && !data)))
@@ -8469,7 +8480,7 @@ typedef struct hpmlc_sim {
     int64_t          *bytes, *messages;   /* (p) bytes and messages that each rank has sent */
     int64_t           between;            /* bytes sent from node to node */
     double           *work;               /* (4 p) scratch array of hpmlc_sim_ring and hpmlc_sim_all_to_all */
-    /* The collective that is played, and the queue by which it is played: */
+    /* The collective that is simulated, and the queue of ranks by which it is simulated: */
     hpmlc_sim_kind    kind;
     int64_t           n;
     size_t            size;               /* bytes of an element */
@@ -8533,20 +8544,20 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     return true;
 }
 
-/* Returns the rank that represents rank `rank` where all nodes are in the same state: the one in the same place of the
-   first node; where there is only one node, rank 0. */
+/* Returns the rank whose clock stands for that of rank `rank` where all nodes are in the same state: the one in the
+   same place of the first node; where there is only one node, rank 0. */
 HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
 {
     if (s->nodes == 1) return 0;
     return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* Returns the index in s->out, s->in of rank `rank`'s network card: if `far` that of its node, else its own. */
+/* Returns the index in s->out and s->in of a rank's network card: if `far` (another node) its node's, else its own. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
 
-/* Sends a message at the clock of rank `from` and returns when it arrives, in seconds, by the rule of hpmlc_arrival.
-   But in an all to all as many bytes enter a node as leave it at any time, so the receiving card is not counted:
-   reserved in the order of sending, it would delay the sending card, and that the next message: no switch does that. */
+/* Simulates a message sent at the clock of rank `from`; returns when it arrives, in seconds, as hpmlc_arrival. But in
+   an all to all as many bytes enter a node as leave it at any time, so the receiving card is not counted: reserved in
+   the order of sending, it would delay the sending card, and that the next message: no switch does that. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->node[from] != s->node[to];
@@ -8621,7 +8632,7 @@ HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
 }
 
-/* Stores the current move of the collective in s->rank[r], for rank r; false when rank r has no move left. */
+/* Stores what rank r sends and receives in its current round in s->rank[r]; false: it has no round left. */
 HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -8648,7 +8659,7 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
     return false;
 }
 
-/* Receives rank r's first letter from rank `from` and advances r's clock to its arrival. False: there is none. */
+/* Receives the first message sent by `from` to rank r, and sets r's clock to its arrival, if later. False: none yet. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -8666,7 +8677,7 @@ HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
     return false;
 }
 
-/* Keeps a message from rank `from` as a letter for rank r, which does not wait for it yet. arrival: in seconds. */
+/* Keeps a message from rank `from` as a letter: rank r does not wait for the message yet. arrival: in seconds. */
 HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
 {
     if (s->free_letter < 0) {
@@ -8694,8 +8705,8 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
     q->last = i;
 }
 
-/* Plays the rounds of rank r until r is about to send (then r is queued), must wait for a message, or has no round
-   left. sent: the message of r's current round has been sent. */
+/* Simulates the rounds of rank r until r is about to send (then r is put into the queue), must wait for a message, or
+   has no round left. sent: true if the message of r's current round has been sent. */
 HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -8711,7 +8722,7 @@ HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
     }
 }
 
-/* Plays the collective of s, whose moves hpmlc_sim_move finds, by the queue, one message at a turn. */
+/* Simulates the collective of s by the queue: the rank with the earliest clock sends its next message, repeatedly. */
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
     s->runs = 0;
@@ -8740,8 +8751,8 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Returns how many ranks represent all p ranks of a ring over n elements: 1, those of a node, or p. Fewer than p only
-   where blocks are equal, or so many that each may count as the longest (the time is an upper bound then). free_at: (p)
-   when the link from rank i to i + 1 gets free, in seconds. */
+   where the p blocks of the array are equal, or so many that each may count as the longest (the time is an upper bound
+   then). free_at: (p) when the link from rank i to i + 1 gets free, in seconds. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
 {
     int q = s->per_node > 0 && !s->mixed ? s->per_node : s->p;
@@ -8752,8 +8763,8 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
     return q;
 }
 
-/* Plays a ring of all ranks in which no two pairs share a card. rounds: 2 (p - 1), or p - 1 for an allgather alone. In
-   round k rank i sends block i - 1 - k, in an allgather alone block i - k, of the p blocks of the array. */
+/* Simulates a ring of all ranks; no two pairs share a network card. rounds: 2 (p - 1), or p - 1 for an allgather alone.
+   In round k rank i sends block i - 1 - k, in an allgather alone block i - k, of the p blocks of the array. */
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
@@ -8790,7 +8801,7 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
     }
 }
 
-/* Returns whether clocks and cards of all nodes are in the same state, so that one node represents all. */
+/* Returns whether clocks and network cards of all nodes are in the same state, so that one node represents all. */
 HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
 {
     if (s->per_node == 0) return false;
@@ -8803,8 +8814,8 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
     return true;
 }
 
-/* Plays an all to all where all nodes are in the same state. Each block that one rank sends to another counts as the
-   longest one. As in hpmlc_sim_send, the receiving card is not counted. */
+/* Simulates an all to all where all nodes are in the same state. Each block that one rank sends to another counts as
+   the longest one. As in hpmlc_sim_send, the receiving network card is not counted. */
 HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 {
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
@@ -8848,7 +8859,7 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     }
 }
 
-/* Returns true when the collective is nothing but the ring that hpmlc_sim_ring plays: all ranks, the whole array,
+/* Returns true when the collective is nothing but the ring that hpmlc_sim_ring simulates: all ranks, the whole array,
    reduce-scatter and allgather, or allgather alone. Looks at rank 0's plan, because the others have the same phases. */
 HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
@@ -8863,14 +8874,15 @@ HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
     return true;
 }
 
-/* Copies the plan of rank `rank`, its phases in the collective, to s->phase, from which the queue is played. */
+/* Copies the plan of rank `rank`, the phases (rounds of one kind) that it executes in the collective, to s->phase. */
 HPMLC_FN void hpmlc_sim_set_plan(hpmlc_sim *s, int rank, const hpmlc_plan *plan)
 {
     s->phases[rank] = plan->count;
     for (int i = 0; i < plan->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = plan->phase[i];
 }
 
-/* Plays the collective whose kind, elements and plans are set in s, from the ranks' clocks on. False: out of memory. */
+/* Simulates the collective whose kind, elements and plans are set in s, from the ranks' clocks on: a ring or all to all
+   round by round where possible, else by the queue, which is slower. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
 {
     bool to_all = s->kind == HPMLC_SIM_ALL_TO_ALL;
@@ -8881,7 +8893,8 @@ HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
     return !s->failed;
 }
 
-/* Plays a collective of n elements of `size` bytes, from the ranks' clocks on; a: of an allreduce. False: no memory. */
+/* Simulates a collective of n elements of `size` bytes, from the ranks' clocks on. a: the algorithm of an allreduce,
+   not used for the other kinds. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
 {
     int p = s->p;
@@ -8954,8 +8967,8 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     return HPML_OK;
 }
 
-/* Exchanges one bucket of n f32, which is ready on rank r at ready * slow[r] seconds; packed: its bytes where d->packed
-   is given. Adds the seconds of the exchange to *comm. False: out of memory. */
+/* Simulates the exchange of a bucket of n floats, ready on rank r at ready * slow[r] seconds. packed: its compressed
+   bytes, used where d->packed is given. Adds the seconds of the exchange to *comm. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double ready, int64_t n, int64_t packed,
                                double *comm)
 {
@@ -8976,7 +8989,7 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     return good;
 }
 
-/* Plays one step of training, bucket by bucket, and stores its times and counts in *out. False: out of memory. */
+/* Simulates one step of training, bucket by bucket, and stores its times and counts in *out. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
     double   now = 0, slowest = d->network.slow ? 0 : 1, whole = 0;
