@@ -563,7 +563,7 @@ HPMLG_DEVICE float hpmlg_round_to(float v, int64_t type)
 
 typedef struct hpmlg_vec8 { float v[8]; } hpmlg_vec8;
 
-/* Read or write (hpmlg_put8) elements 8 i to 8 i + 7, as floats, of array `a`, whose address is a multiple of 16. */
+/* Read or write (hpmlg_put8), as floats, elements 8 i to 8 i + 7 of the array `a`, which is aligned to 16 bytes. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get8(hpmlg_array a, int64_t i)
 {
     hpmlg_vec8 e;
@@ -989,7 +989,7 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx)
    reuse its array. A large upload is copied to a device buffer on a second stream (hpmlg_device.copies), so that the
    copy overlaps with the previous step, and from the buffer to its destination on the stream of the ops; a small upload
    is copied to its destination on the stream of the ops. The pinned memory is a ring of HPMLG_SLOTS slots; the host
-   waits only when the device has not yet copied from any of them. */
+   waits only when the device has still to read from each of them. */
 
 #define HPMLG_SMALL ((size_t)64 << 10) /* bytes: larger uploads use a second stream */
 
@@ -2273,8 +2273,8 @@ HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 HPMLG_FN const float *hpmlg_param_value(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->data : NULL; }
 HPMLG_FN float       *hpmlg_param_grad(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->grad : NULL; }
 
-/* Lets norm n compute a residual sum too, by setting its fused_with: if `before`, the node planned just before n, adds
-   two tensors of n's shape and n reads the result. Only forward passes that run as a whole do so. */
+/* Lets norm n compute a residual sum too, by setting fused_with of the sum's node: if `before`, the node planned just
+   before n, adds two tensors of n's shape and n reads the result. Only forward passes that run as a whole do so. */
 HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
 {
     hpml_node *add = n->src[0]->node;
@@ -3169,9 +3169,9 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
             hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
 }
 
-/* Starts the copy of a tile of 16-bit floats, T lines (ld elements apart) by 32 values of the summed index k, to shared
-   memory, in layout L. x: the tile's first element; lines, ks: how many lines and values of k the operand has from
-   there on; the rest of the tile becomes 0. */
+/* Starts the copy of a tile of 16-bit floats, T lines by 32 values of the summed index k, to shared memory, in layout
+   L. x: the tile's first element; ld: elements from a line or, in layout HPMLG_LINE_MAJOR, a k to the next; lines, ks:
+   how many lines and values of k the operand has from there on; the rest of the tile becomes 0. */
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x, int64_t ld, int64_t lines, int64_t ks)
 {
@@ -3797,8 +3797,8 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const vo
     return (k->batch == 1 || !g->bias) && (uintptr_t)line % 16 == 0;
 }
 
-/* Returns the epilogue (operations on the result) for cuBLASLt to fuse into g: if `full`, activation, derivative or
-   sums, where cuBLASLt has them; else only the bias. cuBLASLt's operand B is g->a, so BGRADB sums a's rows. */
+/* Returns the epilogue (operations on the result) for cuBLASLt to fuse into g; full: with activation, derivative or
+   sums, where cuBLASLt has them, else only with bias. cuBLASLt's operand B is g->a, so BGRADB sums a's rows. */
 HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpmlg_gemm *g, bool full)
 {
     bool bias = g->bias != NULL, z = g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0;
@@ -5790,7 +5790,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             if (rest > HPMLG_ONEBIT_CHUNK) rest = HPMLG_ONEBIT_CHUNK;
             return (int)(rest < 0 ? 0 : rest);
         };
-        /* 1. Read chunks (v = gradient + residual), write their signs; add up, in order, the row's sums, extremes,
+        /* 1. Read chunks (v = gradient + residual), write signs; add up, in order, the row's sums, extremes and
            ones. */
         for (int64_t c0 = 0; c0 < (longer ? chunks : 1); c0 += each) {
             unsigned bits[2];
