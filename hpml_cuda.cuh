@@ -4930,7 +4930,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     for (int c = begin - K; c < end; c += K, stage ^= 1) {
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
-        /* 2. Wait for this block's tiles in `stream`; start to load the next block's (KEYS: with lse and delta). */
+        /* 2. Wait for the current tiles in `stream`; start to load the next ones (KEYS: with lse and delta). */
         hpmlg_copy_wait(0);
         __syncthreads();
         if (c + K < end) {
