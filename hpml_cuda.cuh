@@ -286,7 +286,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 
 #endif /* HPML_CUDA_CUH_INCLUDED: stop here if you only want the API */
 
-/* Editors that do not compile show the body as code, not as text that the preprocessor removes. */
+/* Editors, which do not compile, show this header's body as code, not as text that the preprocessor removes. */
 #if defined(__cplusplus) && (defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__))
 #define HPML_CUDA_EDITOR
 #ifndef HPML_CUDA_IMPLEMENTATION
@@ -407,10 +407,10 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
     extern __shared__ __align__(16) unsigned char hpmlg_dynamic[];                                                     \
     type *name = (type *)hpmlg_dynamic
 
-/* Multiplies on tensor cores, by one warp: d (16, 8) += a (16, 16) b (16, 8), a and b in halves (f16, else bf16), d in
+/* Multiplies on tensor cores, by one warp: d (16, 8) += a (16, 16) b (16, 8), a and b in f16 if `f16`, else bf16, d in
    f32. The arguments are one lane's registers, as PTX defines them: with g = lane / 4, t = lane % 4, a[0] to a[3]
-   contain rows g, g + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 (two neighbouring halves each); b[0], b[1] rows 2t
-   and 2t + 8 (two halves each, downward) of column g; d rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. */
+   contain rows g, g + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 (two neighbouring numbers each); b[0], b[1] rows 2t
+   and 2t + 8 (two numbers each, downward) of column g; d rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. */
 static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16)
 {
 #define HPMLG_MMA(type)                                                                                                \
@@ -422,8 +422,8 @@ static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigne
 }
 
 /* Multiplies in tf32 on tensor cores, by one warp: d (16, 8) += a (16, 8) b (8, 8). With g = lane / 4, t = lane % 4:
-   a[0..3] contain rows g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; b[0], b[1] rows t, t + 4 of column g; d as for
-   hpmlg_mma_16816. a and b are bits of f32 numbers, of which the instruction ignores the low 13. */
+   a[0..3] contain rows g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; b[0], b[1] rows t, t + 4 of column g; d[0..3]
+   rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. a, b: f32 bits, whose low 13 are ignored. */
 static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned b[2])
 {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -432,9 +432,9 @@ static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const uns
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* Loads four 8 x 8 matrices of halves from shared memory into the registers r[0..3] of a warp. Lane l passes in `row`
-   the address of row l % 8 of matrix l / 8 (16 bytes, aligned); its r[i] gets, from matrix i, row l / 4, columns 2 (l %
-   4) and the next. variant: "" or, to load each matrix transposed, ".trans". */
+/* Loads four 8 x 8 matrices of 16-bit elements from shared memory into registers r[0..3] of each lane of a warp. Lane l
+   passes in `row` the address of row l % 8 of matrix l / 8 (16 bytes, aligned); its r[i] gets, from matrix i, row l /
+   4, columns 2 (l % 4) and the next. variant: "" or, to load each matrix transposed, ".trans". */
 #define HPMLG_LDMATRIX(variant)                                                                                        \
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" variant ".shared.b16 {%0,%1,%2,%3}, [%4];"                            \
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                                      \
@@ -469,8 +469,8 @@ static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("c
 #define HPMLG_WARP 32
 #define HPMLG_ALL_LANES 0xffffffffu
 
-/* Return the index of this thread among all threads of a kernel launch, and the number of these threads. The loops
-   below assign elements 0 to n - 1 to single threads, 8 neighbouring elements to each thread, or n rows to warps. */
+/* Return the index of this thread among all threads of a kernel launch, and the number of all these threads. The macros
+   HPMLG_FOR_EACH... loop over 0 to n - 1, shared out to threads one by one or 8 neighbours at a time, or to warps. */
 HPMLG_DEVICE int64_t hpmlg_thread_index(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 HPMLG_DEVICE int64_t hpmlg_thread_count(void) { return (int64_t)gridDim.x * blockDim.x; }
 #define HPMLG_FOR_EACH(i, n)                                                                                           \
@@ -536,7 +536,7 @@ HPMLG_DEVICE void hpmlg_put(hpmlg_array a, int64_t i, float v)
     else ((__half *)a.p)[i] = __float2half_rn(v);
 }
 
-/* Returns as floats the two halves of w, of type `type`: .x from the low 16 bits of w, .y from the high 16 bits. */
+/* Returns the two 16-bit floats in w (type: bf16 or f16) as floats: .x from the low, .y from the high 16 bits. */
 HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
 {
     unsigned short low = (unsigned short)w, high = (unsigned short)(w >> 16);
@@ -544,7 +544,7 @@ HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
     return make_float2(__half2float(__ushort_as_half(low)), __half2float(__ushort_as_half(high)));
 }
 
-/* Returns a 32-bit word of two halves of type `type`: `a`, rounded, in its low 16 bits, `b` in the high 16. */
+/* Returns a 32-bit word of two numbers rounded to `type` (bf16 or f16): `a` in its low 16 bits, `b` in the high 16. */
 HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
 {
     __nv_bfloat162 x = __floats2bfloat162_rn(a, b); /* one instruction converts both floats */
@@ -563,7 +563,7 @@ HPMLG_DEVICE float hpmlg_round_to(float v, int64_t type)
 
 typedef struct hpmlg_vec8 { float v[8]; } hpmlg_vec8;
 
-/* Read or write elements 8 i to 8 i + 7 of the array `a`, whose address is a multiple of 16 bytes. */
+/* Read or write (hpmlg_put8), as floats, elements 8 i to 8 i + 7 of the array `a`, which is aligned to 16 bytes. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get8(hpmlg_array a, int64_t i)
 {
     hpmlg_vec8 e;
@@ -600,9 +600,9 @@ HPMLG_DEVICE void hpmlg_put8(hpmlg_array a, int64_t i, hpmlg_vec8 e)
     }
 }
 
-/* Returns true if elements at to at + 7 of the array `a` can be moved as one vec8: all lie in [from, to) and their
-   address is a multiple of 16 bytes. Rows of any length may begin anywhere (50,257 columns of bf16); only the ends of
-   such a row are moved element by element. */
+/* Returns true if elements at to at + 7 of the array `a` can be read or written 16 bytes at a time: all lie in [from,
+   to) and their address is a multiple of 16 bytes. Rows of any length may begin anywhere (50,257 columns of bf16); only
+   the ends of such a row are accessed element by element. */
 HPMLG_DEVICE bool hpmlg_is_one_access(hpmlg_array a, int64_t at, int64_t from, int64_t to)
 {
     return at >= from && at + 8 <= to && (((uintptr_t)a.p & 15) | (uintptr_t)(at & 7)) == 0;
@@ -630,8 +630,8 @@ HPMLG_DEVICE void hpmlg_put_range(hpmlg_array a, int64_t at, int64_t from, int64
             if (at + j >= from && at + j < to) hpmlg_put(a, at + j, e.v[j]);
 }
 
-/* Read or write elements c to c + 7 of row `row` of a matrix with `cols` columns. For columns past the row's end the
-   read returns `fill` and the write does nothing; add: e is added to the elements. */
+/* Read or write (hpmlg_row_put) elements c to c + 7 of row `row` of the matrix `a` with `cols` columns. For columns
+   past the row's end the read returns `fill` and the write does nothing; add: e is added to the elements. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, float fill)
 {
     return hpmlg_get_range(a, row * cols + c, row * cols + c, row * cols + cols, fill);
@@ -665,9 +665,10 @@ typedef struct hpmlg_note {
     const hpml_node *node;      /* the op whose input number `index` is `value`, out of range; NULL: none */
 } hpmlg_note;
 
-/* Counts of launches, for hpml_cuda_text. products, convolutions: [0] by a library, [1] by this header's kernels;
-   products_refused, convolutions_refused: those of [1] that the library had refused before. fused: convolutions with
-   bias and activation in one launch. epilogues: [0] fused into cuBLASLt's products, [1] refused by cuBLASLt. */
+/* The enum lists what cuBLASLt can fuse into a product's kernel, its epilogue. The struct has counts of launches, for
+   hpml_cuda_text: products, convolutions: [0] by a library, [1] by this header's kernels; products_refused,
+   convolutions_refused: those of [1] that the library had refused before; fused: convolutions with bias and activation
+   in one launch; epilogues: [0] fused into cuBLASLt's products, [1] refused by cuBLASLt. */
 enum hpmlg_epilogue_kind { HPMLG_BIAS, HPMLG_RELU, HPMLG_GELU, HPMLG_GELU_BACK, HPMLG_SUMS, HPMLG_EPILOGUES };
 typedef struct hpmlg_work_counts {
     long long products[2], convolutions[2], products_refused, convolutions_refused, fused;
@@ -695,8 +696,8 @@ typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, an
 #define HPMLG_SCRATCH ((size_t)1 << 20)    /* bytes of hpmlg_device.scratch */
 #define HPMLG_RESULT  ((size_t)4096)       /* bytes; larger downloads go to the caller's memory */
 
-/* Side results of an op that a later op uses. They are saved with a recorded pass, because a replay runs no op's host
-   code: it restores them instead. */
+/* Results of an op, besides its output, that a later op uses. They are saved with a recorded pass, because a replay
+   runs no op's host code: it restores them instead. */
 typedef struct hpmlg_op_notes {
     const void      *y, *labels;           /* arguments of the last cross-entropy, which counted its hits */
     const hpml_node *activation_grad_done; /* the linear layer whose dy the next layer has already multiplied by
@@ -743,7 +744,7 @@ typedef struct hpmlg_device {
     int               sms;            /* number of multiprocessors */
     cudaStream_t      stream, copies; /* streams: `stream` runs ops, `copies` large uploads */
     uint64_t          clock;          /* counts the uses of cache entries, to find the oldest */
-    /* state of uploads, downloads and messages of kernels */
+    /* state of uploads (slots: a ring of pinned buffers), downloads and messages from kernels to the host */
     hpmlg_slot        slots[HPMLG_SLOTS];
     int               slot;                      /* index in `slots` of the one that is being filled */
     size_t            slot_used;                 /* bytes filled in slots[slot] */
@@ -755,7 +756,7 @@ typedef struct hpmlg_device {
     hpmlg_random_key *random_key;                /* on the device: the key of dropout's random numbers */
     hpmlg_random_key  random_key_host;           /* the key that was last uploaded to *random_key */
     bool              random_key_known;          /* random_key_host is valid */
-    /* state of passes (>>gpu-pass) */
+    /* state of passes, forward or backward runs of a model's ops, which are recorded as CUDA graphs (>>gpu-pass) */
     hpmlg_pass        passes[HPMLG_PASSES];
     hpmlg_pass       *running;                   /* the pass that is now run op by op; NULL: none */
     hpmlg_pass       *recording;                 /* the pass that is now captured; NULL: none */
@@ -765,12 +766,12 @@ typedef struct hpmlg_device {
     long long         pass_counts[4];            /* numbers of passes, indexed by enum hpmlg_pass_kind */
     long long         waits;                     /* times that the host has waited for the device */
     hpml_node        *planned;                   /* the node that hpmlg_plan planned last */
-    /* state of timing (>>gpu-sync) */
+    /* state of timing (>>gpu-sync); a span is an op's time between two CUDA events */
     hpmlg_span        spans[HPMLG_SPANS];
     int               span_count;
     cudaEvent_t       span_clock;                /* an event that occurred at host time span_clock_time */
     double            span_clock_time;
-    /* memory on the device that ops share */
+    /* memory on the device that ops share; half_copies: a list of parameters' copies in bf16 or f16 */
     hpmlg_half_copy  *half_copies;
     unsigned long long *counts;                  /* on the device: hits and valid labels of cross-entropy */
     void             *scratch;                   /* HPMLG_SCRATCH bytes of the device for partial sums */
@@ -792,7 +793,7 @@ HPMLG_FN hpml_status hpmlg_fail(hpmlg_device *d, bool memory, const char *what, 
                          (int)d->d.device, what, error, more, cure);
 }
 
-/* Gives the context an error if the CUDA call that returned `e` has failed; `what` names the call's purpose. */
+/* Gives the context an error if the CUDA call that returned `e` failed; returns the status. what: names the call. */
 HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *what)
 {
     const char *cure = "";
@@ -805,7 +806,7 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     return hpmlg_fail(d, e == cudaErrorMemoryAllocation, what, cudaGetErrorString(e), cudaGetErrorName(e), cure);
 }
 
-/* Makes a library call and stores its status in s, if s is 0, which means that all earlier calls succeeded. */
+/* Makes a library call, the last argument, and stores its status in s, if s is 0: no earlier call has failed. */
 #define HPMLG_TRY(s, ...)                                                                                              \
     if ((int)(s) == 0) s = __VA_ARGS__
 
@@ -819,8 +820,8 @@ HPMLG_FN bool hpmlg_ok(const hpmlg_device *d) { return hpml_ctx_status(d->ctx) =
     (!hpmlg_ok(d) ? (void)0 : (HPMLG_LAUNCH(kernel, grid, block, shared, (d)->stream, __VA_ARGS__),                    \
                                (void)hpmlg_check(d, cudaGetLastError(), #kernel)))
 
-/* Launches a kernel whose threads loop over n elements (or rows): blocks of 256 threads, one block for each `each`
-   elements, but no more than fill the device. */
+/* Launches a kernel whose threads loop over n elements (or rows): blocks of 256 threads, one block for every `each`
+   elements, but no more than 16 blocks for each multiprocessor, which fill the device. */
 #define HPMLG_RUN_ITEMS(d, kernel, n, each, ...)                                                                       \
     HPMLG_RUN(d, kernel, hpmlg_grid_blocks(d, n, each), 256, 0, __VA_ARGS__)
 
@@ -859,7 +860,8 @@ HPMLG_FN hpmlg_array hpmlg_value_or_grad(const hpml_tensor *t, bool grad)
     return grad ? hpmlg_grad(t) : hpmlg_value(t);
 }
 
-/* Return the array that an op of one operand reads (forward x, backward dy) or writes (forward y, backward dx). */
+/* Return the array that an op of one operand reads (hpmlg_op_input: forward x, backward the gradient dy) or writes
+   (hpmlg_op_output: forward y, backward dx). */
 HPMLG_FN hpmlg_array hpmlg_op_input(const hpml_node *n, bool back)
 {
     return hpmlg_value_or_grad(back ? n->out : n->src[0], back);
@@ -870,7 +872,7 @@ HPMLG_FN hpmlg_array hpmlg_op_output(const hpml_node *n, bool back)
     return hpmlg_value_or_grad(back ? n->src[0] : n->out, back);
 }
 
-/* Returns true if the op's output is added to its array: a gradient to which another op has added terms. */
+/* Returns true if the op adds its result to the array: to a gradient to which another op has added terms already. */
 HPMLG_FN bool hpmlg_op_adds(const hpml_node *n, bool back) { return back && n->accumulate[0]; }
 
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
@@ -926,8 +928,8 @@ HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
     hpml_ctx_release(d->ctx, b);
 }
 
-/* Returns the entry of the cache `all` that has this key; else the least recently used entry, destroyed, cleared and
-   given this key. The entries' type P has the members `key` and `used` and a function hpmlg_destroy. */
+/* Returns the entry of the cache all[N] that has this key; else the least recently used entry, destroyed, cleared and
+   given this key. The entries' type P has the members `key` (of type K) and `used` and a function hpmlg_destroy. */
 template <class P, class K, int N> HPMLG_FN P *hpmlg_cache_find(hpmlg_device *d, P (&all)[N], const K &key)
 {
     P *oldest = &all[0];
@@ -987,7 +989,7 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx)
    reuse its array. A large upload is copied to a device buffer on a second stream (hpmlg_device.copies), so that the
    copy overlaps with the previous step, and from the buffer to its destination on the stream of the ops; a small upload
    is copied to its destination on the stream of the ops. The pinned memory is a ring of HPMLG_SLOTS slots; the host
-   waits only when all slots are in flight. */
+   waits only when the device has still to read from each of them. */
 
 #define HPMLG_SMALL ((size_t)64 << 10) /* bytes: larger uploads use a second stream */
 
@@ -1017,7 +1019,7 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
     return hpmlg_check(d, e, "upload");
 }
 
-/* Marks as stale the half copies of parameters that overlap `bytes` bytes at dst, because these bytes change. */
+/* Marks the bf16 or f16 copies of parameters that overlap `bytes` bytes at dst as stale: these bytes will change. */
 HPMLG_FN void hpmlg_half_copies_expire(hpmlg_device *d, const void *dst, size_t bytes)
 {
     const char *from = (const char *)dst, *to = from + bytes;
@@ -1056,7 +1058,8 @@ HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
    the middle of the host's times before and after. The error is at most half of the time between these; the comparison
    is repeated if they are more than 100 us apart, because the host was interrupted. */
 
-/* Adds each timed span that is over to the trace, and its duration to its counter of seconds; keeps the other spans. */
+/* Adds each timed span, the time between two CUDA events, to the trace, and to its counter of seconds, if its second
+   event has occurred; keeps the other spans for later. */
 HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
 {
     int   unfinished = 0;
@@ -1088,8 +1091,8 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
     d->span_clock_time = (before + after) / 2;
 }
 
-/* Begins a span of work on the stream if `name` is NULL; else ends the span that was begun last, and gives it its name,
-   the counter its seconds are added to (or NULL), and its lane in the trace. */
+/* Begins a timed span of work on the stream if `name` is NULL; else ends the span that was begun last, and gives it its
+   name, the counter to which its seconds are added (or NULL), and its lane, the line of the trace that shows it. */
 HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
 {
     hpmlg_span *l    = &d->spans[d->span_count];
@@ -1122,9 +1125,9 @@ HPMLG_FN void hpmlg_time_op(void *device, const char *name, double *seconds)
     hpmlg_span_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
 }
 
-/* Packs a finding, a NaN or infinity in parameter `param` at `step`, into a number such that the largest number is the
-   finding to report: the earliest step; within a step the parameter with the highest index, whose gradient backward
-   computed first; for one parameter a finding in its gradient (`gradient`) rather than in its update. */
+/* Packs a finding, a NaN or infinity in parameter number `param` at `step`, into a number such that the largest number
+   is the finding to report: the earliest step; within a step the parameter with the highest number, whose gradient
+   backward computed first; for one parameter a finding in its gradient (`gradient`) rather than in its update. */
 HPMLG_DEVICE unsigned long long hpmlg_nonfinite_pack(uint64_t step, int param, bool gradient)
 {
     return (unsigned long long)(0xffffffffu - (unsigned)step) << 32 | (unsigned)(2 * (param + 1) + (gradient ? 1 : 0));
@@ -1146,8 +1149,8 @@ HPMLG_FN hpml_status hpmlg_nonfinite_error(hpmlg_device *d)
                          worst & 1 ? "the gradient of" : "the step of parameter", p ? p->name : "?");
 }
 
-/* Implements the backend's `sync`: waits until the device has done all its work; an error that a kernel reported in
-   hpmlg_device.note becomes the context's error. Returns the status. */
+/* Implements the backend's `sync`: waits until the device has done all its work. If a kernel has written an error to
+   hpmlg_device.note, in host memory, it becomes the context's error. Returns the status. */
 HPMLG_FN hpml_status hpmlg_sync(void *device)
 {
     hpmlg_device *d = hpmlg_make_current(device);
@@ -1182,8 +1185,8 @@ HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_
     return status;
 }
 
-/* Reports to the host, from a kernel, that element `index` of the tokens or labels that `node` reads is `value`, out of
-   range. Only the first call counts: *taken is then set to 1. */
+/* Reports to the host, from a kernel, in *note, which is host memory, that element `index` of the tokens or labels that
+   `node` reads is `value`, out of range. Only the first report counts: *taken, on the device, is then set to 1. */
 HPMLG_DEVICE void hpmlg_report_index(hpmlg_note *note, int *taken, long long index, int value, const hpml_node *node)
 {
     if (atomicCAS(taken, 0, 1) != 0) return;
@@ -1197,14 +1200,15 @@ HPMLG_DEVICE void hpmlg_report_index(hpmlg_note *note, int *taken, long long ind
 // >>gpu-pass   whole passes, captured once and replayed
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A pass launches hundreds of small kernels, the same kernels on the same memory in each step. The first run goes op by
-   op, because libraries allocate their memory in it. In the second run the launches are captured as a CUDA graph, and
-   in later runs the pass is one launch of this graph. The number of the step, which keys dropout, changes from step to
-   step, so kernels read the key from memory. While a pass is captured its ops do not run. Therefore, if capturing fails
-   for any reason, the pass still runs op by op, now and later, and an error that an op caused occurs again. */
+/* A pass, the forward or backward run of a model's ops, launches hundreds of small kernels, the same kernels on the
+   same memory in each step. The first run goes op by op, because libraries allocate their memory in it. In the second
+   run the launches are captured as a CUDA graph, and in later runs the pass is one launch of this graph. The number of
+   the step, which keys dropout, changes from step to step, so kernels read the key from memory. While a pass is
+   captured its ops do not run. Therefore, if capturing fails for any reason, the pass still runs op by op, now and
+   later, and an error that an op caused occurs again. */
 
 /* Uploads the key of the random numbers of this run's step, if it differs from the key on the device. Does nothing
-   while a pass is recorded, because hpmlg_begin has uploaded the key already. */
+   while a pass is captured as a CUDA graph, because hpmlg_begin has uploaded the key already. */
 HPMLG_FN void hpmlg_random_key_set(hpmlg_device *d, const hpml_run *run)
 {
     hpmlg_random_key key;
@@ -1227,7 +1231,7 @@ HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w);
 
 enum hpmlg_pass_kind { HPMLG_OP_BY_OP, HPMLG_RECORDED, HPMLG_REPLAYED, HPMLG_GIVEN_UP };
 
-/* Adds the difference of two sets of counts to a third: *to += *from - *less; less NULL: zeros. */
+/* Adds to each count of launches in *to the difference of the same counts in *from and *less; less NULL: zeros. */
 HPMLG_FN void hpmlg_work_add(hpmlg_work_counts *to, const hpmlg_work_counts *from, const hpmlg_work_counts *less)
 {
     long long       *t = (long long *)(void *)to;
@@ -1244,8 +1248,9 @@ HPMLG_FN hpml_status hpmlg_replay(hpmlg_device *d, hpmlg_pass *p)
     return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a recorded pass");
 }
 
-/* Implements the backend's `begin` of the pass `key`: replays the pass if it is recorded, else may start its recording.
-   Sets *done to true if it was replayed, so that the caller must not run its ops. */
+/* Implements the backend's `begin`, called before the ops of the forward or backward pass `key`: if the pass is
+   recorded as a CUDA graph, launches the graph and sets *done to true, so that the caller must not run the ops; else
+   *done is false, and the ops that the caller runs may be recorded. */
 HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *key, bool *done)
 {
     hpmlg_device *d = hpmlg_device_of(run->ctx);
@@ -1272,8 +1277,8 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     return HPML_OK;
 }
 
-/* Gives up recording the pass p, whose ops have not run because they were only captured: restores the state from before
-   the recording, and marks p to run op by op from now on. Returns HPML_OK. */
+/* Gives up recording the pass p as a CUDA graph, after an error. Its ops were only captured and have not run: restores
+   counts and side results from before the recording, and marks p to run op by op from now on. Returns HPML_OK. */
 HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
 {
     cudaGetLastError();
@@ -1287,8 +1292,8 @@ HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
     return HPML_OK;
 }
 
-/* Implements the backend's `end` of a pass; `status` is the status of its ops. If the pass was being recorded, launches
-   its graph. Sets *again to true if recording was given up, so that the caller runs the ops once more. */
+/* Implements the backend's `end`, called after the ops of a pass, whose status is `status`. If they were recorded as a
+   CUDA graph, launches the graph; if recording has failed, sets *again to true: the caller must run the ops again. */
 HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status, bool *again)
 {
     hpmlg_device *d = hpmlg_device_of(run->ctx);
@@ -1329,7 +1334,7 @@ HPMLG_DEVICE float hpmlg_act_gate(float x)
 /* Returns the derivative of x s(u(x)), where s is the sigmoid's value at u(x), and du = u'(x). */
 HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { return s + x * s * (1 - s) * du; }
 
-/* Lists the activations: name; whether the derivative is computed from x (else from y = act(x)); y; dy / dx. */
+/* Lists the activations as X(name, whether the derivative is computed from x (else from y = act(x)), y, dy / dx). */
 #define HPMLG_ACTS(X)                                                                                                  \
     X(RELU, false, x > 0 || x != x ? x : 0, y > 0 ? 1 : 0)                                                             \
     X(LEAKY_RELU, false, x > 0 ? x : slope * x, y > 0 ? 1 : slope)                                                     \
@@ -1347,7 +1352,7 @@ HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { retu
     X(NEG, false, -x, -1)                                                                                              \
     X(ABS, true, fabsf(x), x > 0 ? 1 : x < 0 ? -1 : 0)
 
-/* Returns act(x) for the activation number `act`. slope: the factor of LEAKY_RELU for negative x. */
+/* Returns act(x) for the activation HPML_ACT_... number `act`; 0: x. slope: the factor of LEAKY_RELU for negative x. */
 HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
 {
 #define HPMLG_X(name, needs_x, value, derivative) if (act == HPML_ACT_##name) return value;
@@ -1366,7 +1371,7 @@ HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
     return 1;
 }
 
-/* Return what hpmlg_act and hpmlg_act_derivative return, not inlined, for kernels that need their registers. */
+/* Return what hpmlg_act and hpmlg_act_derivative return, as real calls, because inlined they take many registers. */
 static __device__ __attribute__((noinline)) float hpmlg_act_called(int act, float slope, float x)
 {
     return hpmlg_act(act, slope, x);
@@ -1386,8 +1391,8 @@ HPMLG_FN bool hpmlg_act_needs_x(hpml_act act)
     return false;
 }
 
-/* Computes y (+)= act(x) or, if dy is given (dy.p not NULL), y (+)= dy act'(x), where x is the output if act' needs
-   that. n: elements; add: the result is added to y. y may be x or dy. */
+/* Computes y (+)= act(x) or, if dy.p is not NULL, y (+)= dy act'(x), where x is the activation's output if act' is
+   computed from it (hpmlg_act_needs_x is false). n: elements; slope: LEAKY_RELU's; add: adds to y. y may be x or dy. */
 static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy, int act, float slope, int64_t n,
                                    bool add)
 {
@@ -1419,9 +1424,9 @@ HPMLG_FN void hpmlg_op_activation(HPMLG_OP_ARGUMENTS)
                     hpmlg_op_adds(n, back));
 }
 
-/* The strides of two arrays over a common shape: element i of the shape, counted in order, has the offset
-   hpmlg_strides_at(w, s, i) in array s (0 or 1). A stride of 0 repeats an element (broadcasting). Dimension 0 is the
-   innermost one. Dimensions that both arrays step through evenly are merged: (B, T, C) + (C) becomes (B T, C) + (C). */
+/* The strides of two arrays over a common shape: element i of the shape, in order, has the offset hpmlg_strides_at(w,
+   s, i) in array s (0 or 1). A stride of 0 repeats an element (broadcasting). Dimension 0 is the innermost one.
+   Dimensions that one stride per array steps through are merged: (B, T, C) + (C) becomes (B T, C) + (C). */
 typedef struct hpmlg_strides {
     int     ndim = 1;
     int64_t count = 1; /* number of elements of the shape */
@@ -1456,8 +1461,8 @@ HPMLG_FN void hpmlg_strides_push(hpmlg_strides *w, int64_t size, int64_t stride0
     w->ndim = to + 1;
 }
 
-/* Reads the values that array a, which is array s of the strides w, has at elements at to at + 7 of the shape; those
-   beyond `count` elements have any value. */
+/* Reads from array a the values of elements at to at + 7 of the shape that w describes; s (0 or 1): which of the two
+   strides in w is a's. Values beyond `count` elements are undefined. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get_strided(hpmlg_array a, const hpmlg_strides &w, int s, int64_t at, int64_t count)
 {
     hpmlg_vec8 e;
@@ -1478,7 +1483,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_get_strided(hpmlg_array a, const hpmlg_strides &w,
 }
 
 /* Computes y (+)= a x + b for n elements; add: the result is added to y. If `flat`, x has all elements of y in order,
-   else x is read by strides 0 of w. y may be x. */
+   else x is broadcast: w is the shape of y, with x's strides in w.stride[0]. y may be x. */
 template <bool flat>
 static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid_constant__ hpmlg_strides w, float a,
                                       float b, int64_t n, bool add)
@@ -1490,7 +1495,7 @@ static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid
     }
 }
 
-/* Computes y (+)= scale x, where x is repeated by strides 0 of w; add: the result is added to y. */
+/* Computes y (+)= scale x, where x is broadcast: w is the shape of y, with x's strides in stride[0]; add: adds to y. */
 HPMLG_FN void hpmlg_broadcast_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_strides *w, float scale,
                                   bool add)
 {
@@ -1516,8 +1521,8 @@ typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or
     float         slope;
 } hpmlg_binary;
 
-/* Reads elements at to at + 7 of operand s, repeated where it is broadcast. flat: no operand is broadcast; the code
-   then takes half the registers, so that more loads are in flight. */
+/* Reads the values of operand s (0 or 1) of the op b for elements at to at + 7 of its result. flat: no operand is
+   broadcast; the code then takes half the registers, so that more loads run at the same time. */
 template <bool flat> HPMLG_DEVICE hpmlg_vec8 hpmlg_binary_operand(const hpmlg_binary &b, int s, int64_t at)
 {
     if (flat || b.same_shape[s]) return hpmlg_get_range(b.src[s], at, 0, b.w.count, 1);
@@ -1539,9 +1544,10 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 6 : 4)
     }
 }
 
-/* Returns the terms that elements at to at + 7 of the result contribute to the gradient of operand src[side]; 0 outside
-   [from, to). For a / b: da = dy / b, db = -dy a / b^2. Outside, the derivative of an activation is computed from 1,
-   because from 0 it may be infinite, which gives NaN when multiplied by 0. plain: op is ADD and b.act is 0. */
+/* Returns the terms that elements at to at + 7 of the result of op b contribute to the gradient of operand src[side]; 0
+   outside [from, to). For a / b: da = dy / b, db = -dy a / b^2. Outside, the derivative of an activation is computed
+   from 1, because from 0 it may be infinite, which gives NaN when multiplied by 0. flat: no operand is broadcast;
+   plain: the op is ADD without an activation (b.act is 0). */
 template <bool flat, bool plain = false>
 HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
@@ -1564,7 +1570,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int6
     return d;
 }
 
-/* Computes the gradients of those operands of an op that are not broadcast; both may be the same tensor. */
+/* Computes the gradients of op b's operands that are not broadcast (flat: none is); both may be the same tensor. */
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
     const int64_t n = b.w.count;
@@ -1710,8 +1716,8 @@ HPMLG_FN hpmlg_strides hpmlg_broadcast_strides(int64_t outer, int64_t dim, int64
     return w;
 }
 
-/* Computes out (+)= scale * the sums of x, over those dimensions of w whose stride 0 is 0 (broadcast); x is read in the
-   order of w. add: the result is added to out. */
+/* Computes out (+)= scale * the sums of x. w: the shape of x, and in stride[0] the strides of out, 0 for the dimensions
+   that are summed over. add: the result is added to out. */
 HPMLG_FN void hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpmlg_strides w, float scale, bool add)
 {
     hpmlg_binary b = {};
@@ -1762,7 +1768,7 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
     if (splits > 1) hpmlg_sum_run(d, out, f.out, hpmlg_broadcast_strides(1, splits, kept), scale, add);
 }
 
-/* Computes the sizes of t before, at and after dimension dim; for HPML_ALL_DIMS they are 1, all elements, 1. */
+/* Computes the sizes of t before dimension dim, of dim, and after it; for HPML_ALL_DIMS they are 1, all elements, 1. */
 HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, int64_t *middle, int64_t *inner)
 {
     *outer  = 1;
@@ -1786,8 +1792,8 @@ HPMLG_FN void hpmlg_op_sum(HPMLG_OP_ARGUMENTS)
 /* The terms that are summed over all elements: squares of x, or losses of x and the target t. */
 enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
 
-/* Returns the term of one element x and target t. BCE: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows.
-   Huber (the default case): quadratic below |x - t| = delta; with delta 0 it is |x - t|. */
+/* Returns the term of kind `what` (an hpmlg_loss_kind) of one element x and target t. BCE: max(x, 0) - x t + log(1 +
+   exp(-|x|)), which never overflows. Huber: quadratic below |x - t| = delta; with delta 0 it is |x - t|. */
 HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
 {
     float d = fabsf(x - t);
@@ -1801,8 +1807,8 @@ HPMLG_DEVICE float hpmlg_loss_term(int what, float delta, float x, float t)
     }
 }
 
-/* Computes part[b] = the sum of hpmlg_loss_term(what, delta, x, t) over those of n elements of x and of the target t
-   (t.p NULL: no target) that block b loops over. */
+/* Computes part[b] = the sum of hpmlg_loss_term(what, delta, x, t), squares or losses, over those of the n elements of
+   x and of the target t (t.p NULL: no target) that block b loops over. */
 static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array t, int what, float delta, int64_t n)
 {
     __shared__ float space[256 / HPMLG_WARP];
@@ -1844,8 +1850,8 @@ static __global__ void __launch_bounds__(1024) hpmlg_k_sum_finish(hpmlg_sum_fini
     if (f.inverse) f.inverse[0] = divisor > 0 ? (float)(1 / divisor) : 0;
 }
 
-/* Sums the terms `what` of x and t over n elements, and writes the results that `f` names; the caller has set the
-   divisor and the result pointers of `f`. */
+/* Sums squares of x, or losses of x and the target t (`what`: which), over n elements, and writes the results to the
+   addresses in `f`, where the caller has set these and the divisor. */
 HPMLG_FN void hpmlg_sum_terms_run(hpmlg_device *d, hpmlg_sum_finish f, hpmlg_array x, hpmlg_array t,
                                   enum hpmlg_loss_kind what, float delta, int64_t n)
 {
@@ -1880,8 +1886,8 @@ HPMLG_FN void hpmlg_op_reshape(HPMLG_OP_ARGUMENTS)
     if (to.p && to.p != from.p) hpmlg_copy_run(d, to, from, hpml_tensor_count(n->out), hpmlg_op_adds(n, back));
 }
 
-/* Permutes: to (+)= from, in tiles of 64 x 64 through shared memory, so that both arrays are accessed along rows:
-   `from` along its last dimension, which is dimension p of `to`, and `to` along the last dimension of `to`. */
+/* The kernel hpmlg_k_transpose permutes: to (+)= from, in tiles of 64 x 64 in shared memory, so that both arrays are
+   accessed along rows: `from` along its last dimension, which is dimension p of `to`, and `to` along its own. */
 #define HPMLG_TRANSPOSE_TILE 64
 typedef struct hpmlg_transpose {
     hpmlg_array   from, to;
@@ -1967,7 +1973,7 @@ static __global__ void hpmlg_k_row_copy(hpmlg_row_copy b)
     }
 }
 
-/* Copies `part` into `whole` if into_whole, else the other way; gradients if `gradient`, else values; add: adds
+/* Copies `part` into `whole` if into_whole, else `whole` into `part`; gradients if `gradient`, else values; add: adds
    instead. part is the slice of whole's dimension dim from index `start` on. A gradient that is copied into `whole`
    without adding is written with zeros around it. */
 HPMLG_FN void hpmlg_copy_slice(hpmlg_device *d, const hpml_tensor *whole, const hpml_tensor *part, int dim,
@@ -2020,9 +2026,9 @@ HPMLG_FN void hpmlg_op_concat(HPMLG_OP_ARGUMENTS)
 // >>gpu-norm   softmax, layernorm, rmsnorm
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A row is the work of a team, TEAM threads of a warp or a block: thread t takes the vec8s t, t + TEAM, ... of a tile
-   of TEAM G vec8s, so it has G of each tile. A row that fits in one tile is read once and stays in registers; a longer
-   row is read again, from the cache, for each loop over it (reload). */
+/* A team, TEAM threads of a warp or a block, computes a row, in vec8s, groups of 8 elements: thread t takes the vec8s
+   t, t + TEAM, ... of a tile of TEAM G vec8s, so it has G of each tile. A row that fits in one tile is read once and
+   stays in registers; a longer row is read again, from the cache, for each loop over it (reload). */
 
 #define HPMLG_WARP_ROW 1024 /* columns: a row of at most these is computed by a warp, a longer one by a block */
 
@@ -2031,7 +2037,7 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
     return hpmlg_grid_blocks(d, rows, cols <= HPMLG_WARP_ROW ? 4 : 1);
 }
 
-/* Launches kernel<TEAM, G> on rows of `cols` columns: TEAM threads to a row, G vec8s to a thread. */
+/* Launches kernel<TEAM, G> on rows of `cols` columns: TEAM threads for a row, G groups of 8 columns for a thread. */
 #define HPMLG_RUN_ROWS(d, kernel, blocks, cols, shared, ...)                                                           \
     ((cols) <= 256              ? HPMLG_RUN(d, (kernel<32, 1>), blocks, 128, shared, __VA_ARGS__)                      \
      : (cols) <= 768            ? HPMLG_RUN(d, (kernel<32, 3>), blocks, 128, shared, __VA_ARGS__)                      \
@@ -2039,8 +2045,8 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
      : (cols) <= 2048           ? HPMLG_RUN(d, (kernel<128, 2>), blocks, 128, shared, __VA_ARGS__)                     \
                                 : HPMLG_RUN(d, (kernel<256, 4>), blocks, 256, shared, __VA_ARGS__))
 
-/* Loop over the rows of this thread's team; and over the tiles of a row and this thread's vec8s of a tile: k counts the
-   vec8s (0 to G - 1), c is the first column of vec8 k. TEAM, G, rows and cols are the kernel's. */
+/* Loop over the rows of this thread's team, TEAM threads; and over a row's tiles and this thread's vec8s (8 columns) of
+   a tile: k counts the vec8s (0 to G - 1), c is the first column of vec8 k. TEAM, G, rows, cols: the kernel's. */
 #define HPMLG_FOR_EACH_ROW                                                                                             \
     for (int64_t row = (int64_t)blockIdx.x * (blockDim.x / TEAM) + threadIdx.x / TEAM; row < rows;                     \
          row += (int64_t)gridDim.x * (blockDim.x / TEAM))
@@ -2048,7 +2054,7 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
     for (int64_t tile = 8 * (int64_t)(threadIdx.x % TEAM), end = cols + tile; tile < end; tile += 8 * TEAM * G)        \
         HPMLG_UNROLL for (int64_t k = 0, c = tile; k < G; k++, c += 8 * TEAM)
 
-/* Computes y = softmax(x), or its logarithm if `log`, of each row of x (rows, cols), TEAM threads to a row. */
+/* Computes y = softmax(x), or its log if `log`, of the rows of x; TEAM threads for a row, each G times 8 columns. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log)
 {
@@ -2080,7 +2086,7 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
 }
 
 /* Computes the gradient of softmax for each row, dx (+)= y (dy - <dy, y>); of its logarithm, if `log`, dx (+)= dy -
-   exp(y) sum(dy). add: the result is added to dx. */
+   exp(y) sum(dy). add: adds to dx. TEAM threads compute a row, each with G groups of 8 columns in registers. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg_array dy, int64_t rows, int64_t cols,
                                             bool log, bool add)
@@ -2121,9 +2127,9 @@ HPMLG_FN void hpmlg_softmax_pass(hpmlg_device *d, hpml_node *n, bool back)
 HPMLG_FN void hpmlg_op_softmax(HPMLG_OP_ARGUMENTS) { hpmlg_softmax_pass(d, n, back); }
 HPMLG_FN void hpmlg_op_log_softmax(HPMLG_OP_ARGUMENTS) { hpmlg_softmax_pass(d, n, back); }
 
-/* Computes y = xhat gamma + beta of each row, with xhat = (x - mean - rest) rstd; for layernorm `centred` is true, for
-   rmsnorm mean = rest = 0. The mean is the sum of two floats, mean + rest, so that numbers far from 0 lose no digits.
-   saved: mean and rstd of each row, then, after those of all rows, the rest of each row. A residual sum x = p + q right
+/* Computes y = xhat gamma + beta of each row, with xhat = (x - mean - rest) rstd, rstd = 1 / sqrt(variance + eps);
+   layernorm if `centred`, else rmsnorm: mean = rest = 0. The mean is the sum of two floats, mean + rest, so that
+   numbers far from 0 lose no digits. saved: all rows' (mean, rstd), then all rows' rest. A residual sum x = p + q right
    before the norm can be fused (p.p not NULL): the kernel then also writes x and does not read it again. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, const float *gamma,
@@ -2169,9 +2175,9 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
     }
 }
 
-/* Computes, with g = dy gamma and xhat as in hpmlg_k_norm, dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block
-   writes the sums of dgamma and dbeta over its rows to part (blocks, 2, cols), unless `part` is NULL: every thread sums
-   its own columns, then the teams' sums are added in order. */
+/* Computes, with g = dy gamma and xhat the normalized x (see hpmlg_k_norm), dx (+)= rstd (g - mean(g) - xhat mean(g
+   xhat)). Each block writes the sums of dgamma and dbeta over its rows to part (blocks, 2, cols), unless `part` is
+   NULL: every thread sums its own columns, then the teams' sums (a team: TEAM threads) are added in order. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, const float *gamma,
                                          const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
@@ -2236,8 +2242,8 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     for (int64_t i = threadIdx.x; i < 2 * cols && teams > 1; i += blockDim.x) part[i] = sums[i];
 }
 
-/* Computes dgamma (cols) and dbeta (cols) (+)= the sums of part (parts, 2, cols) over its first dimension. A block
-   computes 32 columns; each of its 8 warps sums every 8th of the `parts`, and the warps' sums are added in order. */
+/* Computes dgamma (cols) and dbeta (cols) (+)= the sums of part (parts, 2, cols) over its first dimension. A block of 8
+   warps computes 32 columns; each warp sums every 8th of the `parts` rows, and the warps' sums are added in order. */
 static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const float *part, int parts, int64_t cols,
                                            bool add_gamma, bool add_beta)
 {
@@ -2267,8 +2273,8 @@ HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 HPMLG_FN const float *hpmlg_param_value(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->data : NULL; }
 HPMLG_FN float       *hpmlg_param_grad(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->grad : NULL; }
 
-/* Marks a residual sum that norm n is to compute too: if `before`, the node planned just before n, adds two tensors of
-   n's shape and n reads the result. Only forward passes that run as a whole use the mark. */
+/* Lets norm n compute a residual sum too, by setting fused_with of the sum's node: if `before`, the node planned just
+   before n, adds two tensors of n's shape and n reads the result. Only forward passes that run as a whole do so. */
 HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
 {
     hpml_node *add = n->src[0]->node;
@@ -2312,13 +2318,13 @@ HPMLG_FN void hpmlg_op_rmsnorm(HPMLG_OP_ARGUMENTS) { hpmlg_norm(d, n, back); }
 // >>gpu-batchnorm   batch normalization
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Batch normalization, per channel over N = B P numbers with P = H W: y = gamma (x - mean) rstd + beta. There are three
-   kernels: blocks sum a split of a channel each; one thread for each channel joins the channel's splits in order; all
-   elements are written. A split's result is (count, mean, sum of squared distances from the mean), joined as in Chan,
-   Golub & LeVeque 1979, which loses no digits where the mean is far from zero. A thread joins the numbers that it reads
-   in float, after subtracting the channel's first number. Backward, the same struct contains plain sums: its mean is s1
-   = sum dy, its square is sum dy (x - mean), from which s2 = sum dy xhat is computed. A block works on one channel, or
-   on 32 neighbouring channels where P is 1. */
+/* Batch normalization, for each channel over its N = B P numbers (B images of P = H W pixels): y = gamma (x - mean)
+   rstd + beta. Three kernels: blocks sum a split, a part of a channel's numbers, each; one thread for each channel
+   joins the channel's splits in order; all elements are written. A split's result is (count, mean, sum of squared
+   distances from it), joined as in Chan, Golub & LeVeque 1979, which loses no digits where the mean is far from zero. A
+   thread joins the numbers that it reads in float, after subtracting the channel's first number. Backward, the same
+   struct contains plain sums: its mean is s1 = sum dy, its square is sum dy (x - mean), from which s2 = sum dy xhat is
+   computed (xhat = (x - mean) rstd). A block works on one channel, or on 32 neighbouring channels where P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
@@ -2356,7 +2362,7 @@ HPMLG_DEVICE int64_t hpmlg_bn_offset(const hpmlg_bn &s, int64_t c, int64_t u)
 }
 
 /* Loads up to 8 numbers of channel c of the array x into *e and returns their count: unit u, if units have 8 numbers;
-   else unit u and 7 more below `to`, at the distance of this block's threads in a channel. */
+   else, of units u, u + d, ..., u + 7 d, those below `to`; d: the number of this block's threads for one channel. */
 HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_vec8 *e)
 {
     int count = 0;
@@ -2412,9 +2418,9 @@ template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
     if (threadIdx.x < s.width && c < s.C) s.part[blockIdx.y * s.C + c] = all[threadIdx.x];
 }
 
-/* Joins the splits of each channel, a thread each. Forward: computes the mean and rstd of the batch, and updates the
-   running statistics with them (in evaluation, mean and rstd are computed from the running statistics); backward:
-   computes the gradients of gamma and beta, and the means that dx needs. */
+/* Joins the sums over the splits, the parts of a channel's numbers, one thread for each channel. Forward: computes the
+   mean and rstd of the batch, and updates the running statistics with them (in evaluation, mean and rstd are computed
+   from the running statistics); if `back`: computes the gradients of gamma and beta, and the means that dx needs. */
 template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
 {
     int64_t c = hpmlg_thread_index();
@@ -2437,9 +2443,9 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
     s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
 
-/* Computes, forward, y = a (x - mean) + b with a = rstd gamma, b = beta - rest a, then relu if s.relu; backward dx (+)=
-   a (dy - s1 / N - xhat s2 / N), with s1 = sum dy, s2 = sum dy xhat. Each thread takes vec8s of the whole array; the
-   channel may change within a vec8. */
+/* Computes, forward, y = a (x - mean) + b with a = rstd gamma, b = beta - rest a (mean + rest: the mean as two floats),
+   then relu if s.relu; if `back`, dx (+)= a (dy - s1 / N - xhat s2 / N), with s1 = sum dy, s2 = sum dy xhat, xhat the
+   normalized x. Each thread computes 8 neighbouring elements at a time, among which the channel may change. */
 template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
@@ -2512,9 +2518,9 @@ HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
     return (size_t)(s.C * s.splits) * sizeof *s.part + (size_t)s.C * sizeof *s.means;
 }
 
-/* Sums the statistics over the ranks that share a batch: joins the splits of each channel on the host, as sums, adds
-   these sums up over the ranks, and uploads the totals as the only split (s->splits = 1; s->N: numbers on all ranks).
-   The host waits for the device, so such passes are not recorded. */
+/* Sums the statistics (if `back`, the gradients' sums) over the ranks that share a batch: joins each channel's splits
+   on the host, as sums, adds these up over the ranks, and uploads the totals as the only split (s->splits = 1; s->N:
+   numbers on all ranks). The host waits for the device, so such passes are not recorded. */
 HPMLG_FN void hpmlg_bn_sum_ranks(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
 {
     size_t      bytes = (size_t)(s->C * s->splits) * sizeof *s->part;
@@ -2588,7 +2594,7 @@ HPMLG_DEVICE int64_t hpmlg_plane_position(int64_t i, int h, int w, int *row, int
     return plane;
 }
 
-/* Computes [*from, *to), the part of pooling window number o, along one dimension, inside the image's `size` pixels. */
+/* Computes [*from, *to), the pixels of pooling window number o along one dimension, limited to 0 to size - 1. */
 HPMLG_DEVICE void hpmlg_window(int o, int stride, int pad, int kernel, int size, int *from, int *to)
 {
     int first = o * stride - pad, end = first + kernel;
@@ -2673,7 +2679,7 @@ HPMLG_FN void hpmlg_op_avg_pool2d(HPMLG_OP_ARGUMENTS) { hpmlg_pool_pass(d, n, ba
 // >>gpu-random   Philox, dropout
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Returns random words 4 block to 4 block + 3 of stream number `stream`, the same as hpml_philox4x32 on the CPU. */
+/* Returns random words 4 block to 4 block + 3 of sequence `stream` of `seed`, as the CPU's hpml_philox4x32 does. */
 HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stream, unsigned long long block)
 {
     unsigned k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
@@ -2688,8 +2694,8 @@ HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stre
     return c;
 }
 
-/* Computes w = random words first to first + 7 of a stream. Philox makes blocks of 4 words: the 8 words are in two
-   blocks, or in three where `first` is no multiple of 4. */
+/* Computes w = random words first to first + 7 of sequence number `stream` of `seed`. Philox makes blocks of 4 words:
+   the 8 words are in two blocks, or in three where `first` is no multiple of 4. */
 HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, unsigned long long stream,
                                       unsigned long long first)
 {
@@ -2700,8 +2706,9 @@ HPMLG_DEVICE void hpmlg_random_words8(unsigned w[8], unsigned long long seed, un
     HPMLG_UNROLL for (int j = 0; j < 8; j++) w[j] = first & 1 ? all[j + 1] : all[j];
 }
 
-/* Computes y (+)= x scale where the element's random word is at least `least`, else 0. Word i belongs to element i,
-   counted from the first sample of the global batch. index: the node's number; each: elements of a sample. */
+/* Computes y (+)= x scale where the element's random 32-bit word is at least `least`, else 0; add: adds to y. Word i
+   belongs to element i, counted from the first sample of the global batch. key: step, seed and number of the first
+   sample, in device memory; index: the node's number; each: elements of a sample. */
 static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_random_key *key, int index,
                                        unsigned least, float scale, int64_t each, int64_t n, bool add)
 {
@@ -2791,8 +2798,8 @@ static __global__ void hpmlg_k_token_lists(hpmlg_token_lists b, int step)
     b.slot[b.start[t] + rank] = (int)i;
 }
 
-/* Returns the sum, for columns c to c + 7, of n rows of x (width columns): rows at[0] to at[n - 1] or, where `at` is
-   NULL, rows 0 to n - 1. */
+/* Returns the sum, for columns c to c + 7, of n rows of the matrix x (width columns): of the rows whose numbers are
+   at[0] to at[n - 1] or, where `at` is NULL, of rows 0 to n - 1. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int64_t width, int64_t c)
 {
     hpmlg_vec8 sum = {}, e[4];
@@ -2808,7 +2815,8 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int6
     return sum;
 }
 
-/* Sums dy over each piece (up to HPMLG_LONG positions) of each long token: a warp for 256 columns of a piece. */
+/* Sums the rows of dy over each piece of a token's positions in the batch: tokens with over HPMLG_LONG (64) positions
+   have pieces of up to 64. A warp sums 256 columns of a piece. */
 static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_token_lists b, int64_t width)
 {
     int64_t     parts = (width + 255) / 256;
@@ -2821,7 +2829,8 @@ static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_token_list
     }
 }
 
-/* Computes row t of dw (+)= the sum of dy over the positions of token t, a warp for 256 columns of a row. */
+/* Computes the gradient of an embedding's table, dw: row t (+)= the sum of the rows of dy at all positions of the batch
+   whose token is t (listed in b); add: adds to dw. One warp computes 256 of a row's `width` columns. */
 static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_token_lists b, int64_t width,
                                               bool add)
 {
@@ -2842,7 +2851,7 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
     }
 }
 
-/* Places the token lists in node n's scratch memory, if it is allocated. Returns the bytes that they need. */
+/* Places the lists b of tokens' positions in node n's scratch memory, if there is any; returns the bytes they need. */
 HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_token_lists *b)
 {
     b->tokens      = hpml_tensor_count(n->src[0]);
@@ -2896,7 +2905,7 @@ HPMLG_FN void hpmlg_op_embedding(HPMLG_OP_ARGUMENTS)
    halves. A block of 128 threads computes a tile of T x T elements of c. When there are too few tiles to fill the
    device, k is cut into splits, whose sums are added in order. */
 
-/* Divides n < 2^31 by `by`: n mul >> shift, with mul = ceil(2^shift / by) and shift = 31 + ceil(log2(by)). */
+/* Divides n < 2^31 by `by` as n mul >> shift, with mul = ceil(2^shift / by) and shift = 31 + ceil(log2(by)). */
 typedef struct hpmlg_divisor { unsigned shift, mul, by, unused; } hpmlg_divisor;
 
 HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
@@ -2955,7 +2964,8 @@ typedef struct hpmlg_operand {
     int64_t     ld;           /* not 0: the elements are neighbours along one axis, and `ld` apart along the other */
 } hpmlg_operand;
 
-/* Returns the operand's element at the coordinates `line` and `k`; 0 outside. base: offset of the batch's matrix. */
+/* Returns the element of operand o at the coordinates `line` (row of a left operand, column of a right one) and `k`; 0
+   outside of the matrix or image. base: offset of the matrix in the batch. */
 HPMLG_DEVICE float hpmlg_operand_get(const hpmlg_operand &o, int64_t base, hpmlg_coord line, hpmlg_coord k)
 {
     int64_t at = base + line.at + k.at;
@@ -2968,8 +2978,8 @@ HPMLG_DEVICE float hpmlg_operand_get(const hpmlg_operand &o, int64_t base, hpmlg
     return hpmlg_get(o.x, at);
 }
 
-/* A batch of products c = act(alpha a b (+ c) + bias), c of (m, n). The input of act is saved in z, unless z.p is NULL.
-   If `back`, instead c = (alpha a b (+ c)) act'(z), where z is read. */
+/* A batch of products c = act(alpha a b (+ c) + bias), c of (m, n); + c if `add`. The input of act is saved in z,
+   unless z.p is NULL. If `back`, instead c = (alpha a b (+ c)) act'(z), where z is read. */
 typedef struct hpmlg_product {
     int64_t       m, n, k, batch;
     hpmlg_operand a, b;
@@ -2993,7 +3003,7 @@ HPMLG_DEVICE float hpmlg_add_bias(const hpmlg_product &g, int64_t batch, int64_t
     return g.bias ? v + g.bias[batch * g.bias_batch + row * g.bias_row + col * g.bias_col] : v;
 }
 
-/* Scales the sum v for element (row, col) of matrix `batch` of c, computes its epilogue and stores the result in c. */
+/* Computes element (row, col) of matrix `batch` of c from its sum v: scales, adds bias, applies act, and stores it. */
 HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, float v)
 {
     int64_t at = batch * g.c_batch + row * g.ldc + (g.flat ? col : hpmlg_coord_of(g.col, col, g.n).at);
@@ -3005,7 +3015,7 @@ HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int6
     hpmlg_put(g.c, at, v);
 }
 
-/* Stores 8 results as hpmlg_store_result stores one: columns col to col + 7. col, the row's offset: multiples of 8. */
+/* Stores elements col to col + 7 of a row of c like hpmlg_store_result; col and the row's offset: multiples of 8. */
 HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, hpmlg_vec8 e)
 {
     int64_t    at  = (batch * g.c_batch + row * g.ldc + col) / 8;
@@ -3055,12 +3065,14 @@ HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int
                                acc[i ..][j ..] += a_tile[i ..][s ..] * b_tile[s ..][j ..];    hpmlg_mma_16816
                }
                c[row ..][col ..] = epilogue(acc);              hpmlg_store_tile
-           } */
+           }
+
+   hpmlg_tile: the tile at (row, col) of matrix `batch` of c, summed over k from k0 to k1 - 1, split number `split`. */
 
 typedef struct hpmlg_tile { int64_t batch, split, row, col, k0, k1; } hpmlg_tile;
 
-/* Returns the tile that this block computes. Blocks that run at the same time have tiles in 8 rows of tiles, so that
-   they share rows of a and columns of b in the cache. */
+/* Returns the tile of T x T elements of c that this block computes. Blocks that run at the same time have tiles in 8
+   rows of tiles, so that they share rows of a and columns of b in the cache. */
 template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g)
 {
     unsigned   m = (unsigned)g.tiles_m, n = (unsigned)g.tiles_n;
@@ -3082,7 +3094,7 @@ template <int T> HPMLG_DEVICE int hpmlg_sum_offset(int row, int col) { return ro
 
 /* Stores the sums of tile t of C, T x T, which the threads have in their registers acc[] in the layout of the tensor
    cores (MMA) or of hpmlg_f32_step: the sums pass through the shared memory `sums`, so that each thread gets 8
-   neighbours of a row. Warp w has the quarter in row w / 2, column w % 2 of the tile. */
+   neighbours of a row. Warp w of 4 has the quarter in row w / 2, column w % 2 of the tile. */
 template <int T, bool MMA>
 HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const float *acc, float *sums)
 {
@@ -3118,11 +3130,11 @@ HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const f
     }
 }
 
-/* The order of an operand's tile in shared memory: halves as [line][32 k] or [32 k][line], with units of 16 bytes
-   exchanged so that ldmatrix has no bank conflicts, or gathered as [line][16 k]. */
+/* The order of an operand's tile in shared memory: 16-bit floats as [line][32 k] or [32 k][line] (line: row of the left
+   operand, column of the right one), in 16-byte units exchanged to avoid bank conflicts, or gathered: [line][16 k]. */
 enum hpmlg_layout { HPMLG_K_MAJOR, HPMLG_LINE_MAJOR, HPMLG_GATHERED };
 
-/* Returns the index of element (line, k) of an operand's tile in shared memory, for T lines in layout L. */
+/* Returns the index of element (line, k) of an operand's tile of T lines in shared memory; L: its hpmlg_layout. */
 template <int T, int L> HPMLG_DEVICE int hpmlg_tile_offset(int line, int k)
 {
     if (L == HPMLG_K_MAJOR) return line * 32 + ((k >> 3) ^ (line >> 1 & 3)) * 8 + (k & 7);
@@ -3131,7 +3143,7 @@ template <int T, int L> HPMLG_DEVICE int hpmlg_tile_offset(int line, int k)
 }
 
 /* Loads lines `line` to line + 15 at k to k + 15 of the tile x into r as hpmlg_mma_16816 needs them: one fragment of
-   the left operand a or, if `b`, two of the right operand. */
+   the left operand a or, if `b`, two of the right operand. T: lines of the tile; L: its hpmlg_layout. */
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int line, int k, bool b)
 {
@@ -3141,8 +3153,8 @@ HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int lin
     else hpmlg_ldmatrix_x4(r, x + hpmlg_tile_offset<T, L>(l8 + in, k8));
 }
 
-/* Adds the products over 16 values of the summed index, from k on, of the tiles of halves a and b (T lines) to acc, the
-   warp's quarter of the tile of sums. */
+/* Adds the products over 16 values of the summed index, from k on, of the tiles a and b (T lines of f16 if F16, else
+   bf16; LA, LB: their layouts in shared memory) to acc, the warp's quarter of the tile of sums. */
 template <int T, int LA, int LB, bool F16>
 HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const unsigned short *b, int k)
 {
@@ -3157,9 +3169,9 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
             hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
 }
 
-/* Starts the copy of a dense tile of halves, T lines by 32 values of the summed index k, to shared memory. x: the
-   tile's first element in the operand; lines, ks: how many of each the operand has from there on; the rest becomes 0.
-   */
+/* Starts the copy of a tile of 16-bit floats, T lines by 32 values of the summed index k, to shared memory, in layout
+   L. x: the tile's first element; ld: elements from a line or, in layout HPMLG_LINE_MAJOR, a k to the next; lines, ks:
+   how many lines and values of k the operand has from there on; the rest of the tile becomes 0. */
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x, int64_t ld, int64_t lines, int64_t ks)
 {
@@ -3179,8 +3191,8 @@ HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x
 
 #define HPMLG_STAGES 4
 
-/* Starts the copies of both operands' tiles, of T lines by the 32 values of k of step `step`, into one of the four
-   stages in turn. */
+/* Starts the copies of both operands' tiles, of T lines by 32 values of k, number `step` of this block's, into one of
+   the four stages in shared memory in turn. LA, LB: the layouts of the left and the right operand's tiles. */
 template <int T, int LA, int LB>
 HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t, int64_t step, unsigned short *tiles)
 {
@@ -3197,8 +3209,8 @@ HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_product &g, const hpmlg_tile &t,
     hpmlg_copy_commit(); /* a group per step, even an empty one, because hpmlg_copy_wait counts groups */
 }
 
-/* Computes a tile, T x T, of a product of dense halves: in four stages of 32 values of the summed index k, three of
-   which are copied while one is multiplied. */
+/* Computes a tile, T x T, of a product of dense 16-bit floats: in four stages of 32 values of the summed index k, three
+   of which are copied while one is multiplied. LA, LB: the layouts of the operands' tiles in shared memory. */
 template <int T, int LA, int LB>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __grid_constant__ hpmlg_product g)
 {
@@ -3227,7 +3239,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __g
 /* The type in which the kernel hpmlg_k_product_gather multiplies. */
 enum hpmlg_gather_type { HPMLG_IN_F32, HPMLG_IN_TF32, HPMLG_IN_HALF };
 
-/* Loads an operand's tile, T lines (rows of A, columns of B) by 16 values of the summed index k, into registers v,
+/* Loads a tile of operand o, T lines (rows of A, columns of B) by 16 values of the summed index k, into registers v,
    element by element. base: offset of the matrix; lines, ks: coordinates of the lines and of the 16 values. */
 template <int T>
 HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t base, const hpmlg_coord *lines,
@@ -3243,8 +3255,8 @@ HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t ba
    unchanged, because adding half of the last place would make it -0. */
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
-/* Stores to shared memory the tile (T lines) that hpmlg_gather_load has loaded into registers v: f32 as [k][line], tf32
-   as [line][k], halves (of `type`) in the order of hpmlg_tile_offset. */
+/* Stores to shared memory the tile (T lines by 16 k) that hpmlg_gather_load has loaded into registers v. KIND, an
+   hpmlg_gather_type: f32 as [k][line], tf32 as [line][k], 16-bit (of `type`) as hpmlg_tile_offset has it. */
 template <int T, int KIND>
 HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k, int type)
 {
@@ -3257,8 +3269,8 @@ HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k
     }
 }
 
-/* Adds the products over 16 values of k in f32 to acc, this thread's part of the T x T tile of sums: 16 rows of 8
-   columns (T = 128), or 8 of 4. */
+/* Adds the products over 16 values of k of the f32 tiles a and b in shared memory to acc, this thread's part of the T x
+   T tile of sums: 16 rows of 8 columns (T = 128), or 8 of 4 (T = 64). */
 template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, const float *b)
 {
     int ty = (int)threadIdx.x / 16 * 4, tx = (int)threadIdx.x % 16 * 4;
@@ -3273,8 +3285,8 @@ template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, co
     }
 }
 
-/* Adds the products over 16 values of k of the tiles a and b in tf32 to acc, the warp's quarter of the T x T tile of
-   sums. */
+/* Adds the products over 16 values of k of the tiles a and b, in shared memory, in tf32 on tensor cores to acc, the
+   warp's quarter of the T x T tile of sums. */
 template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a, const unsigned *b)
 {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -3296,7 +3308,7 @@ template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a
     ((KIND) == HPMLG_IN_F32 ? 16 * ((T) + 4) * 4 : (KIND) == HPMLG_IN_TF32 ? (T) * 80 : (T) * 48)
 
 /* Computes a product of any operands, a T x T tile for each block: loads 16 values of the summed index k at a time
-   through registers into one of two stages. */
+   through registers into one of two stages in shared memory, and multiplies in the type KIND, an hpmlg_gather_type. */
 template <int T, int KIND>
 static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __grid_constant__ hpmlg_product g)
 {
@@ -3339,7 +3351,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     hpmlg_store_tile<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
 }
 
-/* Computes many products of few rows or columns (depthwise convolutions), a thread or (if `block`) a block to a sum. */
+/* Computes products of few rows or columns (depthwise convolutions), each sum by a thread or, if `block`, a block. */
 static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_product g, bool block)
 {
     __shared__ float space[HPMLG_WARP];
@@ -3355,7 +3367,7 @@ static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_produc
     if (!block || threadIdx.x == 0) hpmlg_store_result(g, batch, row, col, sum);
 }
 
-/* Computes each element of c from the sums of its splits, which are added in order. */
+/* Computes each element of c by adding, in order, its sums over the splits, the parts of the summed index k. */
 static __global__ void hpmlg_k_product_join(const __grid_constant__ hpmlg_product g)
 {
     int64_t size = g.batch * g.m * g.n;
@@ -3372,7 +3384,8 @@ static __global__ void hpmlg_k_product_join(const __grid_constant__ hpmlg_produc
 
 typedef void hpmlg_product_kernel(const hpmlg_product);
 
-/* Indices: [T is 64, 128][dense: a and b K-major; b line-major; both line-major; gathering in f32, tf32, halves] */
+/* Indices: [tile edge T is 64, 128][dense (16-bit, copied without conversion): a and b with neighbours along k; b along
+   its lines; both along their lines; gathering in f32, tf32, 16-bit floats] */
 static hpmlg_product_kernel *const hpmlg_product_kernels[2][6] = {
     { hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_K_MAJOR>,
       hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_LINE_MAJOR>,
@@ -3384,8 +3397,8 @@ static hpmlg_product_kernel *const hpmlg_product_kernels[2][6] = {
       hpmlg_k_product_gather<128, HPMLG_IN_TF32>, hpmlg_k_product_gather<128, HPMLG_IN_HALF> },
 };
 
-/* The bytes of shared memory of a product kernel with tiles of T x T: the four stages of dense operands. The sums of a
-   tile, and gathered operands, need no more. */
+/* The bytes of shared memory of a product kernel with tiles of T x T: four stages of two operands' T x 32 16-bit
+   floats. The sums of a tile, and gathered operands, need no more. */
 #define HPMLG_PRODUCT_SHARED(T) ((size_t)(T) * 512)
 
 HPMLG_FN void hpmlg_product_open(hpmlg_device *d)
@@ -3399,7 +3412,7 @@ HPMLG_FN void hpmlg_product_open(hpmlg_device *d)
 
 HPMLG_FN bool hpmlg_is_half(hpmlg_array x) { return x.type == HPML_DTYPE_BF16 || x.type == HPML_DTYPE_F16; }
 
-/* Returns true if the operand can be copied 16 bytes at a time, so that the dense kernels can be used. */
+/* Returns true if operand o, of `lines` rows or columns by k, can be copied 16 bytes at a time by the dense kernels. */
 HPMLG_FN bool hpmlg_is_dense(const hpmlg_operand *o, int64_t lines, int64_t k)
 {
     int64_t extent = o->along_k ? k : lines;
@@ -3407,7 +3420,7 @@ HPMLG_FN bool hpmlg_is_dense(const hpmlg_operand *o, int64_t lines, int64_t k)
            (uintptr_t)o->x.p % 16 == 0;
 }
 
-/* Sets the numbers of tiles (of T x T) and of splits of the product g, so that the device has enough blocks. */
+/* Sets the numbers of tiles (of T x T) of g and of splits of its sum over k, so that the device has enough blocks. */
 HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T)
 {
     int64_t tiles, limit, want;
@@ -3465,8 +3478,8 @@ struct hpmlg_gemm : hpmlg_product {
     const void *bias_half; /* (n): the bias in c's type, for cuBLASLt; NULL: none exists */
 };
 
-/* What a product has done of those parts of its epilogue that not every implementation has. The caller must run a part
-   as a kernel of its own where the product has not done it. */
+/* Which of the optional operations on its result (its epilogue) a product's kernel has done. The caller must run the
+   others as kernels of their own, because not every implementation has them. */
 typedef struct hpmlg_epilogue {
     bool derivative; /* c has been multiplied by act'(z) */
     bool row_sums;   /* hpmlg_gemm.sums has been written */
@@ -3479,7 +3492,8 @@ HPMLG_FN hpmlg_array hpmlg_array_at(hpmlg_array x, int64_t at)
     return x;
 }
 
-/* Describes a product's operand by its axes. batch: elements to the next matrix; along_k: neighbours in k are close. */
+/* Describes a product's operand by its axes: line (rows of a left operand, columns of a right one) and k, the summed
+   one. batch: elements to the next matrix; along_k: neighbours in k are closer in memory than neighbouring lines. */
 HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
 {
     hpmlg_operand o = {};
@@ -3501,8 +3515,8 @@ HPMLG_FN hpmlg_operand hpmlg_image_operand(hpmlg_array x, int64_t batch, hpmlg_a
     return o;
 }
 
-/* Describes a matrix whose rows are ld elements apart, as an operand. along_k: k runs along the rows of the matrix,
-   else down its columns. batch: elements to the next matrix. */
+/* Describes a matrix whose rows are ld elements apart, as an operand. along_k: k, the summed index, runs along the rows
+   of the matrix, else down its columns. batch: elements to the next matrix. */
 HPMLG_FN hpmlg_operand hpmlg_matrix(hpmlg_array x, int64_t ld, int64_t batch, bool along_k)
 {
     hpmlg_axis    one = hpmlg_axis_1d(1), far = hpmlg_axis_1d(ld);
@@ -3533,8 +3547,8 @@ HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_operand
 
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue *done);
 
-/* Runs the product g by cuBLASLt or, where cuBLASLt refuses, by this header's kernels. Returns which optional parts of
-   the epilogue the product has done. */
+/* Runs the product g by cuBLASLt or, where cuBLASLt refuses, by this header's kernels. Returns which optional
+   operations on the result (derivative of the activation, sums of rows) have been done. */
 HPMLG_FN hpmlg_epilogue hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
 {
     hpmlg_epilogue done = {};
@@ -3545,7 +3559,7 @@ HPMLG_FN hpmlg_epilogue hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
     return done;
 }
 
-/* Converts a parameter to its half copy again if the parameter has changed. */
+/* Converts a parameter to its copy in bf16 or f16 again if the parameter has changed since the last conversion. */
 HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w)
 {
     if (w->fresh) return;
@@ -3553,8 +3567,8 @@ HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w)
     w->fresh = hpmlg_ok(d);
 }
 
-/* Returns the half copy of parameter t, allocated when first needed (the first run of a pass is not recorded, so memory
-   can be allocated); NULL, and an error on the context, when there is no memory. */
+/* Returns the copy in bf16 or f16 of parameter t, allocated when first needed (the first run of a pass is not recorded,
+   so memory can be allocated); NULL, and an error on the context, when there is no memory. */
 HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t)
 {
     hpmlg_half_copy *w = d->half_copies;
@@ -3572,8 +3586,8 @@ HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t)
     return w->half;
 }
 
-/* Returns tensor t as an operand of products: for a parameter of a half model its half copy; for an f32 input of a half
-   model a narrowed copy in the memory `place`, unless `place` is NULL; else the tensor itself. */
+/* Returns tensor t as an operand of products. In a model that computes in bf16 or f16: for a parameter its 16-bit copy;
+   for an f32 input a 16-bit copy made in the memory `place`, unless `place` is NULL. Else the tensor itself. */
 HPMLG_FN hpmlg_array hpmlg_product_input(hpmlg_device *d, const hpml_tensor *t, void *place)
 {
     hpmlg_array x = hpmlg_value(t);
@@ -3701,7 +3715,7 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
     return s;
 }
 
-/* Sets the addresses of bias and z (NULL: none) in a plan's descriptor; they are not part of the plan's key. */
+/* Sets the addresses of bias and z, the activation's saved input (NULL: none), in a plan's cuBLASLt descriptor. */
 HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
@@ -3710,7 +3724,7 @@ HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *
     return s;
 }
 
-/* Asks cuBLASLt for an algorithm and keeps the answer in *p, a refusal too. bias, z: as in hpmlg_blas_set_pointers. */
+/* Asks cuBLASLt for an algorithm for plan p; keeps the answer in *p, a refusal too. bias, z: addresses, or NULL. */
 HPMLG_FN void hpmlg_blas_choose(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasLtMatmulPreference_t       want = NULL;
@@ -3783,8 +3797,8 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const vo
     return (k->batch == 1 || !g->bias) && (uintptr_t)line % 16 == 0;
 }
 
-/* Returns the epilogue for cuBLASLt to fuse into the product g. full: with activation, derivative or sums, as far as
-   cuBLASLt has them; else only with the bias. The right operand B of cuBLASLt is g->a, so BGRADB sums the rows of a. */
+/* Returns the epilogue (operations on the result) for cuBLASLt to fuse into g; full: with activation, derivative or
+   sums, where cuBLASLt has them, else only with bias. cuBLASLt's operand B is g->a, so BGRADB sums a's rows. */
 HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpmlg_gemm *g, bool full)
 {
     bool bias = g->bias != NULL, z = g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0;
@@ -3799,7 +3813,7 @@ HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpm
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-/* Counts the epilogue e, which was fused into a product or, if `refused`, which cuBLASLt refused. */
+/* Counts the epilogue e (operations such as bias or gelu), which was fused into a product or, if `refused`, refused. */
 HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refused)
 {
     long long *n = d->work.epilogues[refused];
@@ -3812,8 +3826,8 @@ HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refus
     }
 }
 
-/* Runs the product g by cuBLASLt: first with the full epilogue, if there is one, then with the bias alone and the
-   activation as a kernel after the product. *done: the optional parts done. Returns false if cuBLASLt refuses. */
+/* Runs the product g by cuBLASLt: first with activation, derivative or sums fused, if there are any, then with the bias
+   alone and the activation as a kernel after it. *done: what was fused. Returns false if cuBLASLt refuses. */
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue *done)
 {
     hpmlg_blas    *blas = (hpmlg_blas *)d->blas;
@@ -3877,8 +3891,8 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
    dz^T, and act'(z) of a layer into the dx of the next linear layer, which writes this layer's dy
    (hpmlg_op_notes.activation_grad_done). */
 
-/* Computes in one kernel dy *= act'(v), if `act` is not 0, and db (+)= the sums of dy over those dimensions of w whose
-   stride 0 is 0 (broadcast), if db is not NULL. */
+/* Computes in one kernel dy *= act'(v), if `act` is not 0, and, if db is not NULL, db (+)= the sums of dy. w: the shape
+   of dy, and in stride[0] the strides of db, 0 for the dimensions that are summed over. add: adds to db. */
 HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
                                   hpmlg_strides w, float *db, bool add)
 {
@@ -3898,7 +3912,7 @@ typedef struct hpmlg_dims {
     bool    shared; /* all products of the batch have the same right operand b */
 } hpmlg_dims;
 
-/* Returns the sizes of a matmul's products. A batch with one shared b and an a not transposed is one tall product. */
+/* Returns the sizes of a matmul's products. With one b for the whole batch, and a not transposed, it is one product. */
 HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 {
     const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
@@ -3925,7 +3939,8 @@ HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, i
     hpmlg_gemm_run(d, &g);
 }
 
-/* Returns the operand op(A) (m, k), from x, or if `second` op(B) (k, n); transposed: its transpose. */
+/* Returns op(A) (m, k) of the matmul n or, if `second`, op(B) (k, n), as an operand of a product; op: transposes, where
+   the node says so. x: the array of A or B; transposed: the operand's transpose is returned. */
 HPMLG_FN hpmlg_operand hpmlg_matmul_operand(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second,
                                             bool transposed)
 {
@@ -3956,7 +3971,7 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
     }
 }
 
-/* Returns the array from which the derivative of linear layer n's activation is computed: z if it is saved, else y. */
+/* Returns what linear layer n's act' is computed from: the activation's input z if it is saved, else its output. */
 HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
 {
     return n->saved ? hpmlg_array_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
@@ -3978,7 +3993,7 @@ HPMLG_FN void hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
 }
 
 /* Returns m, the linear layer before n, if the product for n's dx can include the multiplication by m's act'(z); NULL:
-   none. n must be recorded right after m: then n is the first reader of m's result, and adds to its gradient last. */
+   none. n must be recorded right after m: then n reads m's result first, and adds to the result's gradient last. */
 HPMLG_FN const hpml_node *hpmlg_linear_before(const hpml_node *n)
 {
     const hpml_node *m = n->src[0]->node;
@@ -4142,7 +4157,7 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
     }
 }
 
-/* Computes y (images, C, P) = act(y + bias), in place; bias (C) or NULL; n: elements of y. */
+/* Computes y (images, C, P) = act(y + bias), in place; C channels of P pixels; bias (C) or NULL; n: elements of y. */
 static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
     bool one = P % 8 == 0; /* the eight pixels of a vec8 are in one plane */
@@ -4155,7 +4170,8 @@ static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int ac
     }
 }
 
-/* Runs one pass of convolution n by cuDNN: y, dx or dw; add: adds to the result. Returns false if cuDNN refuses. */
+/* The passes of a convolution: y, dx or dw is computed. hpmlg_dnn_run runs one by cuDNN, where add means that it adds
+   to the result, and returns false if cuDNN refuses. */
 typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN_PASSES } hpmlg_dnn_pass;
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add);
@@ -4240,8 +4256,8 @@ HPMLG_FN void hpmlg_op_conv2d(HPMLG_OP_ARGUMENTS)
    excludes Winograd and FFT, because they do not sum products of the f32 operands. In a half model cuDNN computes the
    gradient of the weights in halves, which are then added to the f32 gradient. */
 
-/* Grows the libraries' workspace to `bytes` bytes. Returns false: over the limit, while recording, or out of memory.
-   Recorded passes are destroyed, and recorded again when they next run, because they contain the old address. */
+/* Grows the libraries' workspace to `bytes` bytes. Returns false over the limit, while a pass is recorded as a CUDA
+   graph, or out of memory. Destroys recorded passes, which contain the old address; they are then recorded again. */
 HPMLG_FN bool hpmlg_workspace_grow(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->workspace_bytes) return true;
@@ -4349,13 +4365,14 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
     return s;
 }
 
-/* Is true if algorithm `a` of a cuDNN pass is neither Winograd's nor an FFT. */
+/* Is true if algorithm `a` of a cuDNN pass (FWD, BWD_DATA or BWD_FILTER) is neither Winograd's nor an FFT. */
 #define HPMLG_DNN_EXACT(pass, a)                                                                                       \
     ((int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_FFT && (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_FFT_TILING &&      \
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD &&                                                           \
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD_NONFUSED)
 
-/* Chooses the first algorithm that is deterministic, fits in the workspace and, in f32, multiplies f32 numbers. */
+/* Chooses the first algorithm that is deterministic, fits in the workspace and, in f32, multiplies f32 numbers, for a
+   pass, which is spelled Kind, KIND and Pass in cuDNN's names. `...`: the descriptors that cuDNN's function takes. */
 #define HPMLG_DNN_CHOOSE(Kind, KIND, Pass, ...)                                                                        \
     do {                                                                                                               \
         cudnnConvolution##Kind##AlgoPerf_t found[8];                                                                   \
@@ -4435,7 +4452,7 @@ HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
     return NULL;
 }
 
-/* Runs a pass of convolution n by cuDNN; false: cuDNN refuses, so that the pass runs by own kernels in all steps. */
+/* Runs a pass of convolution n by cuDNN; false: cuDNN refuses, now and later, and this header's kernels must run it. */
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add)
 {
@@ -4579,7 +4596,7 @@ HPMLG_DEVICE float hpmlg_exp2(float x)
 #endif
 }
 
-/* Returns the address of the unit of 16 bytes number `chunk` in row `row` of a tile with DP columns in shared memory,
+/* Returns the address of 16-byte unit number `chunk` in row `row` of a tile of DP columns of type E in shared memory,
    where units are exchanged to avoid bank conflicts. */
 template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, int chunk)
 {
@@ -4587,15 +4604,16 @@ template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, in
     return tile + row * DP + (chunk ^ swap) * (int)(16 / sizeof(E));
 }
 
-/* Returns the offset of row `row` of Q, K, V or O (part: an hpmlg_attn_part) of pair bh of a sample and a head. */
+/* Returns the offset in elements of row `row` of Q, K, V or O (part) of number bh of the pairs of sample and head. */
 HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
 {
     int64_t C = (int64_t)p.heads * p.D, b = bh / p.heads, at = (b * p.T + row) * C, in = (bh - b * p.heads) * p.D;
     return part == HPMLG_ATTN_O ? at + in : 3 * at + part * C + in;
 }
 
-/* Loads `rows` rows of Q, K, V or dO (part) of pair bh, from `row` on, into a tile, by a block of `threads` threads;
-   rows beyond T and columns beyond D are zero. Aligned rows arrive with hpmlg_copy_wait. */
+/* Loads `rows` rows of Q, K, V or dO (part) of pair bh, of a sample and a head, from `row` on, into a tile of DP
+   columns in shared memory, by a block of `threads` threads; rows beyond T and columns beyond D are zero. Aligned rows
+   are copied asynchronously, until hpmlg_copy_wait. */
 template <int type, int DP, int threads, int rows>
 HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<type>::t *tile, int64_t bh, int part,
                                   int row)
@@ -4621,7 +4639,8 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     }
 }
 
-/* Computes d (16 M, 8 N) = a b^T over DP columns. a: this warp's 16 M rows of a tile; b: 8 N rows of another tile. */
+/* Computes d (16 M, 8 N) = a b^T over DP columns, by one warp. a: this warp's 16 M rows of a tile of `type` elements in
+   shared memory; b: 8 N rows of another tile. */
 template <int type, int DP, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const unsigned short *a, const unsigned short *b)
 {
@@ -4665,8 +4684,8 @@ HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const float *a, const f
     }
 }
 
-/* Computes d (16 M, 8 NO) += s (16 M, 8 N) b by one warp. s: fragments from hpmlg_attn_scores; b: 8 N rows of a tile, 8
-   NO columns from `column` on. */
+/* Computes d (16 M, 8 NO) += s (16 M, 8 N) b by one warp. s: in registers, as hpmlg_attn_scores leaves it; b: 8 N rows
+   of a tile (type, DP columns) in shared memory, 8 NO columns from `column` on. */
 template <int type, int DP, int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M][N][4], const unsigned short *b,
                                         int column)
@@ -4707,8 +4726,8 @@ HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M
         }
 }
 
-/* Stores out (+)= scale[row] d in rows from `row` and columns from `column` on of Q, K, V or O (part), through `space`,
-   shared memory of this warp, so that each thread writes vec8s. */
+/* Stores out (+)= scale[row] d, the warp's registers d (16 M, 8 NO), in rows from `row` and columns from `column` on of
+   Q, K, V or O (part), through `space`, the warp's shared memory, so that each thread writes 8 neighbours. */
 template <int M, int NO>
 HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, int row, int column,
                                    const float (&d)[M][NO][4], const float (&scale)[M][2], float *space)
@@ -4729,9 +4748,9 @@ HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, in
     }
 }
 
-/* Returns the first row of the tile of `rows` rows that this block computes, and sets *bh to its pair of sample and
-   head. The longest tiles are computed first: with a causal mask the last queries read most keys (last_first), and the
-   first keys are read by most queries. */
+/* Returns the first row of the tile of `rows` rows that this block computes, and sets *bh to the number of its pair of
+   sample and head. The longest tiles are computed first: with a causal mask the last queries read most keys
+   (last_first), and the first keys are read by most queries. */
 HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first, int64_t *bh)
 {
     int64_t tile = blockIdx.x / p.pairs;
@@ -4739,9 +4758,9 @@ HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first,
     return (int)(last_first ? (p.T + rows - 1) / rows - 1 - tile : tile) * rows;
 }
 
-/* Turns s, the scores of 16 M queries from `row` on with the keys from `key` on, into exp2(score - maximum): softmax
-   without its divisor. edge: some of the keys are hidden. Updates the rows' maxima `most` and sums `sum` (over this
-   thread's columns), in base 2, and rescales the output o. */
+/* Turns s, the scores of 16 M queries from `row` on with 8 N keys from `key` on, into exp2(score - maximum): softmax
+   without its divisor. edge: some of the keys are hidden from a query. Updates the rows' maxima `most` and sums `sum`
+   (over this thread's columns), in base 2, and rescales the output o, of 8 NO columns, where a maximum grew. */
 template <int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], float (&most)[M][2], float (&sum)[M][2],
                                      float (&o)[M][NO][4], int row, int key, bool edge)
@@ -4777,7 +4796,8 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
             HPMLG_UNROLL for (int e = 0; e < 4; e++) o[m][j][e] *= shrink[m][e / 2];
 }
 
-/* Computes attention forward (see >>gpu-attention): a block computes 16 M W queries of a head, 8 N keys at a time. */
+/* Computes attention forward (see >>gpu-attention): a block of W warps computes 16 M W queries of a head of up to DP
+   columns, 8 N keys at a time, in the type `type`. */
 template <int type, int DP, int M, int W, int N>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
 {
@@ -4834,7 +4854,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
    dO are read), for dQ queries (tiles of Q and dO; tiles of K and V are read). S and dP are computed twice, but every
    sum stays in the registers of one thread and is added in order, so that the bits are the same each time. */
 
-/* Computes delta = rowsum(dO O) for the gradient of attention: 8 threads for each row of a head. p.o is dO. */
+/* Computes delta = the row sums of dO O for attention's gradient: 8 threads for each row of a head. p.o is dO. */
 static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
 {
     int64_t rows = p.pairs * p.T;
@@ -4854,8 +4874,8 @@ static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
 }
 
 /* Turns scores into their gradients in hpmlg_k_attn_back. s: the scores of rows from `row` with columns from `column`,
-   becomes P; dp: dP, becomes dS. If KEYS, rows are keys and columns queries, and the lse and delta of column c are
-   line[c] and line[8 N + c]; else those of the row's query are in of_row. edge: some keys are hidden. */
+   becomes the probabilities P; dp: dP, becomes dS. If KEYS, rows are keys and columns queries, and lse and delta of the
+   query in column c are line[c] and line[8 N + c]; else of_row has those of the query. edge: some keys are hidden. */
 template <bool KEYS, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
                                      const float (&of_row)[M][2][2], const float *line, int row, int column, bool edge)
@@ -4876,8 +4896,8 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
 }
 
 /* Computes the gradients of attention. A block computes dK and dV of 16 M W keys of one head (KEYS), or dQ of as many
-   queries, in DA columns, from blockIdx.y DA on. In shared memory, `own` has two tiles of this block's rows, and
-   `stream` two stages of two tiles of the other side's rows. */
+   queries, in DA columns, from blockIdx.y DA on. In shared memory, `own` has two tiles of DP columns of these rows (K
+   and V, or Q and dO), and `stream` two stages of two tiles, of 8 N rows, of the other two arrays. */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
 {
@@ -4892,7 +4912,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T;
     float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
     float   scale[M][2], one[M][2];
-    /* 1. Prepare: load lse and delta of the block's queries into registers; clear sums; start loading own tiles. */
+    /* 1. Load lse and delta of the block's queries into registers; clear the sums; start to load the tiles in `own`. */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         int r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
         of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[bh * p.T + r] : INFINITY;
@@ -4910,7 +4930,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     for (int c = begin - K; c < end; c += K, stage ^= 1) {
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
-        /* 2. Wait for the streamed tiles, and start loading those of the next block (KEYS: with lse and delta). */
+        /* 2. Wait for the current tiles in `stream`; start to load the next ones (KEYS: with lse and delta). */
         hpmlg_copy_wait(0);
         __syncthreads();
         if (c + K < end) {
@@ -4923,7 +4943,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
                 next_line[K + i] = in ? p.delta[bh * p.T + c + K + i] : 0;
             }
         }
-        /* 3. Compute S and dP from own and streamed tiles, then P and dS; skip blocks that the causal mask hides. */
+        /* 3. Compute S and dP from the tiles, then P and dS in their place; skip blocks that the causal mask hides. */
         if (c < begin || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, own + at * DP, now);
         hpmlg_attn_scores<type, DP, M, N>(dp, own + (R + at) * DP, now + K * DP);
@@ -4933,15 +4953,15 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
         if constexpr (KEYS) hpmlg_attn_accumulate<type, DP>(d1, s, now + K * DP, column);
         hpmlg_attn_accumulate<type, DP>(d0, dp, now, column);
     }
-    /* 5. Store the sums through the shared memory of the own tiles. */
+    /* 5. Store the sums, through the shared memory of the tiles, which are not needed any more. */
     float *space = (float *)own + at * HPMLG_ATTN_LD(DA);
     __syncthreads();
     hpmlg_attn_store(p, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, row, column, d0, scale, space);
     if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, one, space);
 }
 
-/* Launches an attention kernel, a block for `rows` rows, `parts` times, with `shared` bytes of shared memory. Passes
-   that are not recorded request more than the 48 KiB that kernels have by default. */
+/* Launches an attention kernel, `threads` threads a block: one block computes `rows` rows, and of the columns one of
+   `parts` parts; shared: bytes of shared memory, for which passes that are not recorded raise the limit of 48 KiB. */
 HPMLG_FN void hpmlg_attn_launch(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
                                 unsigned parts, int threads, size_t shared)
 {
@@ -4955,8 +4975,8 @@ HPMLG_FN void hpmlg_attn_launch(hpmlg_device *d, void (*kernel)(hpmlg_attn), con
     HPMLG_RUN(d, kernel, dim3((unsigned)blocks, parts), (unsigned)threads, shared, *p);
 }
 
-/* Launches the attention kernels for heads of up to DP columns. The tile sizes are such that results stay in registers,
-   and that two blocks, or at least one, fit in a multiprocessor's shared memory (99 KiB on the smallest GPUs). */
+/* Launches the attention kernels for elements of `type`, heads of up to DP columns. Tile sizes are such that results
+   stay in registers, and two blocks, or at least one, fit in a multiprocessor's shared memory (99 KiB or more). */
 template <int type, int DP> HPMLG_FN void hpmlg_attn_run(hpmlg_device *d, const hpmlg_attn *p, bool backward)
 {
     const bool   f32 = type == HPML_DTYPE_F32, large = DP > 128;
@@ -5058,8 +5078,8 @@ HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpm
 
 HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
-/* Computes one element of h and of the cell at step t of an LSTM, from the sums of its gates i, f, g, o, which are
-   replaced by the gates; a thread for each of the B H elements. */
+/* Computes one element of h and of the cell at step t of an LSTM, from the sums (before the activation) of its gates i,
+   f, g, o, which are overwritten by the gates; a thread for each of the B H elements (samples, hidden size). */
 static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 {
     int64_t at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
@@ -5076,8 +5096,8 @@ static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
     hpmlg_put(l.h, row * l.H + j, out * tanhf(cell));
 }
 
-/* Computes the gradients of one LSTM element at step t: replaces its gates by da, the gradients of their sums, and dc
-   by the gradient of the cell of step t - 1. Writes h of step t - 1 to l.before. */
+/* Computes the gradients of one LSTM element at step t: overwrites its gates by da, the gradients of the gates' sums
+   (before the activation), and dc by the gradient of the cell of step t - 1. Writes h of step t - 1 to l.before. */
 static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
 {
     int64_t      at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
@@ -5195,9 +5215,9 @@ HPMLG_DEVICE bool hpmlg_label_is_valid(int label, int ignore, int64_t classes)
     return label != ignore && label >= 0 && label < classes;
 }
 
-/* Computes maximum, 1 / sum and loss of each row, and counts hits: a valid row is a hit unless it is beaten by an
-   element before the label's that is as large, or by one after the label's that is larger. A NaN at the label, or at
-   the front of the row, where nothing exceeds it, beats the row too. node NULL: only counts hits. */
+/* Computes maximum, 1 / sum of exponentials and loss of each row, and counts hits: a valid row is a hit unless an
+   element before the label's is as large, or one after it is larger. A NaN at the label, or at the front of the row,
+   where nothing exceeds it, prevents a hit too. node: of the loss; NULL: only counts hits. */
 static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
@@ -5331,7 +5351,8 @@ HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-/* Computes a loss's gradients dx (+)= f'(x - t) dloss / n and dt (+)= the negative; dx.p, dt.p NULL: not wanted. */
+/* Computes a loss's gradients dx (+)= f'(x - t) dloss / n and dt (+)= the negative; dx.p, dt.p NULL: not wanted. what:
+   the kind of loss f, an hpmlg_loss_kind; add_x, add_t: the gradient is added. */
 static __global__ void hpmlg_k_loss_back(hpmlg_array dx, hpmlg_array dt, hpmlg_array x, hpmlg_array t, int what,
                                          float delta, const float *dloss, int64_t n, bool add_x, bool add_t)
 {
@@ -5404,7 +5425,8 @@ HPMLG_DEVICE void hpmlg_nonfinite_report(const hpmlg_nonfinite_sink &f, const hp
     f.note->nonfinite = 1;
 }
 
-/* Returns the parameter that a chunk belongs to, by bisection: the last parameter whose first chunk is not after it. */
+/* Returns the entry of the table `steps` (count) for the parameter whose weights a chunk of HPMLG_CHUNK elements
+   belongs to, by bisection: the last parameter whose first chunk is not after it. */
 HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_step *steps, int count, int64_t chunk)
 {
     int low = 0, high = count;
@@ -5416,7 +5438,7 @@ HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_ste
     return &steps[low];
 }
 
-/* Returns the factor to multiply gradients with: grad_scale, reduced if the global norm exceeds u.clip. */
+/* Returns the factor to multiply gradients with: u.grad_scale, reduced if the norm of all gradients exceeds u.clip. */
 HPMLG_DEVICE float hpmlg_gradient_scale(const hpml_update &u)
 {
     float norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
@@ -5430,8 +5452,8 @@ HPMLG_DEVICE float hpmlg_moment(float *state, float g, float beta)
     return *state;
 }
 
-/* Returns the new weight of one element (for LAMB its direction of update) from weight w, gradient g and moments *m,
-   *v, which it updates; c1, c2: 1 - beta^step. hpml.h, vupdate, has the formulas. */
+/* Returns the new weight of one element (for LAMB its direction of update) from weight w, gradient g and moments *m and
+   *v, the optimizer's states, which it updates; c1, c2: 1 - beta1^step, 1 - beta2^step. Formulas: hpml.h, vupdate. */
 HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v)
 {
     float step = 0;
@@ -5484,9 +5506,9 @@ HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2
     return isfinite(y) || lamb ? y : w;
 }
 
-/* Updates the weights of every chunk. LARS and LAMB take two passes: the first writes each chunk's sums of squares of w
-   and of g to `part` or, for LAMB, of w and the direction, which overwrites g; the second updates by the learning rate
-   that hpmlg_k_update_rates has multiplied by the layer's ratio. */
+/* Updates the weights of all chunks (4,096 elements each). LARS and LAMB take two passes: pass 0 writes each chunk's
+   sums of squares of w and of g to `part` or, for LAMB, of w and the direction, which overwrites g; pass 1 updates by
+   the learning rate that hpmlg_k_update_rates has multiplied by the layer's ratio. Others need pass 0 only. */
 static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, int64_t chunks, double2 *part,
                                       int half_type, int pass, hpmlg_nonfinite_sink finder)
 {
@@ -5535,9 +5557,9 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
     }
 }
 
-/* Multiplies the learning rate by the layer's ratio of norms, one block for each parameter, from the chunks' sums in
-   `part`. LARS: trust |w| / (|g| + decay |w|), 1 without trust, and the rate is moved into the gradient's factor and
-   the decay, so that momentum contains it; LAMB: |w| / |direction|. */
+/* Multiplies the learning rate by the layer's ratio of norms, one block for each parameter, from the chunks' sums of
+   squares in `part`. LARS: trust |w| / (|g| + decay |w|), or 1 if trust is 0, and the rate is then multiplied into the
+   gradient's factor and the decay, so that momentum contains it; LAMB: |w| / |direction|. */
 static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const double2 *part)
 {
     __shared__ double all[2][256];
@@ -5568,8 +5590,8 @@ static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const doubl
     s->u.lr = 1;
 }
 
-/* Returns the address in a half copy of w (n), a parameter or a part of one, so that the update writes the half copy
-   too; NULL: there is none. Half copies that only partly overlap w become stale. */
+/* Returns where the bf16 or f16 copy of the weights w (n elements), a parameter or a part of one, is, so that the
+   update writes the copy too; NULL: there is none. Copies of weights that only partly overlap w become stale. */
 HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
     for (hpmlg_half_copy *h = d->half_copies; h; h = h->next) {
@@ -5581,7 +5603,8 @@ HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
     return NULL;
 }
 
-/* Returns the index of the parameter that contains w, trying the one after `before` first; -1: none. */
+/* Returns the index in the context of the parameter whose memory contains the address w; -1: none. Tries first the
+   parameter after number `before`, the last result, because callers ask in order. */
 HPMLG_FN int hpmlg_param_number(const hpml_ctx *ctx, const float *w, int before)
 {
     int count = hpml_param_count(ctx);
@@ -5657,11 +5680,11 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
 // >>gpu-codec   gradients packed on the device
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The same bytes and residuals as hpml.h's codecs, bit for bit; sections api-codec and onebit there define the formats.
-   The sums of ONEBIT are taken as on the CPU: element i of a chunk of 1,024 is added by lane i % 16, lanes are added
-   pairwise, and chunks in order in double. Half a warp reads a chunk, with a register in each lane for every 16
-   elements; rows of up to 16 chunks are read once. A row that contains a NaN or an infinity is marked while it is
-   packed, and then overwritten by zeros. */
+/* The GPU packs gradients to the same bytes and residuals as hpml.h's codecs, bit for bit; sections api-codec and
+   onebit there define the formats. The sums of ONEBIT are taken as on the CPU: element i of a chunk of 1,024 is added
+   by lane i % 16, lanes are added pairwise, and chunks in order in double. Half a warp reads a chunk, with a register
+   in each lane for every 16 elements; rows of up to 16 chunks are read once. A row that contains a NaN or an infinity
+   is marked while it is packed, and then overwritten by zeros. */
 
 #define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows packed by one launch: their marks fit in the scratch memory */
 #define HPMLG_ONEBIT_CHUNK 1024
@@ -5687,8 +5710,8 @@ typedef struct hpmlg_chunk { /* sums and extremes of a chunk: [0] of negative el
     int   ones;
 } hpmlg_chunk;
 
-/* Reads a chunk of n numbers, v = g + e (e NULL: g), by half a warp, and returns its sums and extremes. v: gets this
-   lane's elements; bits: gets words 2 lane and 2 lane + 1 of the chunk's signs; turns: elements of a lane. */
+/* Reads a chunk of n numbers, v = g + e (gradient, residual; e NULL: g), by half a warp; returns its sums and extremes.
+   v: gets this lane's elements, `turns` of them; bits: gets words 2 lane and 2 lane + 1 of the chunk's signs. */
 HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned bits[2], const float *g,
                                            const float *e, int n, int turns)
 {
@@ -5747,9 +5770,9 @@ HPMLG_DEVICE void hpmlg_onebit_bits(const hpmlg_pack *p, int64_t row, int64_t ch
         if (at + k < count) words[at + k] = bits[k];
 }
 
-/* Packs rows with ONEBIT. A block packs 16 / each rows at a time, of `each` chunks. longer: a row has more than 16
-   chunks (16,384 columns); one block packs the row, 16 chunks at a time, and v = g + e is kept in e until the levels
-   are known: few such rows leave most of the device idle. */
+/* Packs rows with ONEBIT. A block packs 16 / each rows at a time, of `each` chunks of 1,024 columns. longer: a row has
+   more than 16 chunks; one block packs the row, 16 chunks at a time, and v = g + e is kept in e until the levels are
+   known: few such rows leave most of the device idle. */
 template <bool longer>
 static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int64_t chunks, int each)
 {
@@ -5767,7 +5790,8 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             if (rest > HPMLG_ONEBIT_CHUNK) rest = HPMLG_ONEBIT_CHUNK;
             return (int)(rest < 0 ? 0 : rest);
         };
-        /* 1. Read each chunk (v = g + e), write its bits; add up the row's sums, extremes and ones, chunks in order. */
+        /* 1. Read chunks (v = gradient + residual), write signs; add up, in order, the row's sums, extremes and
+           ones. */
         for (int64_t c0 = 0; c0 < (longer ? chunks : 1); c0 += each) {
             unsigned bits[2];
             chunk = c0 + team % each;
@@ -5798,7 +5822,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             hpmlg_onebit_row(&p, row)[1] = high;
             if (!(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_mark_nonfinite(&p, row);
         }
-        /* 3. Compute the new residual: v minus the level that is sent for v. */
+        /* 3. Compute the new residual: v (gradient + residual) minus the level, low or high, that is sent for v. */
         for (int64_t c0 = 0; p.e && c0 < (longer ? chunks : 1); c0 += each) {
             chunk = c0 + team % each;
             int    n = count();
@@ -5820,8 +5844,8 @@ HPMLG_DEVICE float hpmlg_twobit_value(const hpmlg_pack &p, unsigned code)
     return code == 3 ? p.threshold : -p.threshold;
 }
 
-/* Packs rows with TWOBIT if `two`: 8 elements of a row are 16 bits, and rows end with whole 32-bit words; else with
-   BF16, whose rows follow each other without padding, as if all were one row. */
+/* Packs rows with the codec TWOBIT if `two`: 8 elements of a row are 16 bits, and rows end with whole 32-bit words;
+   else with BF16, whose rows follow each other without padding, as if all were one row. */
 template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pack(hpmlg_pack p)
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
@@ -5871,7 +5895,7 @@ HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int 
                          "of hpml_codec_kind, or a context without this backend", p->codec->name ? p->codec->name : "");
 }
 
-/* Returns the arguments for packing `rows` rows from `row` on, without gradient and residual. */
+/* Returns the arguments of a launch to pack `rows` rows from `row` on; the caller adds gradient and residual. */
 HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int64_t row, int64_t rows)
 {
     hpmlg_pack some = {};
@@ -5883,7 +5907,7 @@ HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int
     return some;
 }
 
-/* Packs the rows of p with a lossy codec, and marks and wipes rows that are not finite. */
+/* Packs the rows of p with the codec `kind`, marks rows that are not finite, and overwrites these by zeros. */
 HPMLG_FN void hpmlg_pack_run(hpmlg_device *d, int kind, hpmlg_pack p)
 {
     int64_t n = p.rows * p.cols, chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK;
@@ -5922,7 +5946,7 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     return status == HPML_OK && any ? HPML_ERR_NONFINITE : hpml_ctx_status(d->ctx);
 }
 
-/* Unpacks TWOBIT (two) or ONEBIT to out or, if `add`, adds to out: 8 elements of a row at a time, from 16 bits or 8. */
+/* Unpacks TWOBIT if `two`, else ONEBIT, to out (`add`: adds): 8 elements of a row at a time, from 16 bits or 8. */
 template <bool two>
 static __global__ void __launch_bounds__(256, 6) hpmlg_k_unpack(hpmlg_pack p, hpmlg_array out, bool add)
 {
@@ -5970,7 +5994,7 @@ HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, 
 /* NCCL's kernels run on a stream of their own: hpml_nccl_link_begin makes this stream wait for the device's stream,
    hpml_nccl_link_end records an event on it, and hpml_nccl_link_wait makes the device's stream wait for the event.
    Communicators are non-blocking: a call may still be in progress when it returns; then its state is polled until it is
-   done, has failed, or the deadline has passed. nccl.h is used for types only; functions are loaded at run time. */
+   done, has failed, or the deadline has passed. nccl.h gives types only; these functions are loaded at run time. */
 
 #define HPMLG_NCCL_CALLS(X)                                                                                            \
     X(GetUniqueId) X(CommInitRankConfig) X(CommGetAsyncError) X(CommAbort) X(CommDestroy) X(AllReduce) X(Send) X(Recv) \
@@ -6013,7 +6037,7 @@ struct hpml_nccl {
     char              operation[96]; /* name of the current operation, for error texts */
 };
 
-/* Sleeps 50 us between two polls of a wait that began at time `since`, unless within 1 ms, which most do not exceed. */
+/* Sleeps 50 us between polls of a wait that began at time `since` (s), unless in its first ms, in which most end. */
 HPMLG_FN void hpmlg_poll_pause(double since)
 {
     struct timespec t = { 0, 50000 };
@@ -6042,7 +6066,8 @@ HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
     return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r));
 }
 
-/* Waits for the end of the NCCL call that returned r and, unless NULL, for the event, at most until the deadline. */
+/* Waits, at most desc.timeout seconds, for the end of the NCCL call that returned r, then for the event, unless NULL.
+   Returns HPML_OK or, after aborting the communicator, an error. */
 HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t event)
 {
     char text[96];
@@ -6084,9 +6109,10 @@ HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
                          : "rank %d: %s is not NCCL", (int)n->meeting.rank_in_errors, name, major, minor, v % 100);
 }
 
-/* Writes the file of rank `rank` if `write`, else reads it. It contains the rank's random number for this meeting among
-   the numbers that it has read of the other ranks (numbers), then its identity (identity, `bytes` bytes). A file
-   appears whole, because it is written under another name and renamed. Returns true on success. */
+/* Writes the file of rank `rank` if `write`, else reads it. Ranks find each other by these files: a file contains one
+   number for each rank (numbers), its own random number for this start of NCCL and those that it has read of others,
+   then the rank's identity (identity, `bytes` bytes). A file appears whole, because it is written under another name
+   and renamed. Returns true on success, false if a file is missing or has an error. */
 HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *numbers, char *identity, size_t bytes, bool write)
 {
     char   name[1024], part[1032];
@@ -6102,7 +6128,7 @@ HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *numbers, c
 
 /* Exchanges the ranks' identities (`bytes` bytes each, in all[]) by files, as meeting.allgather does by other means.
    This rank draws a random number, and writes its file again whenever it has read a new number of another rank. A file
-   that contains this rank's number was written in this meeting; files that a killed run has left do not contain it. */
+   that contains this rank's number belongs to this run; files that a killed run has left do not contain it. */
 HPMLG_FN hpml_status hpmlg_nccl_meet_by_files(hpml_nccl *n, char *all, size_t bytes)
 {
     int             me = n->desc.rank, ranks = n->desc.ranks, missing = -1;
@@ -6154,7 +6180,7 @@ HPMLG_FN hpml_status hpmlg_nccl_exchange_identities(hpml_nccl *n, hpmlg_rank_ide
     return status != HPML_OK ? status : met;
 }
 
-/* Checks that no two ranks use the same GPU, because NCCL finds this late and does not name the ranks. */
+/* Checks that no two ranks use the same GPU, because NCCL would fail later, with an error that names no rank. */
 HPMLG_FN hpml_status hpmlg_nccl_check_gpus(hpml_nccl *n, const hpmlg_rank_identity *all)
 {
     for (int b = 1; b < n->desc.ranks; b++)
@@ -6166,7 +6192,7 @@ HPMLG_FN hpml_status hpmlg_nccl_check_gpus(hpml_nccl *n, const hpmlg_rank_identi
     return HPML_OK;
 }
 
-/* Exchanges identities with the other ranks and makes the NCCL communicator. */
+/* Exchanges identities (host, GPU, NCCL id) with the other ranks and makes the NCCL communicator. */
 HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
 {
     hpmlg_rank_identity *all = (hpmlg_rank_identity *)hpml_ctx_alloc(n->ctx, sizeof *all * (size_t)n->desc.ranks, NULL);
@@ -6295,7 +6321,8 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
 
-/* Returns the status of an NCCL call inside of a group, which is only queued until the group ends. */
+/* Returns the status of an NCCL call that returned r. The call is in a group: that it is still in progress is no error,
+   because it is only queued until the group ends. */
 HPMLG_FN hpml_status hpmlg_nccl_queued(hpml_nccl *n, ncclResult_t r)
 {
     return r == ncclInProgress ? HPML_OK : hpmlg_nccl_result(n, r);
@@ -6347,8 +6374,8 @@ HPML_API hpml_status hpml_nccl_link_wait(void *nccl)
     return hpmlg_check(n->d, cudaStreamWaitEvent(n->d->stream, n->after, 0), "a stream for NCCL");
 }
 
-/* Waits on the host, up to the deadline, for all collectives; called before a wait for the device, which has no
-   deadline. */
+/* Waits on the host, at most desc.timeout seconds, until all NCCL collectives are complete. Called before the host
+   waits for the device, because that wait has no time limit. */
 HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 {
     HPMLG_NCCL_ENTER(n, nccl);
@@ -6388,11 +6415,11 @@ HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
     return hpmlg_check(n->d, e, "host memory for gradients between nodes") == HPML_OK ? (float *)(s + 1) : NULL;
 }
 
-/* Bytes of part r of an array, whose elements are at[r] to at[r + 1] - 1. */
+/* Returns the bytes of part r of an array of floats, whose elements are at[r] to at[r + 1] - 1. */
 HPMLG_FN size_t hpmlg_part_bytes(const int64_t *at, int r) { return (size_t)(at[r + 1] - at[r]) * sizeof(float); }
 
-/* Reduces (sums) part r of x to rank r, and copies this rank's part to the host memory `stage`. Parts differ in size,
-   for which NCCL has no reduce-scatter, so each part is one call; the calls of a group run as one. */
+/* Reduces (sums) part r of x, elements at[r] to at[r + 1] - 1, to rank r, and copies this rank's part to the host
+   memory `stage`. NCCL has no reduce-scatter for parts of different sizes: each part is a call; all run as one. */
 HPML_API hpml_status hpml_nccl_link_reduce_scatter(void *nccl, float *x, const int64_t *at, float *stage)
 {
     HPMLG_NCCL_ENTER(n, nccl);
@@ -6412,7 +6439,8 @@ HPML_API hpml_status hpml_nccl_link_reduce_scatter(void *nccl, float *x, const i
     return hpmlg_check(n->d, e, "copying a share to the host");
 }
 
-/* Copies the host memory `stage` to this rank's part of x, and broadcasts part r from rank r, for all r. */
+/* Copies the host memory `stage` to this rank's part of x, and broadcasts part r, elements at[r] to at[r + 1] - 1, from
+   rank r, for all r, so that x is complete on all ranks. */
 HPML_API hpml_status hpml_nccl_link_allgather(void *nccl, float *x, const int64_t *at, const float *stage)
 {
     HPMLG_NCCL_ENTER(n, nccl);
@@ -6430,8 +6458,8 @@ HPML_API hpml_status hpml_nccl_link_allgather(void *nccl, float *x, const int64_
     return status != HPML_OK ? status : hpmlg_check(n->d, e, "copying a share to the device");
 }
 
-/* Waits until hpml_nccl_link_reduce_scatter's copy to the host memory `stage` is complete, up to the timeout. Any
-   thread may call this function, because it gives the context no error. */
+/* Waits until hpml_nccl_link_reduce_scatter's copy to the host memory `stage` is complete, at most desc.timeout
+   seconds. Any thread may call this function, because it gives the context no error: it only returns one. */
 HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage)
 {
     hpml_nccl     *n = (hpml_nccl *)nccl;
@@ -6673,7 +6701,7 @@ HPMLG_FN void hpmlg_close(void *device)
     if (d->stream) cudaStreamDestroy(d->stream);
 }
 
-/* Writes 0 to *taken; launched at opening, so that a device that cannot run kernels is reported there. */
+/* Writes 0 to *taken (on the device); launched at opening, to report there a device that cannot run kernels. */
 static __global__ void hpmlg_k_first(int *taken) { *taken = 0; }
 
 HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
@@ -6703,7 +6731,7 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     return hpml_ctx_status(ctx);
 }
 
-/* Runs one pass of an op, forward or backward, for the table of ops; returns the context's status. */
+/* Runs a pass of the op with function `op`, forward or, if `back`, backward; returns the context's status. */
 template <void (*op)(hpmlg_device *, const hpml_run *, hpml_node *, bool), bool back>
 static hpml_status hpmlg_run_op(const hpml_run *run, hpml_node *n)
 {
