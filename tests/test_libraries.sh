@@ -13,11 +13,15 @@ $(echo "$text" | grep -v '^ok ' | head -n 20 | sed 's/^/    /')" ;; esac
     echo "$text"
     exit 0
 fi
-runs='kind products_take  gelu products_take  bgradb products_take  nchw convolutions_are  capture text_counts
+runs='kind products_fuse  gelu products_fuse  bgradb products_fuse  nchw convolutions_by  capture text_counts
 refuse text_counts'
 [ -z "$HPML_TEST_ALL" ] || runs='kind all  gelu all  bgradb all  nchw all  capture all  refuse all'
 out=$(echo $runs | xargs -n 2 -P 2 sh tests/test_libraries.sh --one)
 passed=$(echo "$out" | grep -c '^ok ') failed=$(echo "$out" | grep -c '^FAIL ')
 echo "$out" | grep -v '^ok '
+if [ "$passed" -lt 6 ]; then
+    failed=$((failed + 1))
+    echo "FAIL $passed tests of 6 or more ran: a filter above names no test of test_cuda.c"
+fi
 echo "$passed passed, $failed failed, 0 skipped"
-[ "$failed" -eq 0 ] && [ "$passed" -ge 6 ]
+[ "$failed" -eq 0 ]
