@@ -125,6 +125,10 @@ int main(int argc, char **argv)
         if (test_failed) break;
 #endif
     }
+    if (argc > 2 && passed + failed + skipped == 0) {
+        fprintf(TEST_OUT, "FAIL no test has the name %s\n", argv[2]);
+        failed = 1;
+    }
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
 #ifdef TEST_GIVE_UP
     fflush(stdout);
