@@ -2583,8 +2583,8 @@ HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
 }
 
 /* Waits until the request of a collective MPI call, which returned `code`, is complete: as fast as the blocking call,
-   but with a deadline, and a failed rank ends the wait. After an error of MPI waits until the deadline, because the
-   error's text can then name a rank that has announced nothing. */
+   but with a deadline, and a failed rank ends the wait. After an error of MPI waits until the deadline, because only
+   then the error's text can name a rank that failed without announcing its failure. */
 HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *request)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
@@ -4098,7 +4098,8 @@ typedef struct hpmlc_algorithm {
     bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
     int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
     int32_t           auto_mixed; /* as auto_ranks, where ranks r and r + 1 are on different nodes */
-    /* Optional: seconds that an allreduce of `bytes` takes on real transports, not in simulations; AUTO adds them. */
+    /* Optional: seconds that an allreduce of `bytes` takes on a real transport beyond its simulated time. HPML_AUTO,
+       the automatic choice of an algorithm, adds them to the algorithm's forecast. */
     double (*extra_s)(const hpml_comm *c, double bytes);
 } hpmlc_algorithm;
 
