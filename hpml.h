@@ -2966,7 +2966,7 @@ HPMLI_FN double hpmli_flops_pointwise(const hpml_node *n, bool back)
    2. The backward pass makes one product for each of the sources 0 and 1 that needs a gradient. */
 HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner)
 {
-    int products = (n->src[0]->needs_grad ? 1 : 0) + (n->src[1]->needs_grad ? 1 : 0);
+    int products = n->src[0]->needs_grad + n->src[1]->needs_grad;
     return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
 }
 
@@ -4418,7 +4418,8 @@ HPMLI_FN const float *hpmli_mixed_block(const hpmli_kernels *k, hpml_dtype type,
                                         int64_t *col_stride, float *space)
 {
     bool        by_rows = *col_stride == 1; /* rows are contiguous, else columns are */
-    int64_t     lines = by_rows ? rows : cols, length = by_rows ? cols : rows;
+    int64_t     lines = by_rows ? rows : cols;
+    int64_t     length = by_rows ? cols : rows;
     int64_t     step  = by_rows ? *row_stride : *col_stride;
     const char *from = (const char *)x + (size_t)(row * *row_stride + col * *col_stride) * hpml_dtype_size(type);
     if (type == HPML_DTYPE_F32) return (const float *)(const void *)from;
@@ -4535,7 +4536,8 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
 {
     hpmli_gemm_desc d;
-    int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* elements of y (rows) and of x (k) */
+    int64_t         rows = trans_a ? n : m; /* elements of y */
+    int64_t         k    = trans_a ? m : n; /* elements of x */
     float          *to = y;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
@@ -5288,7 +5290,8 @@ HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
     int64_t size = y->stride[0], rows = w->n->attr.permute.dims[1] == 2 ? x->shape[1] : size / x->shape[3];
-    float  *from = (w->back ? y->grad : x->data) + image * size, *to = (w->back ? x->grad : y->data) + image * size;
+    float  *from = (w->back ? y->grad : x->data) + image * size;
+    float  *to   = (w->back ? x->grad : y->data) + image * size;
     if (w->back) rows = size / rows;
     w->k->conv_to_nhwc(to, from, rows, 1, size / rows, size);
 }
@@ -5619,7 +5622,9 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
 HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool is_y, int64_t b, int64_t g, int64_t row,
                                   int64_t rows)
 {
-    int64_t channels = is_y ? c->OC : c->C, width = is_y ? c->OW : c->W, pixels = width * (is_y ? c->OH : c->H);
+    int64_t channels = is_y ? c->OC : c->C;
+    int64_t width = is_y ? c->OW : c->W;
+    int64_t pixels = width * (is_y ? c->OH : c->H);
     int64_t ld = c->nhwc ? c->groups * channels : pixels;
     p += (b * c->groups * pixels + g * (c->nhwc ? 1 : pixels)) * channels + row * width * (c->nhwc ? ld : 1);
     hpmli_mat m = { p, channels, rows * width, ld, 1, c->groups * channels * pixels, c->nhwc };
@@ -5715,7 +5720,8 @@ HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSE
     const hpmli_columns *m = (const hpmli_columns *)arg;
     const hpmli_conv    *c = m->c;
     const hpml_attr     *a = &c->n->attr;
-    int64_t first = m->back ? task * c->taps : task, end = m->back ? first + c->taps : first + 1;
+    int64_t first = m->back ? task * c->taps : task;
+    int64_t end = m->back ? first + c->taps : first + 1;
     int64_t pixel = c->nhwc ? c->x_pixel : 1, stride = a->conv.stride[1];
     float  *x = m->back ? c->n->src[0]->grad : c->n->src[0]->data;
     x = hpmli_conv_mat(c, x, false, m->b, m->g, 0, 1).p + first / c->taps * (c->nhwc ? 1 : c->H * c->W);
@@ -5891,7 +5897,8 @@ HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t st
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
     bool         image = x && x->ndim == 4; /* else hpmli_pool_record reports the error */
-    int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
+    int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1;
+    int32_t      kw = image ? (int32_t)hpmli_image(x, 2) : 1;
     hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL2D, kh, kw, 1, 0);
     return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
 }
@@ -7675,7 +7682,8 @@ HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 {
     if (row->count[side] == 0) return 0;
     float mean = (float)(row->sum[side] / (double)row->count[side]);
-    return mean < row->least[side] ? row->least[side] : mean > row->most[side] ? row->most[side] : mean;
+    if (mean < row->least[side]) return row->least[side];
+    return mean > row->most[side] ? row->most[side] : mean;
 }
 
 HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
@@ -7714,8 +7722,16 @@ HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, con
     float       bad = 0;
     memset(q, 0, p->row_size);
     for (int64_t i = 0; i < p->cols; i++) {
-        float v  = g[i] + (e ? e[i] : 0), sent = v >= t ? t : v <= -t ? -t : 0;
-        q[i / 4] = (uint8_t)(q[i / 4] | (unsigned)(v >= t ? 3 : v <= -t ? 2 : 0) << (2 * (i % 4)));
+        float    v    = g[i] + (e ? e[i] : 0), sent = 0;
+        unsigned code = 0;
+        if (v >= t) {
+            sent = t;
+            code = 3;
+        } else if (v <= -t) {
+            sent = -t;
+            code = 2;
+        }
+        q[i / 4] = (uint8_t)(q[i / 4] | code << (2 * (i % 4)));
         bad += v - v; /* 0 unless v is NaN or infinite */
         if (e) e[i] = v - sent;
     }
@@ -9257,7 +9273,8 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     }
     double d = hpmli_decimal_near(w, exponent + given);
     bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
-    float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
+    float  least = (float)(exact ? d : d - slack * d);
+    float  most = (float)(exact ? d : d + slack * d);
     if (least < most) { /* too near to the middle of two floats to know which one is nearest: compare exactly */
         double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
         int    side   = hpmli_decimal_compare(start, stop, given - decimals, middle);
@@ -10188,7 +10205,8 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
     const int64_t      *shape = l->data->x_shape;
     int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->stored_size / (H * W);
     int64_t  dx, dy, cx, cy;
-    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* height and width of the result */
+    int64_t  h = l->crop > 0 ? l->crop : H; /* height of the result */
+    int64_t  w = l->crop > 0 ? l->crop : W; /* width of the result */
     uint32_t word[4];
     l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, HPMLI_STREAM_AUGMENT | epoch, (uint64_t)(4 * sample), 4);
     dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
@@ -12750,7 +12768,8 @@ HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int6
     float square[HV_LANES * HV_LANES];
     for (int64_t r = 0; r < mr; r += HV_LANES)
         for (int64_t q = 0; q < cols; q += HV_LANES) {
-            int64_t lanes = mr - r < HV_LANES ? mr - r : HV_LANES, rows = cols - q < HV_LANES ? cols - q : HV_LANES;
+            int64_t lanes = mr - r < HV_LANES ? mr - r : HV_LANES;
+            int64_t rows = cols - q < HV_LANES ? cols - q : HV_LANES;
             float  *to    = c + q * ldc + r;
             HV(transpose)(tile + r * HPMLI_NV * HV_LANES + q, HPMLI_NV * HV_LANES, lanes, square, HV_LANES);
             for (int64_t i = 0; i < rows; i++)
@@ -12934,7 +12953,8 @@ HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_ge
         height = block->rows / block->tiles + (t < higher);
         run->a_tile = v->packed_p ? HV(packed_tile_floats)(block) : height * v->p_row;
         HV(gemm_run)(block, panel, height, run, x);
-        int64_t i = v->swapped ? panel->col : row, j = v->swapped ? row : panel->col; /* row, column of C */
+        int64_t i = v->swapped ? panel->col : row; /* row of C */
+        int64_t j = v->swapped ? row : panel->col; /* column of C */
         hpmli_gemm_epilogue e = block->epilogue;
         if (e.bias_col) e.bias_col += j;
         if (e.bias_row) e.bias_row += i;
@@ -13066,7 +13086,9 @@ typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
    out[r * 4 + j]. For n < 4 the last row at q is read in place of the missing rows. */
 HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 {
-    const float *q0 = q, *q1 = n > 1 ? q0 + q_row : q0, *q2 = n > 2 ? q1 + q_row : q1, *q3 = n > 3 ? q2 + q_row : q2;
+    const float *q0 = q, *q1 = n > 1 ? q0 + q_row : q0;
+    const float *q2 = n > 2 ? q1 + q_row : q1;
+    const float *q3 = n > 3 ? q2 + q_row : q2;
     int64_t      i  = 0;
     HPMLI_DOT_ROWS(HPMLI_DOT_ZERO, 0)
     for (; i + HV_LANES <= k; i += HV_LANES) {
@@ -13110,10 +13132,14 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
     float       *c = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
     bool    swapped = n * ((m + 3) / 4) < m * ((n + 3) / 4);
     bool    plain   = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1;
-    int64_t rows = swapped ? n : m, cols = swapped ? m : n;
-    int64_t p_row = swapped ? d->b_col : d->a_row, q_row = swapped ? d->a_row : d->b_col;
-    int64_t c_row = swapped ? 1 : d->ldc, c_col = swapped ? d->ldc : 1; /* floats in C to the next row of P, of Q */
-    const float *p = swapped ? b : a, *q = swapped ? a : b;
+    int64_t rows = swapped ? n : m;
+    int64_t cols = swapped ? m : n;
+    int64_t p_row = swapped ? d->b_col : d->a_row;
+    int64_t q_row = swapped ? d->a_row : d->b_col;
+    int64_t c_row = swapped ? 1 : d->ldc; /* floats in C to the next row of P */
+    int64_t c_col = swapped ? d->ldc : 1; /* floats in C to the next row of Q */
+    const float *p = swapped ? b : a;
+    const float *q = swapped ? a : b;
     int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
     for (int64_t j = 0; j < cols; j += 4)
         for (int64_t t = 0; t < tiles; t++) {
@@ -13126,7 +13152,8 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
                     continue;
                 }
                 for (int64_t s = 0; s < nr; s++) {
-                    int64_t ci = swapped ? j + s : i + r, cj = swapped ? i + r : j + s;
+                    int64_t ci = swapped ? j + s : i + r;
+                    int64_t cj = swapped ? i + r : j + s;
                     HV(finish_element)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
                 }
             }
@@ -13679,7 +13706,8 @@ HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float
                                 int accumulate)
 {
     bool    rows_contiguous = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels;
-    int64_t n = rows_contiguous ? d->pixels * d->channels : d->channels, count = rows_contiguous ? 1 : d->pixels;
+    int64_t n = rows_contiguous ? d->pixels * d->channels : d->channels;
+    int64_t count = rows_contiguous ? 1 : d->pixels;
     for (int64_t r = 0; r < d->rows; r++)
         for (int64_t p = 0; p < count; p++) {
             const float *x = from + r * d->from_row + p * d->from_pixel;
@@ -13702,7 +13730,8 @@ HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float
         return;
     }
     bool    unpadded = d->x_pitch == d->W * d->C;
-    int64_t rows = unpadded ? 1 : d->H, n = unpadded ? d->H * d->W : d->W;
+    int64_t rows = unpadded ? 1 : d->H;
+    int64_t n = unpadded ? d->H * d->W : d->W;
     for (int64_t r = 0; r < rows; r++)
         HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0,
                                   accumulate);

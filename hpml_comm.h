@@ -1335,7 +1335,8 @@ HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
     uint32_t count = c->arrows[peer][receives]++;
     if (!c->in_collective || !hpml_trace_on(c->trace)) return;
     HPMLC_ZERO(hpml_trace_event, e);
-    const int from = c->origin[receives ? peer : c->rank], to = c->origin[receives ? c->rank : peer];
+    const int from = c->origin[receives ? peer : c->rank];
+    const int to = c->origin[receives ? c->rank : peer];
     uint64_t  ends = (uint64_t)from << 32 | (uint64_t)to;
     uint64_t  id   = ((c->key * 0x9e3779b97f4a7c15u + ends) * 0x9e3779b97f4a7c15u + count) * 0x9e3779b97f4a7c15u;
     e.kind   = receives ? HPML_TRACE_RECEIVE : HPML_TRACE_SEND;
@@ -4017,7 +4018,8 @@ HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
     bool adds = hpmlc_adds(f->kind);
     int  half = f->team.size >> (adds ? k + 1 : f->rounds - k), other = f->team.me ^ half;
     int  my_half = f->team.me / half * half, other_half = other / half * half; /* the first block of each half */
-    int  sent = adds ? other_half : my_half, got = adds ? my_half : other_half;
+    int  sent = adds ? other_half : my_half;
+    int  got = adds ? my_half : other_half;
     hpmlc_set_send(f, m, other, sent, sent + half);
     hpmlc_set_receive(f, m, other, got, got + half);
 }
@@ -4059,7 +4061,8 @@ HPMLC_FN void hpmlc_pairs_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     bool adds = hpmlc_adds(f->kind);
     int  p = f->team.size, i = f->team.me, to = (i + k + 1) % p, from = (i + p - k - 1) % p;
-    int  sent = adds ? to : i, got = adds ? i : from;
+    int  sent = adds ? to : i;
+    int  got = adds ? i : from;
     hpmlc_set_send(f, m, to, sent, sent + 1);
     hpmlc_set_receive(f, m, from, got, got + 1);
 }
@@ -4520,7 +4523,8 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, co
     int tag = hpmlc_enter(c, rule->name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, rooted ? "root" : NULL, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     size_t me = (size_t)c->rank;
-    size_t sent_step = rule->root_receives ? 0 : bytes, received_step = rule->root_sends ? 0 : bytes;
+    size_t sent_step = rule->root_receives ? 0 : bytes;
+    size_t received_step = rule->root_sends ? 0 : bytes;
     if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* this rank's block for itself */
         memmove(received + me * received_step, sent + me * sent_step, bytes);
     hpml_status status = HPML_OK;
@@ -4589,7 +4593,8 @@ HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes)
     if (!c) return HPML_ALGORITHM_NONE;
     hpml_algorithm best = HPML_RING;
     double         least = 1e300, n = (double)bytes;
-    int            k = hpmlc_log2(bytes < 64 ? 64 : bytes >> 29 ? 1 << 29 : (int)bytes);
+    int64_t        modelled = bytes < 64 ? 64 : bytes;
+    int            k = hpmlc_log2(modelled >> 29 ? 1 << 29 : (int)modelled);
     for (int i = 0; i < HPMLC_ALGORITHM_ROWS && c->size > 1; i++) {
         const hpmlc_algorithm *row = &hpmlc_algorithms[i];
         if (!hpmlc_auto_considers(c, row)) continue;
@@ -8421,7 +8426,8 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me];
     for (int k = 1; k < p && status == HPML_OK; k++) {
         int to = (me + k) % p, from = (me - k + p) % p;
-        int dest = w[to] > 0 ? to : -1, source = w[from] > 0 ? from : -1; /* W is symmetric: rank `to` expects this */
+        int dest = w[to] > 0 ? to : -1; /* W is symmetric: rank `to` expects this */
+        int source = w[from] > 0 ? from : -1;
         c->round = k;
         status = hpmlc_round(c, tag, dest, (const char *)mine, bytes, source, (char *)theirs, bytes, NULL);
         for (int64_t i = 0; source >= 0 && status == HPML_OK && i < n; i++) data[i] += (float)w[from] * theirs[i];

@@ -3840,7 +3840,8 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue 
     for (int full = act || g->back || g->sums; full >= 0; full--) {
         cublasLtEpilogue_t e = hpmlg_blas_epilogue(d, g, full);
         bool        plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, act_after = act && plain;
-        void       *z = !plain ? g->z.p : NULL, *c = act_after && g->z.p ? g->z.p : g->c.p;
+        void       *z = !plain ? g->z.p : NULL;
+        void       *c = act_after && g->z.p ? g->z.p : g->c.p;
         const void *line = e == CUBLASLT_EPILOGUE_BGRADB ? g->sums : bias;
         if (plain && full) continue; /* there is no epilogue to fuse */
         key.epilogue = (int64_t)e;
@@ -4981,7 +4982,10 @@ template <int type, int DP> HPMLG_FN void hpmlg_attn_run(hpmlg_device *d, const 
 {
     const bool   f32 = type == HPML_DTYPE_F32, large = DP > 128;
     const int    f32_n = DP > 64 ? 2 : 4;
-    const int    cell = f32 ? 4 : 2, M = large ? 1 : 2, W = large ? 2 : 4, N = f32 ? f32_n : 8;
+    const int    cell = f32 ? 4 : 2;
+    const int    M = large ? 1 : 2;
+    const int    W = large ? 2 : 4;
+    const int    N = f32 ? f32_n : 8;
     const int    BM = !f32 && DP <= 64 ? 2 : 1, BW = large ? 1 : 4, BN = f32 && DP > 64 ? 2 : 4;
     const size_t shared = (size_t)((16 * M * W + 32 * N) * DP * cell);
     const size_t back = (size_t)((32 * BM * BW + 32 * BN) * DP * cell) + (size_t)(32 * BN) * sizeof(float);
