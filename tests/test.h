@@ -21,6 +21,9 @@
 #define SLOW_BUILD 0
 #endif
 
+/* Does a test repeat its cases for all numbers of ranks and all variants? Else a build with a sanitizer takes a few. */
+#define ALL_CASES (!SLOW_BUILD || getenv("HPML_TEST_ALL"))
+
 /* for (...), over the allreduce algorithms from `first` on, without the transport's own. */
 #define EACH_ALGORITHM(a, first) \
     for (int a = (first); a < HPML_ALGORITHM_COUNT; a++) \
