@@ -214,7 +214,7 @@ TEST(ranks_equal_one_rank)
     const int steps = SLOW_BUILD ? 25 : 100;
     job serial = { .run.serial = true, .train.momentum = 0.9, .train.steps = steps };
     ENSURE(ran(&serial, 1, NULL));
-    for (int p = 1; p <= 8; p++)
+    for (int p = 1; p <= 8; p += ALL_CASES ? 1 : 3)
         for (int variant = 0; variant < 6; variant++) {
             job j = { .train.momentum = 0.9, .train.steps = steps, .run.apart = variant % 2, .run.watch = variant == 4,
                       .d = { .bucket_bytes = variant % 3 == 1 ? 1 : 0, .no_overlap = variant == 2,
@@ -309,7 +309,7 @@ TEST(exact_sums_have_the_same_bits)
     uint64_t         hash[4] = { 0 };
     /* plain, batchnorm, 1 bit, conv; in buckets of all sizes, during the backward pass and after */
     for (int kind = 0; kind < 4; kind++)
-        for (int r = 0; r < 6; r++)
+        for (int r = 0; r < 6; r += ALL_CASES ? 1 : 2)
             EACH_ALGORITHM(a, HPML_AUTO) {
                 static const int64_t bytes[] = { 0, 1, 3000 };
                 job j = { .model.norm = kind == 1, .model.conv = kind == 3, .train.momentum = 0.9,
@@ -448,16 +448,18 @@ TEST(ranks_with_results_in_halves_train_as_one)
 TEST(codecs_train)
 {
     static const hpml_codec_kind kind[] = { HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT };
+    const int64_t steps = ALL_CASES ? 200 : 60;
+    const double  most  = ALL_CASES ? 0.9 : 1.4;
     for (int k = 0; k < 3; k++) {
-        job j = { .train.steps = 200, .d.codec = { .kind = kind[k], .threshold = 0.01f } };
+        job j = { .train.steps = steps, .d.codec = { .kind = kind[k], .threshold = 0.01f } };
         j.d.warm_steps = k == 1 ? 10 : 0;
         ENSURE(ran(&j, 4, k ? &linked : NULL));
-        ENSURE(j.got.same && j.got.report.loss < 0.9); /* ln 5 = 1.61 at the start */
+        ENSURE(j.got.same && j.got.report.loss < most); /* ln 5 = 1.61 at the start */
     }
     for (int k = HPML_CODEC_TOPK; k <= HPML_CODEC_LOWRANK; k++) {
-        job j = { .train.steps = 200, .d.codec = { .kind = (hpml_codec_kind)k, .ratio = 0.05f } };
+        job j = { .train.steps = steps, .d.codec = { .kind = (hpml_codec_kind)k, .ratio = 0.05f } };
         ENSURE(ran(&j, 4, NULL));
-        ENSURE(j.got.same && j.got.report.loss < 0.9);
+        ENSURE(j.got.same && j.got.report.loss < most);
     }
 }
 
@@ -1547,7 +1549,7 @@ static double learned(hpml_lr_rule rule, int64_t batch, int32_t warm)
     return sum;
 }
 
-TEST(larger_batches_want_a_larger_rate)
+TEST_LONG(larger_batches_want_a_larger_rate)
 {
     get_digits(8000);
     double small  = learned(HPML_LR_LINEAR, 32, 0);
