@@ -110,7 +110,7 @@ typedef enum placing { LOCAL, ADAGRAD, MOMENTUM } placing;
 static const hpml_codec_desc onebit = { .kind = HPML_CODEC_ONEBIT };
 
 typedef struct training {
-    hpml_distribute_desc d;
+    hpml_plan    d;
     placing      placing;
     /* ranks 0: all; threads: on threads even under MPI */
     int          seed, epochs, max_steps, watch, ranks, threads;
@@ -400,7 +400,7 @@ static hpml_status both_ways(hpml_comm *c, void *user)
     hpml_step_info info;
     double        far = 0, moved = 0, was[WEIGHTS];
     int           rank = hpml_comm_rank(c);
-    hpml_distribute(t, c, &(hpml_distribute_desc){ .codec = onebit, .delayed = true });
+    hpml_distribute(t, c, &(hpml_plan){ .codec = onebit, .delayed = true });
     for (int p = 0, at = 0; p < 4; at += (int)hpml_tensor_count(hpml_param_at(ctx, p++)))
         for (int64_t i = 0; i < hpml_tensor_count(hpml_param_at(ctx, p)); i++)
             m->w[at + i] = (double)hpml_param_at(ctx, p)->data[i];
@@ -627,7 +627,7 @@ static hpml_status keep_book(hpml_comm *c, void *user)
     hpml_dataset *data = digits(ctx, 0, to_learn);
     int64_t       n = hpml_param_total(ctx), row = 0, rows = 0, at = 0;
     double       *owed = (double *)hpml_ctx_alloc(ctx, sizeof(double) * 3 * (size_t)n, NULL), far = 0, size = 0;
-    entry         e = { hpml_distribute(t, c, &(hpml_distribute_desc){ .codec = onebit }), owed + n, owed + 2 * n, 0 };
+    entry         e = { hpml_distribute(t, c, &(hpml_plan){ .codec = onebit }), owed + n, owed + 2 * n, 0 };
     if (b->load) hpml_distribute_load(e.d, b->load);
     hpml_hooks    hooks = { .user = &e, .run = enter_run, .grad = enter_grad, .update = enter_update };
     hpml_trainer_set_hooks(t, &hooks);
