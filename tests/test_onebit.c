@@ -233,7 +233,7 @@ static hpml_status go(training *j)
     return status;
 }
 
-/* Runs one kind of training with all seeds, or without HPML_TEST_ALL with the first; computes the mean of the results. */
+/* Runs one kind of training with all seeds, or without HPML_TEST_ALL with the first; computes the results' mean. */
 static int seeds(void) { return getenv("HPML_TEST_ALL") ? SEEDS : 1; }
 typedef struct series { const char *name; training kind, seed[SEEDS]; bool failed[SEEDS]; } series;
 enum { F32, ONE, BARE, LATE, MOM, ADA, KINDS };
