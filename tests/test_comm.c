@@ -982,8 +982,26 @@ static hpml_status at_once(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
+/* At second 2, when rank 0 has computed, a message of rank 2 arrives; rank 1 sends one that arrives then, too. */
+static hpml_status just_now(hpml_comm *c, void *user)
+{
+    hpml_message m[3], *list[3] = { NULL, &m[1], &m[2] };
+    char         got[3] = { 0 };
+    const int    rank   = hpml_comm_rank(c);
+    (void)user;
+    for (int r = 1; r < 3 && rank == 0; r++) CHECK(hpml_irecv(c, r, 1, got + r, 1, &m[r]) == HPML_OK);
+    hpml_comm_compute(c, rank == 2 ? 1 : 2);
+    if (rank > 0) return hpml_send(c, 0, 1, got, 1);
+    CHECK(hpml_wait_any(c, list, 3, -1) == 1 && hpml_comm_now(c) == 2);
+    return hpml_wait(c, &m[2]);
+}
+
 TEST(hpml_wait_any_goes_by_place_where_messages_arrive_together)
 {
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    net.ranks_per_node = 2, net.between.latency = 1;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 3, &net, just_now, NULL) == HPML_OK);
     for (int p = 2; p <= 8; p += 3) ENSURE(launch(HPML_TRANSPORT_CLOCK, p, at_once, NULL) == HPML_OK);
 }
 
